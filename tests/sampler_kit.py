@@ -26,6 +26,17 @@ class Noted:
     def weight(self, n: float, total: float | None = None) -> None:
         self.n = n
 
+    step = carried = 0
+
+    def parted(self, member: int) -> int:
+        return 0
+
+    def catch_up(self) -> None:
+        pass
+
+    def drain(self) -> bool:
+        raise AssertionError("no local steps here")
+
     def no_sync(self) -> Any:
         raise AssertionError("no micro-batches here")
 

@@ -149,9 +149,9 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
 
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
-    """Samplers refuse local steps: a plan that came by itself must not end a script."""
+    """Controllers refuse local steps: a plan that came by itself must not end a script."""
     connection = Connection()
-    connection.terms.weighed = own
+    connection.terms.balanced = own
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert loss_limits.policy_of(connection, rows).exact is (own or others)
 

@@ -33,21 +33,46 @@ class Ahead:
 
 
 class Home(Noted):
-    """A worker and its session. `batch` is what it is at; it has none once its epochs are over."""
+    """A worker and its session, which stands where its job does as soon as it comes to know. `batch` is what it is at; it has
+    none once its epochs are over."""
 
     total: float | None = None
 
-    def __init__(self, own: int, members: tuple[int, ...], lead: int, given: dict[str, str] | None = None,
-                 shares: Sequence[int] | None = None) -> None:
+    def __init__(self, job: Job, own: int, members: tuple[int, ...], given: dict[str, str] | None = None) -> None:
         super().__init__()
-        self.own, self.members, self.may_leave, self.given = own, members, True, given or {}
-        self.sampler = Sampler(LENGTH, BATCH, rank=members.index(own), world=len(members), shares=shares)
-        self._batches = self._script(lead)
+        self.job, self.own, self.members, self.may_leave, self.given = job, own, members, True, given or {}
+        self.carried = self.entered = job.carried
+        self.gone: dict[int, int] = {}
+        self.sent: list[tuple[int, int]] = []
+        """By epoch and sample: what of it is in a round that is under way, and what it has taken since."""
+        self.since: list[tuple[int, int]] = []
+        self.sampler = Sampler(LENGTH, BATCH, rank=members.index(own), world=len(members), shares=job.shares)
+        self._batches = self._script(job.lead)
         self.batch: list[int] | None = []
         self.go()
 
+    @property
+    def step(self) -> int:
+        return self.job.passes
+
+    def parted(self, member: int) -> int:
+        return self.gone.get(member, self.entered)
+
     def weight(self, n: float, total: float | None = None) -> None:
         self.n, self.total = n, total
+
+    def look(self) -> None:
+        """It has made the exchanges that were due."""
+        self.members, self.carried = self.job.members, self.job.carried
+        self.gone |= self.job.parted
+
+    def catch_up(self) -> None:
+        self.look()
+
+    def drain(self) -> bool:
+        self.job.drain()
+        self.look()
+        return False
 
     def _script(self, lead: int) -> Generator[list[int], None, None]:
         for epoch in range(EPOCHS):
@@ -60,56 +85,117 @@ class Home(Noted):
 
 
 class Job:
-    """Steps of all who are there."""
+    """Steps of all who are there. `learnt` is what is in weights that all have."""
 
-    def __init__(self, lead: int, shares: Sequence[int] | None = None) -> None:
-        self.lead, self.ids = lead, 3
-        self.homes = [Home(own, (0, 1, 2), lead, shares=shares) for own in range(3)]
-        self.trained: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
+    def __init__(self, lead: int, shares: Sequence[int] | None = None, every: int = 1, *, overlap: bool = False) -> None:
+        self.lead, self.shares, self.ids, self.every, self.overlap = lead, shares, 3, every, overlap
+        self.members, self.passes, self.carried, self.taken = (0, 1, 2), 0, 0, 0
+        self.parted: dict[int, int] = {}
+        self.homes = [Home(self, own, self.members) for own in range(3)]
+        self.learnt: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
+        self._under_way, self._come = False, False
 
     def step(self, event: str, which: int) -> None:
         """`event`: what happens in it."""
         if "dies" in event and len(self.homes) > 1:
             del self.homes[which % len(self.homes)]
-        if "comes" in event:
-            there = (*(home.own for home in self.homes), self.ids)
-            name, say = next(iter(self.homes[0].followers.items()))
-            self.homes.append(Home(self.ids, there, self.lead, {name: say()}))
-            assert self.homes[-1].batch == [], "it brings nothing to the step in which it comes"
-            self.ids += 1
+        self._come |= "comes" in event
+        # Whoever comes is let in where the others wait for an exchange.
+        come = self._come and self.taken + 1 >= self.every and (self._under_way or not self.overlap)
+        if come:
+            self._let_in()
         if "first" in event and len(self.homes) > 1:
             del self.homes[0]
         members = tuple(home.own for home in self.homes)
-        weight = sum(home.n for home in self.homes)
-        told = self.homes if "dies" not in event else self.homes[-1:] if "comes" in event else []
-        assert {home.total for home in told} <= {None, weight}, "who says what all weigh, with nobody dead, is right"
+        told = self.homes if set(self.members) <= set(members) else self.homes[-1:] if come else []
+        assert {home.total for home in told} <= {None, sum(home.n for home in self.homes)}, "who says what all weigh is right"
         for home in self.homes:
-            home.members = members
             assert home.sampler.epoch == self.homes[0].sampler.epoch
-            self.trained[home.sampler.epoch] += home.batch or []
+            home.since += [(home.sampler.epoch, sample) for sample in home.batch or []]
+        self.passes, self.taken = self.passes + 1, self.taken + 1
+        if self.taken >= self.every:
+            self._exchange()
+        if "plan" in event:
+            self.drain()
+            self.every, self.overlap = (1, 4, 90)[which], "round" in event and which > 0
+        for home in self.homes:
+            if home.own % 2:  # the optimizers of the others were skipped: they come to know as they catch up
+                home.look()
         for home in self.homes:
             home.go()
         assert {home.batch is None for home in self.homes} in ({True}, {False}), "all end together"
+
+    def _let_in(self) -> None:
+        there = (*(home.own for home in self.homes), self.ids)
+        name, say = next(iter(self.homes[0].followers.items()))
+        self.homes.append(Home(self, self.ids, there, {name: say()}))
+        assert self.homes[-1].batch == [], "it brings nothing to the step in which it comes"
+        self.ids, self._come = self.ids + 1, False
+
+    def _exchange(self) -> None:
+        if self._under_way:
+            self._merge()
+        self._begin()
+        if not self.overlap:
+            self._merge()
+
+    def _begin(self) -> None:
+        self._under_way, self._begun, self.taken = True, self.passes, 0
+        for home in self.homes:
+            home.sent, home.since = home.since, []
+
+    def _merge(self) -> None:
+        """Of those who are left."""
+        there = tuple(home.own for home in self.homes)
+        self.parted |= {member: self.carried for member in self.members if member not in there}
+        self.members, self.carried, self._under_way = there, self._begun, False
+        for home in self.homes:
+            for epoch, sample in home.sent:
+                self.learnt[epoch].append(sample)
+
+    def drain(self) -> None:
+        if self._under_way:
+            self._merge()
+        if self.carried < self.passes:
+            self._begin()
+            self._merge()
 
     @property
     def over(self) -> bool:
         return self.homes[0].batch is None
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 350), st.sampled_from(["dies", "comes", "dies, comes", "comes, first dies"]),
-                          st.integers(0, 2)), max_size=6), st.integers(0, SOON_STEPS), st.sampled_from([None, UNEVEN]))
-def test_each_sample_is_trained_once_in_an_epoch_whoever_goes_and_comes(
-    events: list[tuple[int, str, int]], lead: int, shares: Sequence[int] | None,
-) -> None:
-    job, at = Job(lead, shares), {step: (what, which) for step, what, which in events}
+def trained(job: Job, events: dict[int, tuple[str, int]]) -> None:
+    """To the end, with each sample once in what all have learnt."""
     step = 0
     while not job.over:
-        job.step(*at.get(step, ("", 0)))
+        job.step(*events.get(step, ("", 0)))
         step += 1
     for epoch in range(EPOCHS):
-        assert sorted(job.trained[epoch]) == list(range(LENGTH))
+        assert sorted(job.learnt[epoch]) == list(range(LENGTH))
     assert {home.sampler.state_dict()["sampler"] for home in job.homes} == {job.homes[0].sampler.state_dict()["sampler"]}
+
+
+EVENTS = ["dies", "comes", "dies, comes", "comes, first dies", "plan", "plan of rounds", "dies, plan of rounds"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 350), st.sampled_from(EVENTS), st.integers(0, 2)), max_size=8),
+       st.integers(0, SOON_STEPS), st.sampled_from([None, UNEVEN]), st.sampled_from([1, 2, 5, 70]), st.booleans())
+def test_each_sample_is_trained_once_in_an_epoch_whoever_goes_and_comes_under_whatever_plan(
+    events: list[tuple[int, str, int]], lead: int, shares: Sequence[int] | None, every: int, overlap: bool,
+) -> None:
+    trained(Job(lead, shares, every, overlap=overlap and every > 1), {step: (what, which) for step, what, which in events})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("every", [4, 40])
+def test_whoever_dies_at_whatever_point_of_a_round_what_it_had_not_shared_goes_out_again(every: int, overlap: bool) -> None:
+    """Also in the last rounds of an epoch, and those that are under way as it ends."""
+    steps = -(-LENGTH // BATCH)
+    points = range(2 * every + 1) if every < 10 else range(0, 2 * every + 1, 9)
+    for point in (*points, *(steps - 1 - point for point in points)):
+        trained(Job(3, every=every, overlap=overlap), {point: ("dies", 1)})
 
 
 def test_who_comes_has_its_part_from_the_step_on_in_which_the_others_have_less() -> None:
@@ -132,7 +218,7 @@ def test_epochs_that_the_others_are_through_with_have_no_batches_where_a_home_jo
     while job.homes[0].sampler.epoch < 2:
         job.step("", 0)
     name, say = next(iter(job.homes[0].followers.items()))
-    new = Home(3, (0, 1, 2, 3), 0, {name: say()})
+    new = Home(job, 3, (0, 1, 2, 3), {name: say()})
     assert (new.sampler.epoch, new.sampler.step) == (2, job.homes[0].sampler.step)
     session = Noted()
     session.given = {name: say()}
@@ -184,12 +270,12 @@ def test_two_losses_that_are_heard_of_behind_one_step_are_one_announcement() -> 
 
 
 def test_numbers_are_given_in_the_order_of_the_sessions_and_never_twice() -> None:
-    there = Roster()
+    there, lost_from = Roster(), {1: 2}.__getitem__
     there.meet((0, 1))
-    assert there.heed(4, (0, 1), {0: 3, 1: 3}, 6, 1) is None
-    change = there.heed(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1)
+    assert there.heed(4, (0, 1), {0: 3, 1: 3}, 6, 1, lost_from) is None
+    change = there.heed(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
     assert change is not None
-    assert (change.step, change.shares, change.lost) == (5 + SOON_STEPS, {0: 2, 2: 2, 3: 2}, {1: 4})
+    assert (change.step, change.shares, change.lost) == (5 + SOON_STEPS, {0: 2, 2: 2, 3: 2}, {1: 2})
     assert (there.numbers, set(there.gone)) == ((0, 1, 7, 5), {1})
 
 

@@ -75,6 +75,15 @@ class Session:
     def no_sync(self) -> Any:
         return contextlib.nullcontext()
 
+    @property
+    def step(self) -> int:
+        return self.steps
+
+    carried = step
+
+    def catch_up(self) -> None:
+        pass
+
     def stats(self) -> dict[str, float]:
         return {"steps": self.steps}
 

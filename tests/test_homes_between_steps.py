@@ -32,7 +32,7 @@ class Death:
     def __init__(self, home: int, deaths: str) -> None:
         every = re.findall(r"(\d+)@(\d+):(\w+):(\d+)(\+?)", deaths)
         found = [(int(step), place, int(number), more) for one, step, place, number, more in every if int(one) == home]
-        self.step, self._place, self._left, self._waits = found[0] if found else (STEPS, "", 0, "")
+        self.step, self.place, self._left, self._waits = found[0] if found else (STEPS, "", 0, "")
         self.silent = bool(found)
 
     def arm(self, made: Any, directory: str) -> None:
@@ -48,7 +48,7 @@ class Death:
         real = getattr(owner, name)
 
         def watched(*args: Any, **named: Any) -> Any:
-            self._left -= (here := self._place in (name, name.partition("_")[0]))
+            self._left -= (here := self.place in (name, name.partition("_")[0]))
             if here and not behind and self._left <= 0:
                 self._die()
             found = real(*args, **named)

@@ -93,5 +93,5 @@ def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> 
     assert {"no_sync", "synchronize", "weight", "state_dict", "save", "load", "stats", "close", "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
     assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace", "members", "may_leave",
-                    "own", "followers", "given"}
+                    "own", "carried", "parted", "catch_up", "followers", "given"}
     session.close()

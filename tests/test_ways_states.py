@@ -103,13 +103,16 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
     assert first["losses"][-1] < first["losses"][0]
 
 
-def weighed(rank: int, address: str) -> tuple[Any, Any]:
+def balanced(rank: int, address: str) -> tuple[Any, Any]:
+    from commlayer import Controller
+    from commlayer.balance import Sampler
+
     training = Training(rank, address, "gradients")
     training.train(1)
     if rank == 1:
-        training.session.weight(1.0)
+        Controller(training.session, Sampler(8, 2, rank=1, world=2))
     local = plan(training.connection.worker.job, "every")
-    with pytest.raises(ValueError, match="the script weighs shares of|failed on rank 1, whose") as told:
+    with pytest.raises(ValueError, match="a Controller moves shares by what|failed on rank 1, whose") as told:
         go_over(training.connection, local, by_itself=True)
     refused = training.session.inspect.plan
     training.train(1)
@@ -120,9 +123,9 @@ def weighed(rank: int, address: str) -> tuple[Any, Any]:
     return found
 
 
-def test_nobody_steps_locally_by_itself_where_some_rank_has_weighed_its_batch() -> None:
+def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batch() -> None:
     with Servers(WORLD, 1) as servers:
-        for refused, asked in pool(WORLD).call(weighed, servers.address):
+        for refused, asked in pool(WORLD).call(balanced, servers.address):
             assert (refused.steps_locally, asked.steps_locally) == (False, True)
 
 

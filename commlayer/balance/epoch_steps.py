@@ -6,7 +6,8 @@ from commlayer.balance.ledger import Ledger, Range
 from commlayer.balance.schedule import Shares, SharesSchedule, scaled
 
 KEEP_STEPS = 64
-"""How far back a loss may be announced. Longer than a dead worker goes unnoticed, since nobody completes a step without it."""
+"""How far back a loss may be announced, of steps that all have. Longer than a dead worker goes unnoticed, since
+nobody completes a step without it."""
 
 
 class Course:

@@ -28,6 +28,13 @@ class Planned(Protocol):
     def own(self) -> int: ...
 
     @property
+    def carried(self) -> int: ...
+
+    def parted(self, member: int) -> int: ...
+
+    def catch_up(self) -> None: ...
+
+    @property
     def followers(self) -> dict[str, Callable[[], str]]: ...
 
     @property
@@ -40,9 +47,14 @@ class Averaging(Protocol):
     @property
     def inspect(self) -> Planned: ...
 
+    @property
+    def step(self) -> int: ...
+
     def weight(self, n: float, total: float | None = None) -> None: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def drain(self) -> bool: ...
 
     def stats(self) -> dict[str, float]: ...
 
@@ -72,13 +84,12 @@ class Handout:
         self.out = False
         """Whether a step's last batch is with the loop, and the step not accounted for."""
         self._session: Averaging | None = None
-        self._steps_before = 0.0
+        self._local, self._steps_before = False, 0.0
 
     def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: Averaging | None,
             weigh: Callable[[Any], float] | None, *, whole: bool = True) -> Iterator[Any]:
         """Yields a step's batches. All but the last accumulate without synchronising. `whole`: all are there whom the step was
         given out to."""
-        check_plan(session)  # each step, for plans change
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
         self.samples = sum(part.samples for _, part in batches)
@@ -86,31 +97,29 @@ class Handout:
         if session is not None:
             # Where samples are what counts, all know the sum, and nobody need be told of a short last batch.
             session.weight(total, float(batches[0][1].whole) if weigh is None and whole else None)
-        self._session, self._steps_before = session, _steps(session)
+        plan = None if session is None else session.inspect.plan
+        self._session, self._local = session, plan is not None and plan.steps_locally
+        self._steps_before = _steps(session, local=self._local)
+        # What weighs nothing in an average must not move weights of this worker's own either, which others get a part of.
+        nothing = 0.0 if self._local else 1.0 / len(batches)
         for (batch, part), weight in zip(batches, weights, strict=True):
-            self.fraction = weight / total if total else 1.0 / len(batches)
+            self.fraction = weight / total if total else nothing
             self.last = self.out = part.last
             with contextlib.nullcontext() if part.last or session is None else session.no_sync():
                 yield batch
         self.fraction, self.last = 1.0, True
 
     def applied(self) -> bool:
-        """Whether the step whose last batch is out has been averaged; without a session that is taken for granted."""
+        """Whether the step whose last batch is out has been averaged, or taken where steps are local; without a session that
+        is taken for granted."""
         if not self.out:
             return False
-        return self._session is None or not self._session.stats() or _steps(self._session) > self._steps_before
+        return (self._session is None or not self._session.stats()
+                or _steps(self._session, local=self._local) > self._steps_before)
 
     def over(self) -> None:
         """The step is accounted for."""
         self.out = False
-
-
-def check_plan(session: Averaging | None) -> None:
-    """Refuses local steps: shares weigh gradients, of which such a plan averages none, and a session then counts exchanges."""
-    plan = None if session is None else session.inspect.plan
-    if plan is not None and plan.local_steps > 1:
-        raise ValueError(f"follow: the plan averages weights every {plan.local_steps} steps (local_steps), allowed: 1, because "
-                         "shares weigh the gradients of each step; make the plan with max_local_steps=1")
 
 
 def split(samples: int, cap: int) -> list[int]:
@@ -148,8 +157,11 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
     return weight
 
 
-def _steps(session: Averaging | None) -> float:
-    return 0.0 if session is None else session.stats().get("steps", 0.0)
+def _steps(session: Averaging | None, *, local: bool) -> float:
+    """Of local steps a session counts the exchanges among those that it has averaged."""
+    if session is None:
+        return 0.0
+    return float(session.step) if local else session.stats().get("steps", 0.0)
 
 
 class HandsOut:

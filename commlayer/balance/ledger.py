@@ -6,7 +6,7 @@ What is left is handed out from the front, so what comes back is the next to go 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -96,6 +96,10 @@ class Ledger:
         ranges = [given.pop(worker, []) for step, given in self._open.items() if step >= from_step]
         self._give_back(ranges)
         return sum(map(size, ranges))
+
+    def renumber(self, number: Callable[[int], int]) -> None:
+        """Workers have other numbers from now on, each its own."""
+        self._open = {step: {number(worker): ranges for worker, ranges in given.items()} for step, given in self._open.items()}
 
     def copy(self) -> Ledger:
         """Independent of this one."""

@@ -5,7 +5,7 @@ A sampler counts workers from 0, a session by who they are. Whoever comes gets a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from commlayer.balance.epoch_steps import KEEP_STEPS
 from commlayer.balance.schedule import Announcement, Shares, scaled
@@ -29,12 +29,18 @@ class Roster:
         self.changed = bool(self.gone)
         """Whether workers are others than those who met."""
 
+    @property
+    def left(self) -> list[int]:
+        """Those of the sampler's who are there, in the order of their ranks."""
+        return [worker for worker in range(len(self.numbers)) if worker not in self.gone]
+
     def meet(self, members: Sequence[int]) -> None:
         self.numbers = self._there = tuple(members)
 
-    def heed(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int) -> Announcement | None:
-        """What is to be announced where `step` was the first that some have had no part in, or others have. `shares`: those
-        that would hold then."""
+    def heed(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int,
+             lost_from: Callable[[int], int]) -> Announcement | None:
+        """What is to be announced where members are others behind `step`. `shares`: those that would hold then. `lost_from`:
+        of a member that has gone, the first step that it had no part in, as the session counts members."""
         if members == self._there:
             return None
         self._there = tuple(members)
@@ -46,7 +52,8 @@ class Roster:
         if lost:
             self.amiss = begin
         left = {worker: share for worker, share in shares.items() if worker not in gone}
-        return Announcement(begin, widened(left, come, batch, least), dict.fromkeys(lost, step))
+        first = {worker: lost_from(self.numbers[worker]) for worker in lost}
+        return Announcement(begin, widened(left, come, batch, least), first)
 
 
 def widened(shares: Mapping[int, int], come: Sequence[int], batch: int, least: int) -> Shares:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from msgspec import structs
+from msgspec import field, structs
 
 from commlayer.balance.epoch_steps import KEEP_STEPS, Course
 from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
@@ -42,6 +42,8 @@ class SamplerState(Record, frozen=True):
     schedule: list[Announcement]
     world: int = 0
     """How many workers it was made for; 0 where nobody said, -1 where some of them have gone, or others have come."""
+    left: list[int] = field(default_factory=list)
+    """Those who are there then, in the order of their ranks."""
 
 
 class GivenSampler(Record, frozen=True):
@@ -52,6 +54,8 @@ class GivenSampler(Record, frozen=True):
     gone: list[int]
     amiss: int
     """As those of Roster."""
+    passes: dict[int, int]
+    """As that of Sampler."""
     under_way: bool
     """Whether a step of it is: the one in which that worker joins."""
 
@@ -90,6 +94,10 @@ class Sampler(HandsOut):
         self._queue: deque[DrawnBatch] = deque()
         self._handout = Handout()
         self._roster = Roster()
+        self._passes: dict[int, int] = {}
+        """Where workers may leave, by step that not all had when members were last looked at: which of the session's it is."""
+        self._loaded = False
+        """Whether a state has been, and nobody has followed since."""
         self._lead = 0
         """So many batches the loader may draw ahead, as far as it tells."""
         self._begin(Ledger(self.length), 0)
@@ -164,12 +172,14 @@ class Sampler(HandsOut):
             assert session is not None
             self._join(given)
             del session.inspect.given[self._name]
+        elif session is not None:
+            self._take_up(session)
         if given is None or not given.under_way:
             self._heed(self.step, session)
         if session is not None:
             session.inspect.followers[self._name] = self._give
         try:
-            while not self._trained.finished():  # more than once only where a loss came after all was drawn
+            while not self._finished(session):  # more than once only where a loss came after all was drawn
                 step = self.step
                 yield from self._pass(loader, session, weigh)
                 if self.step == step:  # an iterator that is used up
@@ -187,17 +197,41 @@ class Sampler(HandsOut):
                 raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
             parts.append((batch, self._queue.popleft()))
             if parts[-1][1].last:
-                yield from self._handout.run(parts, session, weigh, whole=self.step >= self._roster.amiss)
                 step = self.step
+                if session is not None:
+                    self._passes[step] = session.step
+                yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
+                if session is not None:
+                    session.inspect.catch_up()  # so that all hear behind the same step who has gone
                 self._commit()
                 self._heed(step, session)
                 parts = []
 
+    def _take_up(self, session: Averaging) -> None:
+        """A save may lie between two exchanges: the last steps ahead of it are in no more than who took them has loaded."""
+        if self._loaded and session.inspect.may_leave:
+            behind = range(session.inspect.carried, session.step)
+            given = zip(reversed(behind), sorted(self._trained.ledger.open, reverse=True), strict=False)
+            self._passes |= {step: at for at, step in given}
+        self._loaded = False
+
+    def _finished(self, session: Averaging | None) -> bool:
+        """Whether the epoch is over. What local steps have made of its samples must not be lost with who leaves in the next."""
+        if (session is not None and self._trained.over() and session.inspect.may_leave
+                and session.inspect.carried < session.step):
+            session.drain()
+            self._heed(self.step - 1, session)
+        return self._trained.finished()
+
     def _heed(self, step: int, session: Averaging | None) -> None:
-        """Whoever has gone was missed first in the step that is over: the others take over its share, and what it was given.
+        """The step is over: the others take over the share of whoever has gone, and what it was given and no exchange has.
         Whoever has come took part in it first, with nothing, and has a share from the same step on."""
-        if session is None:
-            return
+        if session is not None:
+            self._heed_members(step, session)
+            carried, may_leave = session.inspect.carried, session.inspect.may_leave
+            self._passes = {given: at for given, at in self._passes.items() if may_leave and at >= carried}
+
+    def _heed_members(self, step: int, session: Averaging) -> None:
         members, own = session.inspect.members, session.inspect.own
         if not self._roster.numbers:
             if len(members) != self._world:
@@ -211,7 +245,12 @@ class Sampler(HandsOut):
             if self._of_job and session.inspect.may_leave:
                 self.rank = members.index(own)
         shares = self._schedule.shares(step + 1 + SOON_STEPS)
-        change = self._roster.heed(step, members, shares, self.batch, self.least)
+
+        def lost_from(member: int) -> int:
+            parted = session.inspect.parted(member)
+            return min((given for given, at in self._passes.items() if at >= parted), default=self.step)
+
+        change = self._roster.heed(step, members, shares, self.batch, self.least, lost_from)
         if change is not None:
             self.rank = self._roster.numbers.index(own)
             self._schedule.add(change, amends=True)
@@ -235,7 +274,8 @@ class Sampler(HandsOut):
     def _give(self) -> str:
         """What a worker that joins now must know."""
         there = self._roster
-        return text_of(GivenSampler(self._state(), list(there.numbers), sorted(there.gone), there.amiss, self._handout.out))
+        return text_of(GivenSampler(self._state(), list(there.numbers), sorted(there.gone), there.amiss, self._passes,
+                                    self._handout.out))
 
     def _given_by(self, session: Averaging | None) -> GivenSampler | None:
         """What those say who were here before, until it is taken."""
@@ -256,6 +296,7 @@ class Sampler(HandsOut):
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
         ledger = Ledger.from_state(given.state.ledger)
         self._begin(ledger if self.epoch == given.state.epoch else Ledger(self.length), given.state.step)
+        self._passes = dict(given.passes)
 
     def _check_lead(self, session: Averaging | None) -> None:
         if session is not None and session.inspect.may_leave and self._lead > SOON_STEPS:
@@ -271,7 +312,7 @@ class Sampler(HandsOut):
         ahead = self._ahead = self._trained.copy()
         while not ahead.over():
             step = ahead.step
-            given = ahead.advance(self._trained.step - KEEP_STEPS)
+            given = ahead.advance(self._keep_from)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
             whole = sum(stop - start for spans in given.values() for start, stop in spans)
             for part, indices in drawn_batches(step, own, nothing, whole=whole, least=self.least, cap=self.cap):
@@ -295,7 +336,7 @@ class Sampler(HandsOut):
         self._account()
         state = self._state()
         if self._roster.changed:
-            state = structs.replace(state, world=-1)
+            state = structs.replace(state, world=-1, left=self._roster.left)
         return {"sampler": text_of(state)}
 
     def _state(self) -> SamplerState:
@@ -312,13 +353,17 @@ class Sampler(HandsOut):
         for name in ("length", "batch", "seed"):
             if getattr(kept, name) != getattr(self, name):
                 raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
-        self.epoch = kept.epoch
+        self.epoch, ledger = kept.epoch, Ledger.from_state(kept.ledger)
         if self._other_workers(kept):
-            self._schedule = SharesSchedule.anew(kept.schedule, kept.step, self._made_with)
+            place = _place_among(kept.left)
+            ledger.renumber(place)
+            told = [structs.replace(a, lost={place(worker): first for worker, first in a.lost.items()}) for a in kept.schedule]
+            self._schedule = SharesSchedule.anew(told, kept.step, self._made_with)
         else:
             self._schedule = SharesSchedule.of(kept.schedule)
             self._world = self._world or kept.world
-        self._begin(Ledger.from_state(kept.ledger), kept.step)
+        self._begin(ledger, kept.step)
+        self._loaded = True
 
     def _other_workers(self, kept: SamplerState) -> bool:
         """Whether the job has another number of them than it had, as far as is known."""
@@ -330,7 +375,13 @@ class Sampler(HandsOut):
         self._indices = Permutation(self.length, self.seed, self.epoch) if self._shuffle else Straight()
         self._trained = Course(ledger, self._schedule, step, self.batch, drop=self._drop)
         self._ahead = self._trained
+        self._passes.clear()
         self._handout.over()
+
+    @property
+    def _keep_from(self) -> int:
+        """What was given in steps before that one stays given, whoever goes."""
+        return min([self.step - KEEP_STEPS, *self._passes, *self._schedule.lost_since(self.step)])
 
     def _account(self) -> None:
         if self._handout.applied():
@@ -340,8 +391,14 @@ class Sampler(HandsOut):
         """The trained course goes the way that drawing went, one step."""
         if self._handout.out:
             self._handout.over()
-            self._trained.advance(self.step - KEEP_STEPS)
+            self._trained.advance(self._keep_from)
             self._schedule.forget(self.step)
+
+
+def _place_among(left: Sequence[int]) -> Callable[[int], int]:
+    """What workers are called where those count from 0 who were left; the others' numbers are behind these."""
+    places = {worker: place for place, worker in enumerate(left)}
+    return lambda worker: places.get(worker, len(places) + worker)
 
 
 def _epoch_of(given: GivenSampler) -> int:

@@ -110,6 +110,10 @@ class SharesSchedule:
         """What is announced for exactly that step."""
         return next((a.lost for a in self._all if a.step == step), {})
 
+    def lost_since(self, step: int) -> list[int]:
+        """Where the losses begin that are announced for that step and later ones."""
+        return [first for a in self._all if a.step >= step for first in a.lost.values()]
+
     def pull(self, step: int) -> dict[int, int]:
         """Makes announced losses that began before `step` hold from it on, with their shares and all that was due before."""
         due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]

@@ -121,6 +121,7 @@ class Connection:
     stepped                                whoever steps: module_driver.py
     decisions, events                      added to by whoever decides
     passes, passed_s, fresh                step_loop.py, exchange_schedule.py
+    parted, entered                        regroup.py; newcomer.py
     lets_in                                closed_door()
     replica                                start.py
     joined                                 newcomer.py, begun()
@@ -168,6 +169,11 @@ class Connection:
         self.passed_s = 0.0
         """By time.perf_counter: the end of the last one's backward pass. backward() may wait for averages first, or not."""
 
+        self.parted: dict[int, int] = {}
+        """By member that has gone: `carried` as it then was, so that it has no part in later steps."""
+        self.entered = 0
+        """`carried` as it was when this rank joined the running job."""
+
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
         self.events: list[StalePlan] = []
@@ -204,6 +210,12 @@ class Connection:
         that was abandoned has one, too. Under local steps each exchange counts as one.)
         """
         return 0 if self.worker is None else self.worker.counters.steps
+
+    @property
+    def carried(self) -> int:
+        """So many of the training steps, as `passes` counts them, are in what all ranks have, whoever dies: those that are
+        averaged, and of local steps those of exchanges that are whole. The same on all ranks behind the same step."""
+        return self.passes - (0 if self.local is None else self.local.behind)
 
     def passed(self) -> None:
         """The backward pass of a training step is over."""

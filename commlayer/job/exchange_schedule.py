@@ -50,6 +50,7 @@ class ExchangeSchedule:
         connection.catch_up.append(self._if_due)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
+        connection.after_regroup.append(self._weigh_anew)
         connection.after_between.append(self._align)
         self._enter()
 
@@ -140,6 +141,11 @@ class ExchangeSchedule:
         if self.local is not None and self.local.tells:
             self._lengths.agree(self.local.starts)
         return self._worker
+
+    def _weigh_anew(self) -> None:
+        """Members have gone or come: what the steps so far say of all is no longer so."""
+        if self.local is not None:
+            self.local.weights.regroup()
 
     def _align(self) -> None:
         """Members have gone between two exchanges."""

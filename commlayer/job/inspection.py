@@ -61,6 +61,22 @@ class Inspection:
         return self.connection.id
 
     @property
+    def carried(self) -> int:
+        """So many of the session's steps (`session.step`) are in what all workers have; the others are local ones, which are
+        lost with the worker that took them."""
+        return self.connection.carried
+
+    def parted(self, member: int) -> int:
+        """The same as it was when that member went, so that it has no part in later steps."""
+        return self.connection.parted.get(member, self.connection.entered)
+
+    def catch_up(self) -> None:
+        """Between two steps, on all ranks: makes the exchange that is due, where this rank's optimizer step was skipped."""
+        if self.connection.local is not None:
+            for act in self.connection.catch_up:
+                act()
+
+    @property
     def followers(self) -> dict[str, Callable[[], str]]:
         """By name: who says what a worker that joins must know of it, as a sampler that is followed does."""
         return self.connection.followers

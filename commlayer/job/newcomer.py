@@ -74,6 +74,7 @@ def enter(
     made.plan, made.terms.auto, made.matched = plan, told.automatic, told.matched
     made.joined, made.fresh = Joined(local, restore, dict(told.followed)), True
     made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
+    made.entered = told.carried
     worker = made.worker_for(plan, job, device, wire_generation(view))
     worker.step, worker.counters.steps = told.step, told.counted
     worker.units.regroup(sum(word.weight for word in ready))

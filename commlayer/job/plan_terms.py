@@ -8,7 +8,7 @@ optimizer, loss          start.py, once
 max_loss, learning       start.py, once
 auto                     start.py; a session, whose user asks for a plan
 useless                  whoever steps: module_driver.py, ddp_ways.py
-weighed                  step_loop.py
+balanced                 shares/, a controller
 floor, harder            accuracy/
 basis                    start.py, switch.py; autoplan/, for the plan that it has chosen
 price                    autoplan/
@@ -35,8 +35,8 @@ class PlanTerms:
         """Whether the plan was left to commlayer."""
         self.optimizer = ""
         """The family of the script's, as far as anybody knows."""
-        self.weighed = False
-        """Whether the script has ever said what this rank's batch weighs, as samplers and controllers do."""
+        self.balanced = False
+        """Whether a controller moves shares of the batch, by what it measures of steps that are averaged."""
         self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
         """The loss model's file, that of what ways cost in steps (empty: the shipped table), the budget (0: none was named),
         and the level (runtime/codec_floor.py) below which the guard allows no codec."""

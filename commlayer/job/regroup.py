@@ -226,6 +226,7 @@ class Regrouping:
             else:
                 relay.watch()
         # From here on nobody is asked, so nothing can break off.
+        made.parted |= {rank: made.carried for rank in there if rank not in ids}
         new_world(made, self._config, self._home, view)
         made.plan, made.terms.basis, made.terms.price = plan, None, None
         after = made.worker_for(plan, old.job, old.device, generation)

@@ -38,6 +38,8 @@ class Given(Record, frozen=True):
     """As Connection.steps."""
     passes: int = 0
     """As Connection.passes."""
+    carried: int = 0
+    """As Connection.carried."""
     matched: bool = False
     """As LocalSteps.tells."""
     automatic: bool = False
@@ -80,7 +82,7 @@ class Replica:
             assert worker is not None
             told = Given(
                 plan=records.encode(plan), step=worker.step, counted=worker.counters.steps, passes=made.passes,
-                matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
+                carried=made.carried, matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
                 optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
                 scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},

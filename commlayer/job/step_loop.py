@@ -228,7 +228,6 @@ class StepLoop:
     def weigh(self, n: float, total: float | None) -> None:
         """See Session.weight."""
         worker, local = self.connection.worker, self.connection.local
-        self.connection.terms.weighed = True
         if worker is not None:
             (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
 

@@ -114,9 +114,9 @@ def _go_over(
     with together(groups, "switch()"):
         if agreed.servers > servers:
             raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
-        if by_itself and made.terms.weighed and agreed.steps_locally and not old.plan.steps_locally:
-            raise ValueError("plan: has local steps, and the script weighs shares of each step's batch: only a plan "
-                             "that it asks for takes them")
+        if by_itself and made.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
+            raise ValueError("plan: has local steps, and a Controller moves shares by what averaged steps take: only a plan "
+                             "that the script asks for takes them")
         if made.members is not None and (why := made.members.unfit(agreed)):
             raise ValueError(f"plan: {why}")
         per_node = groups.ranks_per_node

@@ -66,6 +66,11 @@ class StepWeights:
         """Weight and total of a batch."""
         return self._now
 
+    def regroup(self) -> None:
+        """Others take part from now on: what all weigh, as the steps so far say, is no longer so."""
+        self._now = self._now[0], None
+        self._sum[2] = 0.0
+
     def take(self) -> tuple[float, float | None]:
         """Weight and total of an exchange of the steps so far."""
         (steps, weights, told, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
@@ -114,6 +119,8 @@ class LocalSteps:
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
         """Steps since the last exchange began."""
+        self._steps = 0, 0
+        """How many are in the round under way, and how many have been taken since it began."""
         self.starts = [_wide(p) for p in parameters]
         """What all ranks have alike: behind each exchange the weights themselves, if no step is under way then."""
         self.apart = False
@@ -170,11 +177,17 @@ class LocalSteps:
                     start.copy_(p.detach())
         self.apart = True
         self.taken += 1
+        self._steps = self._steps[0], self._steps[1] + 1
         self.weights.count()
 
     @property
     def due(self) -> bool:
         return self.taken >= self.every // self._fragments
+
+    @property
+    def behind(self) -> int:
+        """So many of the last steps are not in what all ranks have, and are lost with a rank that dies. The same on all."""
+        return sum(self._steps)
 
     @property
     def shifted(self) -> bool:
@@ -208,6 +221,8 @@ class LocalSteps:
             start.copy_(given[f"local.start.{number}"])
             self._go_on(number, given.get(f"local.velocity.{number}"))
         self.taken, self._idle = self.every - 1, 1 + self._overlap
+        sent, since = given["local.behind"].tolist()
+        self._steps = sent, since - 1  # its first step is the last of these
 
     def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
         """Between two exchanges: `agree` may change starts, and weights go with them, wherever steps have led since."""
@@ -241,6 +256,8 @@ class LocalSteps:
         if self._turn == 0:
             worker.scale = worker.rate = 1.0  # the unit is that of the weights
             worker.weigh(*self.weights.take())
+            if self._idle != 1 + self._overlap:  # else the others had begun it when this rank came
+                self._steps = self._steps[1], 0
         if self._idle:
             worker.weigh(0.0, None)
             for start, p in zip(self.starts, self._parameters, strict=True):
@@ -327,6 +344,7 @@ class LocalSteps:
                     worker.applied(range(len(self.starts)), turn)
             self._sound.clear()
             self._rooms.clear()
+            self._steps = 0, self._steps[1]
         return worker
 
     def _advance(self, sent: _Sent) -> None:
@@ -347,7 +365,7 @@ class LocalSteps:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """For a checkpoint, with nothing under way. Starts are in it: between two exchanges no model's file holds them."""
         kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
-                "local.apart": torch.tensor(self.apart)}
+                "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
         kept |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
         for number, start in enumerate(self.starts):
             kept[f"local.start.{number}"] = start.detach().cpu().clone()
@@ -359,6 +377,7 @@ class LocalSteps:
         """The reverse."""
         self.taken = int(tensors["local.taken"])
         self.apart = bool(tensors.get("local.apart", self.taken > 0))
+        self._steps = 0, self.taken
         self.weights.restore(tensors.get("local.weights"))
         self._owed = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
                       if (name := f"local.owed.{number}") in tensors}

@@ -25,8 +25,8 @@ class RankMeasurement(NamedTuple):
     up_bps: float
     down_bps: float
     alpha_s: float
-    weighed: float = 0.0
-    """Whether its script weighs shares of a batch."""
+    balanced: float = 0.0
+    """Whether its script moves shares of the batch."""
 
 
 def server_nodes_of(made: Connection) -> list[int]:

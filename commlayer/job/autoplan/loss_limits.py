@@ -32,10 +32,10 @@ def policy_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> P
     """What its script allows, as rank 0 sees it, and as all ranks told when they measured. Where another sees it otherwise, it
     refuses the plan."""
     ways = allowed_ways(connection)
-    # Shares of a batch weigh the gradients of each step: samplers and controllers refuse local steps.
-    shared = connection.terms.weighed or any(row.weighed for row in rows)
+    # Controllers refuse local steps; who weighs batches otherwise, as samplers do, weighs rounds of them, too.
+    balanced = connection.terms.balanced or any(row.balanced for row in rows)
     return Policy(
-        devices=("cpu",), optimizer=connection.terms.optimizer, exact=shared or not {"updates", "local", "round"} <= ways,
+        devices=("cpu",), optimizer=connection.terms.optimizer, exact=balanced or not {"updates", "local", "round"} <= ways,
         # Late results put old averages in place of what has gathered in `.grad`, which scripts add up.
         forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
     )

@@ -64,7 +64,7 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     carried = None if seen is None else seen.carried
     expected = Rates(carried.up.bps, carried.down.bps) if carried else UNKNOWN
     ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, told, steps_s, expected=expected), carried)
-    row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.weighed)
+    row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):

@@ -18,7 +18,6 @@ from torch import nn
 
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.events import Event, said
-from commlayer.balance.handout import check_plan
 from commlayer.balance.profiling import LIMIT_S, WorkerProfile
 from commlayer.balance.share_solver import FREE
 from commlayer.errors import CommError
@@ -66,7 +65,7 @@ class Controller:
             raise ValueError(f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
         if mode not in get_args(Mode):
             raise ValueError(f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
-        check_plan(session)
+        _check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure
@@ -80,6 +79,8 @@ class Controller:
         """How many batches the loader draws ahead."""
         self.events: list[Event] = []
         """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
+        if session is not None:  # as it is where somebody trains alone
+            session.inspect.connection.terms.balanced = True
 
     @property
     def shares(self) -> dict[int, int]:
@@ -126,6 +127,7 @@ class Controller:
         first = True
         with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
             for batch in batches:
+                _check_plan(self.session)  # each step, for plans change
                 last, step = self.sampler.last, self.sampler.step  # asked for its state in the body, the sampler goes on
                 if last and not first:  # before an epoch's first step there may be evaluation, and workers that start
                     self._own.begins(int(self.session.stats().get("steps", 0)), self.sampler.computed)
@@ -205,6 +207,7 @@ class Controller:
     def _begin(self, step: int) -> SharesState:
         """All ranks tell each other what they start from. `step`: the one that is over."""
         sampler, connection = self.sampler, self.session.inspect.connection
+        connection.terms.balanced = True  # under DDP the connection is not the one that was there before
         assert connection.groups is not None
         if connection.members is not None:
             raise ValueError("Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
@@ -221,6 +224,16 @@ class Controller:
             rows = [RankStart(*row) for row in self._rows.read()]
         return decide.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
                             every=self._every, opening=self._opening, lbb=self._mode == "lbb")
+
+
+def _check_plan(session: Session | None) -> None:
+    """Refuses local steps: what is measured is the time from one averaging to the end of the next backward pass, and there is
+    none in most steps of such a plan."""
+    plan = None if session is None else session.inspect.plan
+    if plan is not None and plan.local_steps > 1:
+        raise ValueError(f"Controller: the plan averages weights every {plan.local_steps} steps (local_steps), allowed: 1, "
+                         "since shares follow what each step takes; make the plan with max_local_steps=1, or leave shares as "
+                         "they are: sampler.follow(loader, session)")
 
 
 def _lookahead(loader: Iterable[Any]) -> int:
