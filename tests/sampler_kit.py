@@ -42,3 +42,15 @@ class Noted:
 
     def stats(self) -> dict[str, float]:
         return {}
+
+
+class Left(Noted):
+    """A job whose members may leave."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        super().__init__()
+        self.members, self.may_leave = members, True
+
+    def parted(self, member: int) -> int:
+        """All have gone in the step that is over."""
+        return self.step - 1

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_kit import Noted
+from sampler_kit import Left, Noted
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Dealer, Sampler
 from commlayer.balance.sampler import SOON_STEPS
-from commlayer.job.shares.driver import Controller
-from commlayer.records import Plan
 
 
 class Ahead:
@@ -305,74 +303,6 @@ def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_steps_take() -> None:
-    sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), Noted()
-    loop = sampler.follow(sampler, session)
-    next(loop)
-    session.plan = Plan("", (), local_steps=4)
-    assert len([*loop]) == 4
-    assert sampler.step == 5
-    with pytest.raises(ValueError, match=r"Controller: the plan averages weights every 4 steps \(local_steps\), allowed: 1"):
-        Controller(session, sampler)  # type: ignore[arg-type]
-
-
-def test_a_step_without_samples_moves_no_weights_where_others_get_a_part_of_them() -> None:
-    sampler, session = Sampler(40, 8, rank=1, shares=[4, 0, 4]), Noted()
-    fractions = []
-    for _ in sampler.follow(sampler, session):
-        fractions.append(sampler.fraction)
-        session.plan = Plan("", (), local_steps=4)
-    assert fractions == [1, 0, 0, 0, 0]
-
-
-def test_a_job_that_goes_on_from_a_save_between_two_exchanges_still_hands_out_again_what_the_lost_had_not_shared() -> None:
-    """Of three steps two are local ones that no exchange has seen."""
-    before = [Sampler(400, 4, rank=rank, world=2, shuffle=False) for rank in range(2)]
-    for sampler in before:
-        session = Left((0, 1))
-        for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
-            session.step, session.carried = step, 1
-            if step == 3:
-                loop.close()
-    sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), Left((0, 1))
-    sampler.load_state_dict(before[0].state_dict())
-    session.carried, seen = -2, list[int]()
-    session.parted = lambda member: -2  # type: ignore[method-assign]
-    for own in sampler.follow(sampler, session):
-        seen += own
-        session.members = (0,)
-        session.step += 1
-        session.carried = session.step
-    assert sorted({*range(400)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9], "what all had, and its own"
-    assert len(seen) == len(set(seen))
-
-
-def test_of_a_save_whose_job_had_lost_somebody_the_ranks_that_go_on_take_up_what_those_had_who_were_left() -> None:
-    """Of three the first is lost, its second step with it; the third step is a local one that no exchange has seen."""
-    before = [Sampler(240, 6, rank=rank, world=3, shuffle=False) for rank in range(3)]
-    for sampler in before[1:]:
-        session = Left((0, 1, 2))
-        session.parted = lambda member: 1  # type: ignore[method-assign]
-        for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
-            session.step, session.carried = step, 2
-            session.members = (1, 2) if step > 1 else (0, 1, 2)
-            if step == 3:
-                loop.close()
-    states = [sampler.state_dict() for sampler in before[1:]]
-    assert states[0] == states[1]
-    sampler, session = Sampler(240, 6, rank=0, world=2, shuffle=False), Left((0, 1))
-    sampler.load_state_dict(states[0])
-    session.carried, seen = -1, list[int]()
-    session.parted = lambda member: -1  # type: ignore[method-assign]
-    for own in sampler.follow(sampler, session):
-        seen += own
-        session.members = (0,)  # whoever was the third
-        session.step += 1
-        session.carried = session.step
-    assert sorted({*range(240)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 14, 15]
-    assert len(seen) == len(set(seen))
-
-
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: Sampler(5, 8, rank=0, world=2), "the dataset has 5 samples, allowed: at least the batch, which is 8"),
     (lambda: Sampler(50, 3, rank=0, world=4), "batch 3: allowed is 4 or more, one for each worker"),
@@ -400,18 +330,6 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
     with pytest.raises(ValueError, match="announce: step 2 has been drawn already, allowed: step 3 or later"):
         sampler.announce(2, [8])
     batches.close()
-
-
-class Left(Noted):
-    """A job whose members may leave."""
-
-    def __init__(self, members: tuple[int, ...]) -> None:
-        super().__init__()
-        self.members, self.may_leave = members, True
-
-    def parted(self, member: int) -> int:
-        """All have gone in the step that is over."""
-        return self.step - 1
 
 
 def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed() -> None:

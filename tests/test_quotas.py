@@ -26,7 +26,7 @@ from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag
 from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.summation import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
+from commlayer.transport.summation_cell import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
 
 SECRET = "correct-horse-battery"
 

@@ -17,47 +17,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from msgspec import field, structs
+from msgspec import structs
 
 from commlayer.balance.epoch_steps import KEEP_STEPS, Course
 from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
 from commlayer.balance.ledger import Ledger, text_of
 from commlayer.balance.roster import SOON_STEPS, Roster
+from commlayer.balance.sampler_state import GivenSampler, SamplerState, epoch_to_come, place_among
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
 from commlayer.balance.shuffle import Permutation
 from commlayer.config import read_launch
 from commlayer.errors import RecordError
-from commlayer.records import Record, decode
-
-
-class SamplerState(Record, frozen=True):
-    """A sampler as a value: the same on all workers at the same step."""
-
-    length: int
-    batch: int
-    seed: int
-    epoch: int
-    step: int
-    ledger: dict[str, str]
-    schedule: list[Announcement]
-    world: int = 0
-    """How many workers it was made for; 0 where nobody said, -1 where some of them have gone, or others have come."""
-    left: list[int] = field(default_factory=list)
-    """Those who are there then, in the order of their ranks."""
-
-
-class GivenSampler(Record, frozen=True):
-    """What a worker that joins a running job must know of the others' sampler."""
-
-    state: SamplerState
-    numbers: list[int]
-    gone: list[int]
-    amiss: int
-    """As those of Roster."""
-    passes: dict[int, int]
-    """As that of Sampler."""
-    under_way: bool
-    """Whether a step of it is: the one in which that worker joins."""
+from commlayer.records import decode
 
 
 class Sampler(HandsOut):
@@ -165,7 +136,7 @@ class Sampler(HandsOut):
         self._lead = _lead_of(loader)
         self._check_lead(session)
         given = self._given_by(session)
-        if given is not None and self.epoch < _epoch_of(given):
+        if given is not None and self.epoch < epoch_to_come(given):
             self._begin(Ledger(0), self.step)  # the others are through with this one
             return
         if given is not None:
@@ -262,7 +233,7 @@ class Sampler(HandsOut):
         they are through with.
         """
         given = self._given_by(session)
-        return self.epoch + self._trained.finished() if given is None else _epoch_of(given)
+        return self.epoch + self._trained.finished() if given is None else epoch_to_come(given)
 
     # ---- joining a running job
 
@@ -355,7 +326,7 @@ class Sampler(HandsOut):
                 raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
         self.epoch, ledger = kept.epoch, Ledger.from_state(kept.ledger)
         if self._other_workers(kept):
-            place = _place_among(kept.left)
+            place = place_among(kept.left)
             ledger.renumber(place)
             told = [structs.replace(a, lost={place(worker): first for worker, first in a.lost.items()}) for a in kept.schedule]
             self._schedule = SharesSchedule.anew(told, kept.step, self._made_with)
@@ -393,17 +364,6 @@ class Sampler(HandsOut):
             self._handout.over()
             self._trained.advance(self._keep_from)
             self._schedule.forget(self.step)
-
-
-def _place_among(left: Sequence[int]) -> Callable[[int], int]:
-    """What workers are called where those count from 0 who were left; the others' numbers are behind these."""
-    places = {worker: place for place, worker in enumerate(left)}
-    return lambda worker: places.get(worker, len(places) + worker)
-
-
-def _epoch_of(given: GivenSampler) -> int:
-    """The one that is under way there, or comes next."""
-    return given.state.epoch + (not given.under_way and not Ledger.from_state(given.state.ledger).left)
 
 
 def _lead_of(loader: Any) -> int:

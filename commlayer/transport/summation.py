@@ -24,13 +24,6 @@ from commlayer.transport.summation_ops import sound
 
 log = logging.getLogger("commlayer")
 
-REPEATS = 16
-"""So often may a member say its part of a step again: connections break, and parts are coded again,"""
-REPEAT_EVERY_S = 1.0
-"""and once more in each such time: a step may wait long for one, while connections of the others break and are made anew."""
-OVERHEAD_NBYTES = 512
-"""What a message costs beside its body."""
-
 
 class Summation:
     """All buckets of one server. `push` may be called from any number of threads."""
@@ -163,11 +156,7 @@ class Summation:
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             said, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
             raise _breach(message, f"{said} flag MEAN, and this bucket's is {known}")
-        if not cell.taken:
-            cell.taking_since = now
-        repeats = REPEATS + int((now - cell.taking_since) / REPEAT_EVERY_S)
-        allowed = (1 + repeats) * ops.rounds * (ops.bound + OVERHEAD_NBYTES)
-        taken = cell.taken[message.peer] = cell.taken.get(message.peer, 0) + len(message.body) + OVERHEAD_NBYTES
+        taken, allowed = cell.takes(message.peer, len(message.body), now)
         if taken > allowed:
             raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound

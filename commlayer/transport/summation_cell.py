@@ -12,6 +12,12 @@ from commlayer.transport.summation_ops import Lasting
 
 KEPT_STEPS = 2
 EVERY_SLICE = (1 << 64) - 1
+REPEATS = 16
+"""So often may a member say its part of a step again: connections break, and parts are coded again,"""
+REPEAT_EVERY_S = 1.0
+"""and once more in each such time: a step may wait long for one, while connections of the others break and are made anew."""
+OVERHEAD_NBYTES = 512
+"""What a message costs beside its body."""
 MOST_REASON_NBYTES = 256
 """Of a word on why a step was broken off."""
 Keep = Callable[[int, bytes, bytes], None]
@@ -86,6 +92,14 @@ class Cell:
             self.ops.undo(EVERY_SLICE)
         elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
             self.ops.undo(undone)  # where a PUSH has said so already, that changes nothing
+
+    def takes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
+        """A body of that size has come: how many bytes that member has sent within the step, and how many it may."""
+        if not self.taken:
+            self.taking_since = now
+        repeats = REPEATS + int((now - self.taking_since) / REPEAT_EVERY_S)
+        taken = self.taken[member] = self.taken.get(member, 0) + nbytes + OVERHEAD_NBYTES
+        return taken, (1 + repeats) * self.ops.rounds * (self.ops.bound + OVERHEAD_NBYTES)
 
     def forget_results(self) -> None:
         self.results.clear()
