@@ -8,7 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 MODULES := $(shell find commlayer -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 STAMP := .venv/.commlayer-ready-$(MODULES)
 # Tests that measure links and speeds, which they would share with others beside them. All others pass on a machine that is busy;
-# many wait for processes and deadlines, so three go at a time, in the order of their names, which has no long file last.
+# many wait for processes and deadlines, so three go at a time, in the order of their names, which has no long file last. What takes
+# a worker of pytest's down is tried again with the next one: thrice, and not for an hour.
 ALONE := $(wildcard tests/test_lab_*.py tests/test_bench_baselines.py tests/test_autoplan_links.py tests/test_session_autoplan.py \
 	tests/test_comm_cost_live.py tests/test_worker_profiles_live.py tests/test_balancing_example.py)
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
@@ -42,7 +43,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3 $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
 # docs/recipes.md: the examples with Accelerate, transformers and Lightning, 210 MB of packages
