@@ -19,7 +19,9 @@ from bench.lab.lab import Link
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
 from bench.paced.place import Place, spoken
 from bench.paced.race import Run, at, at_step, reached, reached_step, trained
+from bench.paced.shares import Samples
 from bench.paced.watch import Watch
+from bench.tasks import TASKS, together
 from bench.tta.links import Event, Network
 from bench.tta.systems import SYSTEMS, System
 
@@ -51,6 +53,17 @@ def test_passes_take_their_time_and_waiting_is_not_made_up_for() -> None:
     assert pace.passes == 4
 
 
+def test_the_samples_that_are_dealt_out_are_those_of_ranks_that_share_evenly() -> None:
+    task = TASKS["digits"]()
+    place = Place(0, 3, "127.0.0.1", Path(), len(task.batch(0, 0)[1]), seed=2)
+    samples = Samples(task, place)
+    for step in (0, 7):
+        x, y = together([task.batch(rank, step, 2) for rank in range(3)])
+        found = [samples[step * samples.batch + at] for at in range(samples.batch)]
+        assert torch.equal(torch.stack([each for each, _ in found]), x)
+        assert torch.equal(torch.stack([each for _, each in found]), y)
+
+
 CURVE = [(0, 0.0, 4.0), (10, 10.0, 3.0), (20, 30.0, 2.0), (30, 40.0, 2.5)]
 
 
@@ -62,7 +75,7 @@ def test_curves_are_read_between_looks() -> None:
     assert reached(CURVE, 1.9) is None
 
 
-@pytest.mark.parametrize("name", ["DDP PowerSGD", "DeMo-like", "int4 forward"])
+@pytest.mark.parametrize("name", ["DDP PowerSGD", "DeMo-like", "int4 forward", "auto, shares"])
 def test_a_system_trains_two_ranks_on_loopback(name: str) -> None:
     run = trained(None, {"task": "digits", "system": SYSTEMS[name].start}, 0.2, 2)
     steps, seconds, losses = zip(*run.curve, strict=True)

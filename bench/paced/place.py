@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from bench.tasks import Batch
 
 
 class Place(NamedTuple):
@@ -21,6 +23,7 @@ class Place(NamedTuple):
     """Shared by all ranks."""
     samples: int
     """Of its batch."""
+    seed: int = 0
 
 
 class Started(NamedTuple):
@@ -32,6 +35,8 @@ class Started(NamedTuple):
     """To call zero_grad and step on."""
     end: Callable[[], dict[str, Any]] = dict
     """Ends it, and tells of it."""
+    batches: Iterator[Batch] | None = None
+    """This rank's, step after step; None: those of its own number, as many samples as all others have."""
 
 
 def spoken(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:

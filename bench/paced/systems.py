@@ -86,9 +86,12 @@ def sparseloco(place: Place, model: nn.Module, task: Task, every: int, **options
     return Started(model, optimizer, left)
 
 
-def ours(place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | None = None, **options: Any) -> Started:
-    """commlayer.attach() with these arguments."""
+def ours(
+    place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | None = None, *, shares: bool = False, **options: Any,
+) -> Started:
+    """commlayer.attach() with these arguments; with `shares`, a Controller deals the batch out, too."""
     import commlayer
+    from bench.paced.shares import dealt
     from bench.worker import host_config
 
     joined()
@@ -104,7 +107,7 @@ def ours(place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | Non
         session.close()
         return told
 
-    return Started(model, optimizer, end)
+    return Started(model, optimizer, end, dealt(place, task, session) if shares else None)
 
 
 def in_words(plan: Plan | None) -> str:

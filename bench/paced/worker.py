@@ -10,6 +10,7 @@ Reading the weights is in the time, since a system may have to wait for them; wr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -69,16 +70,18 @@ def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
     model = task.model(seed)
     pace = Pace(model, layers_of(model), way.get("slow", [1.0] * ranks)[rank])
     batch_of = {"together": range(way.get("batches", ranks))}.get(way["system"]["kind"], range(rank, rank + 1))
-    place = Place(rank, ranks, os.environ.get("HOST_ADDRESS", "127.0.0.1"), out, len(task.batch(0, 0)[1]))
+    place = Place(rank, ranks, os.environ.get("HOST_ADDRESS", "127.0.0.1"), out, len(task.batch(0, 0)[1]), seed)
     system = started(way["system"], place, model, task)
+    own = (together([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
+    batches, samples = system.batches or own, len(batch_of) * place.samples
     steps = Steps(out, rank, ranks)
     told: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}
     (out / f"began.{rank}").touch()
     step, seen, began = 0, 0.0, time.perf_counter()
     while steps.last is None or step < steps.last:
-        batch = together([task.batch(number, step, seed) for number in batch_of])
+        batch = next(batches)
         system.optimizer.zero_grad()
-        pace.forward()
+        pace.forward(len(batch[1]) / samples)
         loss = task.loss(system.module, batch)
         pace.backward()
         loss.backward()

@@ -116,7 +116,7 @@ def cells(
                 continue
             for name in sorted(chosen, key=lambda name: name not in systems.QUICK):
                 system = SYSTEMS[name]
-                if (system.group == "bound") == (link == NO_LINK):
+                if (system.group == "bound") == (link == NO_LINK) and system.only in ("", link):
                     headline = name in systems.QUICK and link in (NO_LINK, *links.QUICK)
                     found += [Cell(task, link, system, seed) for seed in range(seeds or (3 if headline and not quick else 1))]
     return sorted(found, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else found

@@ -23,6 +23,8 @@ class System(NamedTuple):
     start: dict[str, Any]
     environment: str = ""
     """The rival that it needs an environment of; "" is this one."""
+    only: str = ""
+    """The link on which alone it differs from another system."""
 
     def python(self) -> str:
         return str(HOME / self.environment / "bin" / "python") if self.environment else sys.executable
@@ -32,8 +34,8 @@ class System(NamedTuple):
         return _missing(self.environment) if self.environment else ""
 
 
-def _ours(name: str, group: str = "fixed", **arguments: Any) -> System:
-    return System(name, group, {"kind": "commlayer", **arguments})
+def _ours(name: str, group: str = "fixed", only: str = "", **arguments: Any) -> System:
+    return System(name, group, {"kind": "commlayer", **arguments}, only=only)
 
 
 SYSTEMS = {
@@ -61,6 +63,7 @@ SYSTEMS = {
         _ours("topk 1 % updates", plan=SPARSE, codes="updates"),
         _ours("auto", "auto", plan="auto"),
         _ours("auto exact", "auto", plan="auto", exact=True),
+        _ours("auto, shares", "auto", only="uneven compute", plan="auto", shares=True),
     )
 }
 QUICK = ("ideal", "alone", "auto", "int4 forward", "int4 H=8 round", "DDP fp16", "torchft DiLoCo H=20")
