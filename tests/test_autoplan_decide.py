@@ -78,6 +78,19 @@ def test_decisions_are_pure() -> None:
 # ---- measuring
 
 
+@pytest.mark.parametrize(("computing_s", "line"), [
+    ((0.3, 0.32, 0.3, 0.6), "rank 3 computes 2.0 times as long as the fastest, and all wait for it: a Sampler with a "
+                            "Controller would give it a smaller share of the batch"),
+    ((0.3, 0.4, 0.35, 0.3), ""),
+    ((), ""),
+])
+def test_what_no_plan_mends_is_said_with_what_would(computing_s: tuple[float, ...], line: str) -> None:
+    made = Rank(1)
+    made.step(1.0, times=FIRST_PLANNING)
+    lines = said(made.feed(Measured(LINKS, 1.0, computing_s)))
+    assert [each for each in lines.split(" | ") if "computes" in each] == ([line] if line else [])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_steps_that_it_does_not_hear_of_are_none_of_those_that_it_waits_for(rank: int) -> None:
     made, did = Rank(rank), dict[int, list[Action]]()

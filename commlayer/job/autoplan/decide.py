@@ -55,6 +55,8 @@ MEASURED_STEPS = 5
 SOON_S = 0.75
 """Where the last of the first steps takes that long, it is enough: the plan that shortens steps is worth more than what others
 would tell."""
+UNEVEN = 1.5
+"""Times what the fastest rank computes: longer than busy processors make it look."""
 WAITED_STEPS = 2
 """For a plan all wait at most as long as so many steps take."""
 
@@ -142,11 +144,21 @@ def _meanwhile(state: State, fact: Meanwhile) -> Decided:
 def _measured(state: State, fact: Measured, now: float) -> Decided:
     """What was measured is planned for. Rank 0 goes on alone."""
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
-    actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}")]
+    actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact.computing_s)]
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
     # A slow step that goes on beside the search costs more than the wait.
     return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if fact.step_s >= SOON_S and not state.keep else actions
+
+
+def _uneven(computing_s: Sequence[float]) -> list[Say]:
+    """What no plan mends."""
+    if not computing_s or max(computing_s) < UNEVEN * min(computing_s):
+        return []
+    slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
+    times = max(computing_s) / min(computing_s)
+    return [Say(f"rank {slowest} computes {times:.1f} times as long as the fastest, and all wait for it: a Sampler with a "
+                "Controller would give it a smaller share of the batch")]
 
 
 # ---- rows that all ranks hear

@@ -232,7 +232,9 @@ class AutoPlan:
         seen = None if self._meter is None else seen_by(self._meter)
         measurements = measured(made, self._job, self._probe_s, seen)
         self._replanner.measured(measurements)
-        self._feed(Measured(tuple(links_of(made, measurements.rows)), measurements.step_s))
+        rows = measurements.rows
+        computing_s = () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows)
+        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, computing_s))
         if self._reports is None and not self._state.keep:
             assert made.rows is not None
             self._reports = StepReports(made.rows.rows(), self._meter)

@@ -90,6 +90,8 @@ class Measured(Record, frozen=True):
 
     links: tuple[Link, ...]
     step_s: float
+    computing_s: tuple[float, ...] = ()
+    """Of each rank; none where shares of the batch follow that already."""
 
 
 class Heard(Record, frozen=True):
