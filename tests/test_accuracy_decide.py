@@ -110,6 +110,21 @@ def test_the_dearest_look_decides_how_often_all_look(here_s: float, every: int) 
     assert looks == list(range(SETTLE, 40, every))
 
 
+def test_where_a_look_holds_its_step_up_there_is_none_but_with_a_comparison() -> None:
+    """Results that come in during the next forward pass: a look has the step wait for all of them."""
+    state, _ = decided(begun(structs.replace(SPARSE, overlapped=True)), row())
+    assert state.look_every == 1
+    state = structs.replace(state, compare_at=30)
+    assert [now for now in range(32) if decide.next_look(state, now)[1]] == [30, 31]
+
+
+def test_comparisons_that_are_dear_for_what_they_wait_for_look_at_no_less() -> None:
+    for overlapped in (False, True):
+        begin = begun(structs.replace(SPARSE, overlapped=overlapped), elements=4 * FEWEST)
+        state, _ = decided(begin, row(everywhere_s=0.08))
+        assert state.elements == (4 if overlapped else 2) * FEWEST
+
+
 def test_a_look_goes_with_every_comparison_and_pieces_take_turns() -> None:
     state = begun(look_every=10, compare_at=7)
     numbers = []

@@ -64,7 +64,8 @@ def due(state: AccuracyState, now: int) -> bool:
 def next_look(state: AccuracyState, now: int) -> tuple[AccuracyState, Look | None]:
     """What a rank compares of its own in the step to come, if anything."""
     settled = now - state.since - state.plan.settle_steps
-    if not state.plan.compared or not (due(state, now) or (settled >= 0 and settled % state.look_every == 0)):
+    between = settled >= 0 and settled % state.look_every == 0 and not state.plan.overlapped
+    if not state.plan.compared or not (due(state, now) or between):
         return state, None
     return structs.replace(state, looks=state.looks + 1), Look(state.looks, state.elements)
 
@@ -148,7 +149,7 @@ def _scheduled(state: AccuracyState, rows: Sequence[GradientError], now: int) ->
     every, elements = steps_between(cost_s, step_s, part), state.elements
     if every <= OFTEN:
         elements = min(MOST, 2 * elements)
-    elif every > SELDOM:
+    elif every > SELDOM and not state.plan.overlapped:  # which costs as much whatever is looked at
         elements = max(FEWEST, elements // 2)
     look_every = steps_between(max(row.here_s for row in rows), step_s, TIME_PART * LOCALLY)
     return structs.replace(state, spent_s=spent_s, compare_at=now + wait, look_every=look_every, elements=elements)

@@ -68,6 +68,8 @@ class AccuracyGuard:
         self._told: tuple[int, Plan] | None = None
         """After how many steps rows were told last, and of which plan."""
         self._own = OwnMeasurements(time.perf_counter())
+        self._exposed_s = 0.0
+        """What steps had waited for communication when the last one was over."""
         self._piece: Piece | None = None
         self._state = decide.begin(limits, self._take())
 
@@ -125,15 +127,18 @@ class AccuracyGuard:
         groups, begin_s, summed = self._groups, time.perf_counter(), Dots()
         if self._piece is not None and exact is not None:
             summed = gradient_comparison.everywhere(self._piece, exact, groups, self._deadline_s)
-        self._rows.start(*self._own.row(summed, time.perf_counter() - begin_s, begin_s).numbers())
+        # What this step has waited for its results, for the sake of the comparison.
+        held_s = self._worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
+        self._rows.start(*self._own.row(summed, held_s + time.perf_counter() - begin_s, begin_s).numbers())
         self._told = self._steps, self._plan
-        self._own.compared(time.perf_counter() - begin_s)
+        self._own.compared(held_s + time.perf_counter() - begin_s)
 
     # ---- between two steps
 
     def after_step(self) -> None:
         """Goes over to another plan if what was told a step ago asks for that, and prepares the next look."""
         self._own.step_over(time.perf_counter())
+        self._exposed_s = self._worker.counters.exposed_s
         self._hear()
         entered = self._take() if self._in_force is not self._plan else None
         self._state, changes = decide.after_step(self._state, self._steps, acts=self.acts, entered=entered)
@@ -206,7 +211,7 @@ class AccuracyGuard:
         bounds = (0.0, 0.0) if self._by_budget else least_usual(watched)
         typical = typical_cosine(watched) if self._connection.terms.optimizer == "adam" else 0.0
         return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
-                          self._base.buckets != self._plan.buckets, *bounds, typical)
+                          self._base.buckets != self._plan.buckets, *bounds, typical, self._plan.overlap == "forward")
 
     @property
     def _steps(self) -> int:

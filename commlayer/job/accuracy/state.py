@@ -60,6 +60,8 @@ class PlanLevels(Record, frozen=True):
     """Bounds that hold under it, where no budget is named: what is usual under its codecs. 0: those of the budget."""
     typical: float = 0.0
     """The cosine that workers' own parts have under its codecs in the median of trainings; 0 where that tells nothing."""
+    overlapped: bool = False
+    """Whether results come in during the next forward pass: then a look has its step wait for all of them."""
 
     @property
     def settle_steps(self) -> int:
