@@ -59,6 +59,21 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert members(state) == (3, [1, 2]), "one is not enough"
 
 
+def test_who_has_left_is_told_of_until_all_have_gone_over_to_a_view_without_it() -> None:
+    state = regrouping.regrouped(membership.leave(elastic(), "w3", FINISHED, 7))
+
+    def told(token: str, in_force: int) -> list[str]:
+        nonlocal state
+        state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=2, in_force=in_force))
+        return [gone.peer for gone in regrouping.current(state, pulse).left]
+
+    assert told("w0", 2) == told("w1", 2) == told("w2", 1) == told("w0", 2) == ["worker 3"]
+    assert told("w2", 2) == told("w0", 2) == told("w1", 2) == []
+    assert told("s0", 1) == [], "a server asks for no worker who is of no view"
+    state = membership.leave(state, "w1", "an error")
+    assert told("w0", 2) == ["worker 1"], "who has just left is of the view as yet"
+
+
 def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
     state = without(elastic(3, 3), 1)
     assert members(state) == (1, [0, 1, 2])
