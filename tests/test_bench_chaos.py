@@ -160,8 +160,10 @@ def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pyte
 
 
 @needs_lab
-def test_on_hosts_a_link_that_was_away_costs_no_bit() -> None:
+def test_on_hosts_a_link_that_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes() -> None:
     with hosts.campaign() as campaign:
         row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5))
+        cut_off = campaign.one(Trial(0, "isolate-home", Setting("identity()", workers=3, least=2), "worker", 1, 5))
     assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ())
     assert row.evidence.shots > 0
+    assert (cut_off.verdict.outcome, cut_off.verdict.wrong) == ("goes on without worker 1", ()), cut_off.evidence.lines

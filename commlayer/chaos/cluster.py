@@ -84,8 +84,8 @@ class Cluster:
 
     here, there = HERE, THERE
     """Where servers listen, and where they say they are."""
-    more: tuple[str, ...] = ()
-    """What else `commlayer serve` is told."""
+    insecure = False
+    """Whether plain text goes to other addresses than those of loopback."""
     interface = "lo"
 
     def __init__(self, trial: Trial, store: tuple[str, int], steps: int = STEPS, told_every: int = 1) -> None:
@@ -167,7 +167,7 @@ class Cluster:
         return self._places[number] if number >= 0 else -1
 
     def _serving(self, name: str, number: int = -1, *, full: bool = False, off_s: float = 0.0) -> Started:
-        common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there, *self.more]
+        common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there]
         if number >= 0 and self.setting.apart:
             arguments = ["--join", f"{self.here}:{self._ports[0]}", "--port", str(self._data_port(number)),
                          "--number", str(number)]
@@ -180,8 +180,8 @@ class Cluster:
                        most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
 
     def _environ(self, name: str) -> dict[str, str]:
-        waits = {f"COMMLAYER_{key.upper()}": str(value) for key, value in self.waits.items()}
-        return waits | {"COMMLAYER_TOKEN": TOKEN, "COMMLAYER_KEYS": self._keys_of(name)}
+        settings = {**self.waits, "token": TOKEN, "keys": self._keys_of(name), "insecure": int(self.insecure)}
+        return {f"COMMLAYER_{key.upper()}": str(value) for key, value in settings.items()}
 
     def _home(self, rank: int) -> Started:
         join = {"COMMLAYER_JOIN": f"{self._join(rank)}:{self._ports[0]}", "COMMLAYER_JOIN_DEADLINE_S": "20"}
@@ -204,7 +204,7 @@ class Cluster:
     def _worker(self, rank: int, again: Any = None) -> Started:
         """`again`: the seat of one that joins those who are there."""
         settings: dict[str, Any] = self.waits | {
-            "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": bool(self.more), "token": TOKEN,
+            "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": self.insecure, "token": TOKEN,
             "keys": self._keys_of(f"worker-{rank}"),
             "join_deadline_s": 20.0, "ranks_per_node": 1, "fuse_nbytes": 2048, "cut_nbytes": 4096,
             "carrier": self.setting.carrier, "drift_steps": 10, "servers": "one" if self.setting.servers == 1 else "each"}
