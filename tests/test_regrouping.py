@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,10 +15,12 @@ from test_control_membership import DEAD_AFTER_S, running, worker
 from test_homes import met, options, together
 from test_service_sums import push, service
 
+from commlayer.config import Config
 from commlayer.control import membership, regrouping
 from commlayer.control.membership import State
 from commlayer.control.messages import FINISHED, Heartbeat, Join
-from commlayer.errors import CommError
+from commlayer.control.uplink import Uplink
+from commlayer.errors import CommError, PeerLost
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
 from commlayer.transport.relayed_group import RelayedGroup
@@ -167,6 +170,15 @@ def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_i
     core.end(1, {5: 1})
     assert calls
     assert ops.residual == 0.0
+
+
+def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view() -> None:
+    link, heard = Uplink(Config()), list[str]()
+    link._membership = SimpleNamespace(left={}, view=SimpleNamespace(servers=()))  # type: ignore[assignment]
+    link.follow(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
+    link._lost(PeerLost("is dead, and too few are left", peer="worker 2"))
+    link.follow(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
+    assert heard == ["before: worker 2", "behind: worker 2"]
 
 
 def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
