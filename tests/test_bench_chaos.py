@@ -15,7 +15,7 @@ from lab_kit import needs_lab
 
 from bench import Unmeasurable
 from bench.__main__ import main
-from bench.chaos import fuzzed, hosts, schedules, soak
+from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums
 from commlayer.chaos.campaign import Campaign, Row
@@ -89,11 +89,20 @@ def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
     assert found["servers_killed"] >= 4
 
 
+def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_time() -> None:
+    found = soak_homes.run(1200, 1)["summary"]
+    assert (found["finished"], found["other_digests"], found["idle_homes"], found["stuck_homes"]) == (True, 0, 0, 0), found
+    assert found["homes_killed"] >= 1
+    assert found["homes_left"] >= 1
+    assert found["homes_joined"] == found["homes_killed"] + found["homes_left"]
+
+
 @pytest.mark.parametrize(("options", "line"), [
     (["--runs", "-1"], "--runs: got -1, allowed: 0 and more"),
     (["--seconds", "nan"], "--seconds: got nan, allowed: 0 and more"),
     (["--schedules", "1", "--resume", "{}/none/file"], "its folder does not exist"),
     (["--schedules", "1", "--resume", "{}"], "it is a folder"),
+    (["--homes"], "--homes: says what --soak is of; name how many steps"),
     (["--members"], "--members: says what --schedules are of; name how many"),
     (["--json", "{}"], "it is a folder"),
 ])
@@ -151,8 +160,10 @@ def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pyte
 
 
 @needs_lab
-def test_on_hosts_a_link_that_was_away_costs_no_bit() -> None:
+def test_on_hosts_a_link_that_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes() -> None:
     with hosts.campaign() as campaign:
         row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5))
+        cut_off = campaign.one(Trial(0, "isolate-home", Setting("identity()", workers=3, least=2), "worker", 1, 5))
     assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ())
     assert row.evidence.shots > 0
+    assert (cut_off.verdict.outcome, cut_off.verdict.wrong) == ("goes on without worker 1", ()), cut_off.evidence.lines

@@ -7,15 +7,20 @@ import pytest
 from bench import transport, transport_server, transport_sums
 
 
-def row(where: str, *, void: bool = False) -> dict[str, object]:
-    return {"where": where, "body": "4 MiB", "void": void, "plain_gb_s": 0.01, "vs_socket": 0.9, "tls_vs_plain": 0.8,
-            "grpc_vs_tcp": 0.7}
+def row(where: str, *, body: str = transport.BODY, void: bool = False, **more: float) -> dict[str, object]:
+    return {"where": where, "body": body, "void": void, "plain_gb_s": 0.01, "socket_gb_s": 0.0115, "vs_socket": 0.9} | more
 
 
-def test_a_line_is_compared_with_a_socket_and_with_its_bits() -> None:
-    found = transport.summarised([row("1 Gb/s")])
-    assert found == {"tls_vs_plain_1Gb/s_4MiB": 0.8, "grpc_vs_tcp_1Gb/s_4MiB": 0.7, "tcp_vs_socket_1g": 0.9,
-                     "tcp_vs_line_1g": pytest.approx(0.08)}
+def test_ways_are_compared_on_loopback_and_on_a_line_and_a_line_with_its_bits() -> None:
+    found = transport.summarised([
+        row("loopback", tls_vs_plain=0.5, grpc_vs_tcp=0.2), row("loopback", body="64 KiB", tls_vs_plain=0.4, grpc_vs_tcp=0.1),
+        row("1 Gb/s", tls_vs_plain=0.8, grpc_vs_tcp=0.7), row("100 Mb/s, 150 ms")])
+    assert found == {
+        "tls_vs_plain_loopback": 0.5, "grpc_vs_tcp_loopback": 0.2, "tcp_vs_socket_loopback": 0.9,
+        "tls_vs_plain": 0.8, "grpc_vs_tcp": 0.7, "tcp_vs_socket_1g": 0.9,
+        "tcp_vs_line_1g": pytest.approx(0.08), "socket_vs_line_1g": pytest.approx(0.092),
+        "tcp_vs_socket_100m_150ms": 0.9,
+        "tcp_vs_line_100m_150ms": pytest.approx(0.8), "socket_vs_line_100m_150ms": pytest.approx(0.92)}
 
 
 def test_void_rows_say_nothing() -> None:

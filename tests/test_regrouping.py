@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,10 +15,12 @@ from test_control_membership import DEAD_AFTER_S, running, worker
 from test_homes import met, options, together
 from test_service_sums import push, service
 
+from commlayer.config import Config
 from commlayer.control import membership, regrouping
 from commlayer.control.membership import State
 from commlayer.control.messages import FINISHED, Heartbeat, Join
-from commlayer.errors import CommError
+from commlayer.control.uplink import Uplink
+from commlayer.errors import CommError, PeerLost
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
 from commlayer.transport.relayed_group import RelayedGroup
@@ -57,6 +60,21 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert members(state) == (3, [1, 2])
     state = regrouping.regrouped(membership.leave(state, "w1", FINISHED, 7))
     assert members(state) == (3, [1, 2]), "one is not enough"
+
+
+def test_who_has_left_is_told_of_until_all_have_gone_over_to_a_view_without_it() -> None:
+    state = regrouping.regrouped(membership.leave(elastic(), "w3", FINISHED, 7))
+
+    def told(token: str, in_force: int) -> list[str]:
+        nonlocal state
+        state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=2, in_force=in_force))
+        return [gone.peer for gone in regrouping.current(state, pulse).left]
+
+    assert told("w0", 2) == told("w1", 2) == told("w2", 1) == told("w0", 2) == ["worker 3"]
+    assert told("w2", 2) == told("w0", 2) == told("w1", 2) == []
+    assert told("s0", 1) == [], "a server asks for no worker who is of no view"
+    state = membership.leave(state, "w1", "an error")
+    assert told("w0", 2) == ["worker 1"], "who has just left is of the view as yet"
 
 
 def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
@@ -152,6 +170,15 @@ def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_i
     core.end(1, {5: 1})
     assert calls
     assert ops.residual == 0.0
+
+
+def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view() -> None:
+    link, heard = Uplink(Config()), list[str]()
+    link._membership = SimpleNamespace(left={}, view=SimpleNamespace(servers=()))  # type: ignore[assignment]
+    link.follow(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
+    link._lost(PeerLost("is dead, and too few are left", peer="worker 2"))
+    link.follow(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
+    assert heard == ["before: worker 2", "behind: worker 2"]
 
 
 def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:

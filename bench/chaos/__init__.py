@@ -2,7 +2,8 @@
 damaged bytes by the million.
 
 `python -m bench chaos` makes real runs as `commlayer chaos` does, then some schedules. `--schedules N` makes those alone, with
-`--members` of who takes part, `--soak STEPS` the long run, `--fuzz N` damages frames and control messages. Knows no mechanism.
+`--members` of who takes part, `--soak STEPS` the long run, with `--homes` one of homes that go and come, `--fuzz N` damages
+frames and control messages. Knows no mechanism.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import Unmeasurable
-from bench.chaos import fuzzed, hosts, schedules, soak
+from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
 from bench.lab import LabUnavailable
 from bench.report import Result
 from commlayer.chaos.campaign import Campaign, Row, summary
@@ -35,6 +36,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
     parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
+    parser.add_argument("--homes", action="store_true", help="this is of homes that come and go")
     parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
     parser.add_argument("--seed", type=int, default=0, help="where to begin")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop then; with --resume runs and schedules go on")
@@ -47,7 +49,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
                             args.members)
     if args.soak:
-        return soak.run(args.soak, args.seed, args.seconds)
+        long = soak_homes.run if args.homes else soak.run
+        return long(args.soak, args.seed, args.seconds)
     if args.fuzz:
         return fuzzed.run(args.fuzz, args.seed)
     if args.schedules:
@@ -69,6 +72,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 def _check(args: argparse.Namespace) -> None:
     if args.members and not args.schedules:
         raise Unmeasurable("--members: says what --schedules are of; name how many")
+    if args.homes and not args.soak:
+        raise Unmeasurable("--homes: says what --soak is of; name how many steps")
     for name in ("runs", "schedules", "soak", "fuzz", "seed", "seconds"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")

@@ -1,7 +1,8 @@
 """The same runs on hosts of the lab: packets are lost there, nobody is told, and only silence says so. Needs root.
 
-Servers are on host 0, each worker on a host of its own. A way from a worker that is held loses all packets that it sends; what
-is held the other way is a link that is cut. Nobody reads frames on the way: contributions and payloads are not checked.
+Servers are on host 0, each worker on a host of its own, with its launcher where it is a home. A way from a worker that is held
+loses all packets that it sends; what is held the other way is a link that is cut. Nobody reads frames on the way: contributions
+and payloads are not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from commlayer.chaos.proxy import DOWN, UP, Link
 from commlayer.chaos.trials import SETTINGS, Trial
 
 FAULTS = ("kill-worker", "stop-worker", "freeze-worker", "kill-server", "restart-storm", "lose-server", "kill-coordinator",
-          "lose-coordinator", "partition", "isolate-worker", "slow-link")
+          "lose-coordinator", "partition", "isolate-worker", "slow-link", "kill-home", "kill-homes", "rejoin-home", "stop-home",
+          "freeze-home", "partition-home", "isolate-home", "kill-home-server", "storm-home-server", "kill-home-coordinator")
 """Those that need no proxy."""
 LOST = 0.999
 DELAY_S = 0.002
@@ -73,7 +75,7 @@ class _HostLink(Link):
 class HostCluster(Cluster):
     """`number`: which run of its lab it is."""
 
-    more = ("--insecure",)
+    insecure = True
 
     def __init__(self, trial: Trial, store: tuple[str, int], lab: Lab, number: int) -> None:
         super().__init__(trial, store)

@@ -6,20 +6,18 @@ it had settled; of a server also what each had in the end against the others.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from bench import Unmeasurable
+from bench.chaos.sizes import MOST_GROWTH_PCT, Sizes, growth
 from bench.report import Result
 from commlayer.chaos import processes
 from commlayer.chaos.cluster import HERE, Cluster
 from commlayer.chaos.dealing import undisturbed
-from commlayer.chaos.processes import Started
 from commlayer.chaos.reports import Ended, Stepped
 from commlayer.chaos.trials import Setting
 from commlayer.errors import CommError
@@ -28,12 +26,9 @@ SETTING = Setting("topk(ratio=0.1)", apart=True)
 TOLD_EVERY = 25
 CUT_EVERY, KILLS = 100, 8
 """Steps between two cuts, and how often the server is killed in all."""
-SETTLED = 250
-"""Steps that a process takes to reach its size: buffers of all kinds have been needed once."""
 ROUNDING = 1e-3
 """Of sums over so many steps."""
 LIMIT_S = 3600.0
-MOST_GROWTH_PCT = 5.0
 
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
@@ -48,8 +43,7 @@ def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
 class _Soak:
     def __init__(self, cluster: Cluster, steps: int, chance: random.Random, limit_s: float) -> None:
         self._cluster, self._steps, self._chance, self._limit_s = cluster, steps, chance, limit_s
-        self._sizes: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-        """Of a process, by name and id: at which step it had how many bytes."""
+        self._sizes = Sizes(steps)
         self._digests: dict[int, set[str]] = defaultdict(set)
         self._at = [0] * len(cluster.workers)
         self._ended: list[Ended | None] = [None] * len(cluster.workers)
@@ -80,43 +74,27 @@ class _Soak:
                 if isinstance(said, Stepped):
                     self._at[rank] = said.step
                     self._digests[said.step].add(said.digest)
-                    self._weigh(f"worker {rank}", worker, said.step)
+                    self._sizes.weigh(f"worker {rank}", worker, said.step)
                     if rank == 0:
-                        self._weigh("server 0", self._cluster.servers[0], said.step)
-                        self._weigh("coordinator", self._cluster.coordinator, said.step)
+                        self._sizes.weigh("server 0", self._cluster.servers[0], said.step)
+                        self._sizes.weigh("coordinator", self._cluster.coordinator, said.step)
                 else:
                     self._ended[rank] = said
 
-    def _weigh(self, name: str, one: Started, step: int) -> None:
-        try:
-            pages = int(Path(f"/proc/{one.process.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):
-            return
-        self._sizes[name, one.process.pid or 0].append((step, pages * os.sysconf("SC_PAGE_SIZE")))
-
     def _result(self, seconds: float) -> Result:
-        rows: list[dict[str, Any]] = []
-        lasts: dict[str, list[int]] = defaultdict(list)
-        for (name, pid), sizes in self._sizes.items():
-            settled = [(step, size) for step, size in sizes if step >= max(self._steps // 2, sizes[0][0] + SETTLED)]
-            if len(settled) < 4:
-                continue
-            first, last = settled[0][1], settled[-1][1]
-            lasts[name].append(last)
-            rows.append({"process": name, "pid": pid, "from_step": settled[0][0], "to_step": settled[-1][0],
-                         "first_mib": first / 2**20, "last_mib": last / 2**20, "growth_pct": 100 * (last / first - 1)})
-        growth = max((row["growth_pct"] for row in rows), default=float("nan"))
-        across = max((100 * (max(sizes) / min(sizes) - 1) for sizes in lasts.values()), default=float("nan"))
+        rows = self._sizes.rows()
+        grown_pct, across_pct = growth(rows)
         whole = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in self._ended)
         seen, off = self._cluster.seen, self._cluster.off()
         summary: dict[str, Any] = {
             "steps": max(self._at), "finished": whole, "connections_cut": self._cuts, "servers_killed": self._kills,
             "other_digests": sum(len(digests) > 1 for digests in self._digests.values()),
             "contributions": seen.contributions, "wrong_on_the_wire": len(seen.faults), "payloads_sent_again": seen.repeats,
-            "applied_off_put_in": off, "accounts_balance": off <= ROUNDING, "growth_pct": growth, "restarts_growth_pct": across,
-            "memory_flat": max(growth, across) <= MOST_GROWTH_PCT, "steps_per_s": max(self._at) / seconds, "seconds": seconds}
+            "applied_off_put_in": off, "accounts_balance": off <= ROUNDING, "growth_pct": grown_pct,
+            "restarts_growth_pct": across_pct, "memory_flat": max(grown_pct, across_pct) <= MOST_GROWTH_PCT,
+            "steps_per_s": max(self._at) / seconds, "seconds": seconds}
         if not whole:
             rows += [{"process": f"worker {rank}", "ended": str(end)} for rank, end in enumerate(self._ended)]
-        grown = growth > MOST_GROWTH_PCT or across > MOST_GROWTH_PCT  # of a short run nothing is known of it
+        grown = grown_pct > MOST_GROWTH_PCT or across_pct > MOST_GROWTH_PCT  # of a short run nothing is known of it
         right = whole and not grown and not summary["other_digests"] and not seen.faults and summary["accounts_balance"]
         return {"rows": rows, "summary": summary, "code": int(not right)}

@@ -49,7 +49,6 @@ PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadli
 """Nothing that heals takes so long, on however busy a machine."""
 BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 1.5}
 """Where somebody is lost for good, the others are to notice within a run's time."""
-
 UNTOLD = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
 """Where the coordinator is struck: servers whose job ends without it end by its silence, within the run."""
 
@@ -85,8 +84,8 @@ class Cluster:
 
     here, there = HERE, THERE
     """Where servers listen, and where they say they are."""
-    more: tuple[str, ...] = ()
-    """What else `commlayer serve` is told."""
+    insecure = False
+    """Whether plain text goes to other addresses than those of loopback."""
     interface = "lo"
 
     def __init__(self, trial: Trial, store: tuple[str, int], steps: int = STEPS, told_every: int = 1) -> None:
@@ -101,6 +100,7 @@ class Cluster:
         self.servers: list[Started] = []
         self._homes: list[Started] = []
         """The launchers of the workers, where these are homes."""
+        self._places = list(range(self.setting.workers))
         self._coordinator: Started | None = None
         self._strangers: list[socket.socket] = []
         self._marks: dict[int, int] = {}
@@ -147,7 +147,7 @@ class Cluster:
         return self._ports[1 + number + self.setting.apart] if self.setting.apart else self._ports[1 + number]
 
     def _make_links(self, stack: ExitStack) -> None:
-        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers + self._fault.joins)]
+        chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers)]
         self.controls = [Link(chance) for chance in chances]
         grpc = self.setting.carrier == "grpc"  # data passes where control does
         self.links = self.controls if grpc else [Link(chance) for chance in chances]
@@ -162,11 +162,12 @@ class Cluster:
             stack.callback(link.close)
 
     def _whose(self, address: tuple[str, int]) -> int:
-        """Which worker has that end of a connection."""
-        return processes.owner_of(address, [worker.process.pid for worker in self.workers])
+        """Which worker's place has that end of a connection."""
+        number = processes.owner_of(address, [worker.process.pid for worker in self.workers])
+        return self._places[number] if number >= 0 else -1
 
     def _serving(self, name: str, number: int = -1, *, full: bool = False, off_s: float = 0.0) -> Started:
-        common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there, *self.more]
+        common = ["--journal", str(self.folder / f"{name}.journal"), "--bind", self.here, "--advertise", self.there]
         if number >= 0 and self.setting.apart:
             arguments = ["--join", f"{self.here}:{self._ports[0]}", "--port", str(self._data_port(number)),
                          "--number", str(number)]
@@ -179,8 +180,8 @@ class Cluster:
                        most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
 
     def _environ(self, name: str) -> dict[str, str]:
-        waits = {f"COMMLAYER_{key.upper()}": str(value) for key, value in self.waits.items()}
-        return waits | {"COMMLAYER_TOKEN": TOKEN, "COMMLAYER_KEYS": self._keys_of(name)}
+        settings = {**self.waits, "token": TOKEN, "keys": self._keys_of(name), "insecure": int(self.insecure)}
+        return {f"COMMLAYER_{key.upper()}": str(value) for key, value in settings.items()}
 
     def _home(self, rank: int) -> Started:
         join = {"COMMLAYER_JOIN": f"{self._join(rank)}:{self._ports[0]}", "COMMLAYER_JOIN_DEADLINE_S": "20"}
@@ -203,7 +204,7 @@ class Cluster:
     def _worker(self, rank: int, again: Any = None) -> Started:
         """`again`: the seat of one that joins those who are there."""
         settings: dict[str, Any] = self.waits | {
-            "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": bool(self.more), "token": TOKEN,
+            "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": self.insecure, "token": TOKEN,
             "keys": self._keys_of(f"worker-{rank}"),
             "join_deadline_s": 20.0, "ranks_per_node": 1, "fuse_nbytes": 2048, "cut_nbytes": 4096,
             "carrier": self.setting.carrier, "drift_steps": 10, "servers": "one" if self.setting.servers == 1 else "each"}
@@ -252,9 +253,13 @@ class Cluster:
         self._coordinator.end()
         self._coordinator = self._serving("coordinator")
 
+    def end_home(self, number: int, *, finished: bool = False) -> None:
+        """Its launcher says how that worker, of all that there ever were, has ended."""
+        self._homes[number].order("finished" if finished else "a worker of this home has ended")
+
     def start_home_again(self, rank: int) -> None:
-        """Its worker has been killed. It is refused until the coordinator knows of that."""
-        self._homes[rank].order("a worker of this home has ended")
+        """Its worker has ended, and another comes in its place, over its links. Refused until the coordinator knows of that."""
+        self.end_home(max(number for number, place in enumerate(self._places) if place == rank))
         until = time.monotonic() + MEET_S
         while True:
             home = self._home(rank)
@@ -266,6 +271,7 @@ class Cluster:
                 if time.monotonic() > until:
                     raise CommError(f"a home that came again was not let in within {MEET_S:g} s", peer="chaos") from None
         self._homes.append(home)
+        self._places.append(rank)
         self.workers.append(self._worker(rank, seat))
 
     def stranger(self, says: bytes) -> int:
@@ -309,7 +315,7 @@ class Cluster:
                         ended[rank] = said
                 if rank in waiting and (ended[rank] is not None or worker.silent):
                     waiting.remove(rank)
-                    self._homes[rank].order("finished" if ended[rank] else "a worker of this home has ended")
+                    self.end_home(rank, finished=ended[rank] is not None)
             if not struck_s and any(steps and steps[-1].step >= self.trial.at for steps in stepped):
                 time.sleep(self.trial.after_s)
                 for worker in self.workers:

@@ -33,6 +33,8 @@ class Way:
         self.flips = 0
         """So many chunks to come have a bit flipped."""
         self.shots = 0
+        self.nbytes = 0
+        """That have come here."""
         self._chance, self._lock = chance, threading.Lock()
 
     def hold(self) -> None:
@@ -50,6 +52,7 @@ class Way:
             self.shots += 1
             time.sleep(self.delay_s)
         with self._lock:
+            self.nbytes += len(data)
             if not self.flips:
                 return data
             self.flips -= 1

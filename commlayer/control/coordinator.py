@@ -225,7 +225,7 @@ class Coordinator:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
             self._state = regrouping.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
-            pulse = regrouping.explained(self._state, pulse)
+            pulse = regrouping.explained(self._state, regrouping.current(self._state, pulse))
             self._note_deaths(before)
             over = pulse.over and not self._staying()
             settled = regrouping.settled(self._state)

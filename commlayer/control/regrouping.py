@@ -207,6 +207,16 @@ def explained(state: State, pulse: Pulse) -> Pulse:
     return msgspec.structs.replace(pulse, lost=tuple(map(said, pulse.lost)), left=tuple(map(said, pulse.left)))
 
 
+def current(state: State, pulse: Pulse) -> Pulse:
+    """Without workers who have left and are of no view that anybody is still in: where homes go and come for weeks, each
+    heartbeat would else tell of all who were ever there."""
+    if state.view is None or settled(state) < state.view.generation:
+        return pulse
+    members = {f"worker {m.rank}" for m in state.view.members}
+    return msgspec.structs.replace(pulse, left=tuple(gone for gone in pulse.left if gone.peer in members
+                                                     or not gone.peer.startswith("worker ")))
+
+
 def _there(state: State) -> set[int]:
     """Workers of the view who are here."""
     workers = _workers(state)
