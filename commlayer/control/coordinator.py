@@ -26,6 +26,7 @@ from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.homes import Door
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
+from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.grpc_ends import Take
 from commlayer.transport.grpc_stream import GrpcStream
@@ -96,7 +97,7 @@ class Coordinator:
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "About": self._method("About", messages.About, self._about),
-        }, [self._port.streams(self._stream)]))
+        }, [self._port.streams(self._stream)], self._broke))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
@@ -372,10 +373,17 @@ class Coordinator:
             # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken. Whose
             # certificate is known may do so unnoted; who was given a challenge here has no such excuse.
             if not self._port.spare(peer):
-                where = f"{caller.name} at {peer}" if caller else peer
-                self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
+                self._audit.refused(self._port.where(peer), f"its {name} does not prove the job's secret on this connection",
+                                    logging.INFO)
             raise
         return messages.unpack(body, kind, peer), caller
+
+    def _broke(self, peer: str, error: CorruptFrame) -> str:
+        """What whoever made a call that breaks the protocol hears ahead of the end of its connection."""
+        where = self._port.where(peer)
+        self._audit.refused(where, error.what)
+        self._port.let_go(peer)
+        return f"{where}: {error.what}"
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

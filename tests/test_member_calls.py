@@ -1,0 +1,82 @@
+"""Calls of members with a good key or the token: who breaks the protocol by them is named and let go."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_kit import WAIT_S, quick
+from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
+
+from commlayer.control import messages
+from commlayer.control.coordinator import Coordinator
+from commlayer.control.coordinator_channel import CoordinatorChannel
+from commlayer.errors import Refused
+from commlayer.records import Record
+from commlayer.transport.key_folder import Keys
+
+SECRET = "correct-horse-battery"
+Connect = Callable[[Path], CoordinatorChannel]
+
+
+@pytest.fixture
+def audit(tmp_path: Path) -> Path:
+    return tmp_path / "audit"
+
+
+@pytest.fixture
+def keyed(folders: Folders, audit: Path) -> Iterator[Coordinator]:
+    made = Coordinator(quick(token=SECRET, audit=str(audit), keys=str(folders.server)), workers=2)
+    yield made
+    made.close()
+
+
+def noted(path: Path, event: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, path.read_text().splitlines()) if line["event"] == event]
+
+
+def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
+    return CoordinatorChannel(to.address, SECRET, Keys(folder) if folder else None, own=True)
+
+
+# ---- what breaks the protocol
+
+
+@pytest.mark.parametrize(("method", "request_", "line"), [
+    ("Heartbeat", messages.Pulse(), "sent a Heartbeat that breaks the format"),
+    ("Part", messages.Part("digest", 10, 5, b"beyond its end"), "sent bytes 5 to 19 of a plan of 10"),
+])
+def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
+    keyed: Coordinator, folders: Folders, audit: Path, method: str, request_: Record, line: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
+    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+    front = keyed._port._front
+    assert front is not None
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}"):
+        bad.call(method, request_, messages.Pulse, WAIT_S)
+    (said,) = [r.getMessage() for r in caplog.records]
+    found = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", said)
+    assert found, said
+    where, address = found.groups()
+    assert where in {one.where for one in front._known.values()}
+    assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
+    (entry,) = noted(audit, "refused")
+    assert entry["where"] == where
+    assert entry["why"].startswith(line)
+    with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is heard any more
+        bad._send("Heartbeat", b"", WAIT_S)
+    until = time.monotonic() + WAIT_S
+    while where in {one.where for one in front._known.copy().values()}:
+        assert time.monotonic() < until, "its connection is still there"
+        time.sleep(0.02)
+    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+    for each in (bad, good):
+        each.close()
