@@ -80,3 +80,25 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
     for each in (bad, good):
         each.close()
+
+
+# ---- what cannot be met, again and again
+
+
+@pytest.mark.parametrize("kind", ["Join", "Attend"])
+def test_a_flood_of_requests_that_are_refused_fills_neither_log(
+    kind: str, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("commlayer.control.audit.MOST_REFUSED", 5)
+    made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=1)
+    mine = channel(made)
+    with caplog.at_level(logging.WARNING, "commlayer"):
+        for _ in range(20):
+            if kind == "Join":
+                assert mine.call(kind, messages.worker("job", 5, 1), messages.Seat, WAIT_S).error
+            else:
+                assert mine.call(kind, messages.attend(2), messages.Attended, WAIT_S).error
+    assert len(noted(audit, "refused")) in range(5, 12), "20 of them; 10, and a line more, if a minute ends meanwhile"
+    assert sum("refused" in r.getMessage() for r in caplog.records) in range(5, 12)
+    mine.close()
+    made.close()

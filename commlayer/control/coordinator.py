@@ -209,8 +209,7 @@ class Coordinator:
             place = None if known else self._state.places.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
-            log.warning("refused: %s", reply.error)
-            self._audit.note("refused", where=f"{request.name} (pid {request.pid})", why=reply.error)
+            self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
         if place is not None:
             self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
         if view is not None and not began:
