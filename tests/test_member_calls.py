@@ -1,4 +1,4 @@
-"""Calls of members with a good key or the token: who breaks the protocol by them is named and let go."""
+"""Calls of members with good keys: who breaks the protocol is let go, and neither floods nor forged lines fill the logs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from control_kit import WAIT_S, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
@@ -100,5 +101,38 @@ def test_a_flood_of_requests_that_are_refused_fills_neither_log(
                 assert mine.call(kind, messages.attend(2), messages.Attended, WAIT_S).error
     assert len(noted(audit, "refused")) in range(5, 12), "20 of them; 10, and a line more, if a minute ends meanwhile"
     assert sum("refused" in r.getMessage() for r in caplog.records) in range(5, 12)
+    mine.close()
+    made.close()
+
+
+# ---- what they write of themselves
+
+
+def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forged = "a\nLOG worker 0: FORGED" + "x" * 100_000
+    made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=2)
+    mine = channel(made)
+    requests = [messages.worker("job", rank, 2, plan=b"a plan") for rank in range(2)]
+    with caplog.at_level(logging.INFO, "commlayer"):
+        answers = [
+            mine.call("Join", msgspec.structs.replace(messages.worker("job", 9, 2), name=forged), messages.Seat, WAIT_S).error,
+            mine.call("Join", msgspec.structs.replace(requests[0], version=forged, rank=9), messages.Seat, WAIT_S).error,
+            mine.call("Attend", messages.attend(9, name=forged), messages.Attended, WAIT_S).error,
+        ]
+        mine.send_plan(b"a plan", WAIT_S)
+        for request in requests:
+            plain = msgspec.structs.replace(request, plan=b"", name=forged if request.rank else "b")
+            mine.call("Join", plain, messages.Seat, WAIT_S)
+        mine.call("Leave", messages.Leave(requests[1].token, f"PeerLost: {forged}"), messages.Pulse, WAIT_S)
+        pulse = mine.call("Heartbeat", messages.Heartbeat(requests[0].token), messages.Pulse, WAIT_S)
+    (left,) = pulse.left
+    assert left.reason.startswith("PeerLost: a\\nLOG worker 0: FORGED")
+    lines = [*answers, left.reason, *(r.getMessage() for r in caplog.records)]
+    for line in lines:
+        assert "\n" not in line
+        assert len(line) < 2000
+    assert len(messages.pack(pulse)) < 2000
+    assert sum("FORGED" in line for line in lines) >= 4, "it is said who they say they are"
+    assert len(audit.read_text()) < 10_000
     mine.close()
     made.close()

@@ -26,6 +26,7 @@ from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.homes import Door
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
+from commlayer.control.said import fit
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.grpc_ends import Take
@@ -363,7 +364,7 @@ class Coordinator:
         return answer
 
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
-        """A call that is proved, and whose certificate it came with."""
+        """A call that is proved, with what it says fit to be passed on, and whose certificate it came with."""
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
         try:
@@ -375,7 +376,7 @@ class Coordinator:
                 self._audit.refused(self._port.where(peer), f"its {name} does not prove the job's secret on this connection",
                                     logging.INFO)
             raise
-        return messages.unpack(body, kind, peer), caller
+        return fit(messages.unpack(body, kind, peer)), caller
 
     def _broke(self, peer: str, error: CorruptFrame) -> str:
         """What whoever made a call that breaks the protocol hears ahead of the end of its connection."""
