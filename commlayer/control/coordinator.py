@@ -17,7 +17,7 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.config import Config
-from commlayer.control import membership, messages, plan_parts, regrouping
+from commlayer.control import about, membership, messages, plan_parts, regrouping
 from commlayer.control.audit import Audit
 from commlayer.control.call_quota import CallQuota, TooMany
 from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
@@ -249,7 +249,7 @@ class Coordinator:
     def _about(self, request: messages.About) -> Record:
         with self._lock:
             state = self._state
-        told = membership.told(state, request, time.time())
+        told = about.told(state, request, time.time())
         if not told.begun:
             return told
         door, shut = regrouping.door(state), self._gathering.shut()
