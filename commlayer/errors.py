@@ -82,3 +82,13 @@ def cause_of(error: BaseException) -> str:
 def one_line(text: object) -> str:
     """What others may have written, fit for an error or a log: a stranger's line break would make lines that nobody logged."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+def short_line(text: object, most: int) -> str:
+    """The same, of so many characters at most: what others write may be as long as a call.
+
+    >>> short_line("not\nmore than this", 12)
+    'not\\nmore...'
+    """
+    line = one_line(str(text)[: most + 1])
+    return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -313,9 +313,11 @@ def test_what_the_command_refuses_is_a_line() -> None:
                           text=True, timeout=60)
     assert (said.returncode, said.stdout, said.stderr.count("\n")) == (2, "", 1)
     assert said.stderr.startswith("commlayer: --faults: got 'earthquake', allowed: kill-worker, ")
+    with pytest.raises(ValueError, match="^--faults: got '', allowed: kill-worker, "):
+        CliRunner().invoke(app, ["chaos", "--faults", ""], catch_exceptions=False)
     found = CliRunner().invoke(app, ["chaos", "--faults", "list"])
     assert found.exit_code == 0
-    assert all(name in found.stdout for name in dealt())
+    assert [line.split("  ")[0] for line in found.stdout.splitlines()] == [*dealt()], "and none runs into what it does"
     assert "none" not in found.stdout.split()
 
 

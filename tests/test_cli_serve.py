@@ -57,6 +57,8 @@ MISTAKES = [
     (("serve", "--no-server", "--port", "99999"), {}, "port: got 99999 from argument port, allowed: a port number"),
     (("serve", "--no-server", "--bind", "0.0.0.0"), {}, "bind: 0.0.0.0 is not loopback and traffic is plain text: set"),
     (("serve", "--no-server", "--bind", "0.0.0.0", "--insecure"), {}, "bind: 0.0.0.0 names no address that others could reach"),
+    (("serve", "--bind", "127.0.0.1:abc"), {}, "--bind: got '127.0.0.1:abc', allowed: host:port with a port from 1 to 65535"),
+    (("doctor", "--master", "nonsense"), {}, "--master: got 'nonsense', allowed: host:port with a port from 1 to 65535"),
     (("serve", "--bind", "127.0.0.1:7000", "--port", "7001"), {}, "--bind 127.0.0.1:7000 beside --port 7001: name"),
     (("launch", "train.py"), {}, "--join is missing: host:port of the machine where `commlayer serve` runs"),
     (("launch", "--join", "127.0.0.1:7000", "train.py"), {}, "--join 127.0.0.1:7000 asks for the job's secret: set"),

@@ -19,7 +19,11 @@ from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fi
 from commlayer.control import client, coordinator_channel, membership, messages
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
+from commlayer.control.home import Attendance
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
+from commlayer.transport.hello import Hello
+from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.stream_transport import Settings, StreamTransport
 
 PLAN = b"a plan"
 
@@ -131,6 +135,21 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         ended.set()
         with pytest.raises(CommError, match="stopped while waiting"):
             waiting.result(WAIT_S)
+
+
+def test_the_data_port_says_that_it_is_none_for_control_calls(caplog: pytest.LogCaptureFixture, opened: list[Any]) -> None:
+    """Else homes ask there until their deadline, four times a second, each time with a warning at the server."""
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings())
+    opened.append(server)
+    address = "{}:{}".format(*server.listen())
+    attendance = Attendance(address, quick(), messages.attend(1), lambda _: None)
+    with caplog.at_level(logging.WARNING, "commlayer"):
+        for asks in (lambda: client.join(address, messages.worker("job", 0, 1), quick(), Failures()),
+                     lambda: attendance.meet(WAIT_S)):
+            with pytest.raises(Refused, match=f"coordinator {address}: takes data there, and no control calls: check the port"):
+                asks()
+    attendance.close("refused")
+    assert len(caplog.records) <= 8
 
 
 class Later(messages.Join, frozen=True):

@@ -326,4 +326,6 @@ def test_links_of_nodes_are_a_table() -> None:
 def test_errors_are_split_into_what_and_remedy() -> None:
     found = of_error("keys", ValueError("ca.pem cannot be read: no such file; `commlayer keys init` makes it"))
     assert (found.seen, found.remedy) == ("ca.pem cannot be read: no such file", "`commlayer keys init` makes it")
+    found = of_error("settings", "join: got 'nonsense', allowed: host:port with a port, as in [::1]:7000")
+    assert (found.seen, found.remedy) == ("join: got 'nonsense'", "allowed: host:port with a port, as in [::1]:7000")
     assert of_error("x", "odd").remedy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +139,68 @@ def test_a_mistake_is_one_line(ca: Path, command: tuple[str, ...], line: str) ->
     assert "\n" not in str(caught.value)
     assert sorted(map(str, ca.rglob("*"))) == before
     assert not (ca.parent / "new").exists()
+
+
+DAMAGED = [
+    ("crl.pem", "list", "is damaged: it holds no list of the revoked; copy it from a node's folder that has"),
+    ("crl.pem", "revoke gpu-1", "is damaged: it holds no list of the revoked; copy it from a node's folder that has"),
+    ("ca.pem", "add gpu-9", "is damaged: it holds no certificate; copy it from a node's folder, as in .*/nodes/NAME/ca.pem"),
+    ("ca.key", "add gpu-9", "is damaged: it holds no key; restore it from a copy of that folder"),
+    ("issued/gpu-1", "list", "is damaged: it holds no certificate .*; restore it from a copy"),
+]
+MISSING = [("crl.pem", "list"), ("crl.pem", "add gpu-9"), ("ca.pem", "revoke gpu-1"), ("token", "add gpu-9")]
+
+
+def told(ca: Path, command: str) -> str:
+    """The line; nothing has changed."""
+    before = sorted(map(str, ca.rglob("*")))
+    with pytest.raises(ValueError, match=r".") as caught:
+        CliRunner().invoke(app, ["keys", *command.split(), "--dir", str(ca)], catch_exceptions=False)
+    assert sorted(map(str, ca.rglob("*"))) == before
+    line = str(caught.value)
+    assert "\n" not in line
+    assert "cryptography.io" not in line
+    return line
+
+
+@pytest.mark.parametrize(("file", "command", "line"), DAMAGED)
+def test_a_damaged_file_is_named_with_what_to_do(ca: Path, file: str, command: str, line: str) -> None:
+    authority.add(ca, "gpu-1")
+    (damaged,) = ca.glob(f"{file}*")
+    damaged.write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
+    assert re.match(f"{damaged} {line}", told(ca, command))
+
+
+@pytest.mark.parametrize(("file", "command"), MISSING)
+def test_a_file_that_is_missing_is_named_with_what_to_do(ca: Path, file: str, command: str) -> None:
+    authority.add(ca, "gpu-1")
+    (ca / file).unlink()
+    assert re.match(f"{ca / file} cannot be read: No such file or directory; copy it from a node's folder", told(ca, command))
+
+
+@pytest.mark.parametrize(("file", "line"), [
+    ("node.pem", "/node.pem is no certificate: it is damaged, or another file; copy it anew from the folder where"),
+    ("ca.pem", "/ca.pem is no certificate: it is damaged, or another file; copy it anew from the folder where"),
+    ("node.key", " holds files that do not go together, or a damaged node.key .*: copy the folder anew from where"),
+])
+def test_a_damaged_file_of_a_node_is_named_with_what_to_do(ca: Path, file: str, line: str) -> None:
+    place = authority.add(ca, "gpu-1")
+    (place / file).write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
+    with pytest.raises(RecordError, match=f"keys: {place}{line}"):
+        Keys(place)
+
+
+def test_two_files_of_two_cas_are_no_ca(ca: Path, tmp_path: Path) -> None:
+    authority.init(tmp_path / "other")
+    (ca / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
+    with pytest.raises(ValueError, match=r"ca.key is not the key of .*ca.pem; restore it from a copy"):
+        authority.add(ca, "gpu-9")
+
+
+def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "afile").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path}/afile/x cannot be made: {tmp_path}/afile: .*; name a folder that can be"):
+        authority.init(tmp_path / "afile" / "x")
 
 
 def test_a_ca_is_not_made_in_the_folder_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

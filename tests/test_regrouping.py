@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from control_kit import all_opened  # noqa: F401  (a fixture)
-from test_control_membership import DEAD_AFTER_S, running, worker
+from test_control_membership import DEAD_AFTER_S, PLAN, running, worker
 from test_homes import met, options, together
 from test_service_sums import push, service
 
 from commlayer.config import Config
 from commlayer.control import membership, regrouping
+from commlayer.control.coordinator_journal import Kept, packed, unpacked
 from commlayer.control.membership import State
-from commlayer.control.messages import FINISHED, Heartbeat, Join
+from commlayer.control.messages import FINISHED, Heartbeat, Join, pack
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.mailbox import Mailbox
@@ -62,19 +63,50 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert members(state) == (3, [1, 2]), "one is not enough"
 
 
-def test_who_has_left_is_told_of_until_all_have_gone_over_to_a_view_without_it() -> None:
+def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
     state = regrouping.regrouped(membership.leave(elastic(), "w3", FINISHED, 7))
 
-    def told(token: str, in_force: int) -> list[str]:
-        nonlocal state
-        state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=2, in_force=in_force))
-        return [gone.peer for gone in regrouping.current(state, pulse).left]
+    def told(state: State, token: str, **known: int) -> list[str]:
+        return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].left]
 
-    assert told("w0", 2) == told("w1", 2) == told("w2", 1) == told("w0", 2) == ["worker 3"]
-    assert told("w2", 2) == told("w0", 2) == told("w1", 2) == []
-    assert told("s0", 1) == [], "a server asks for no worker who is of no view"
-    state = membership.leave(state, "w1", "an error")
-    assert told("w0", 2) == ["worker 1"], "who has just left is of the view as yet"
+    for token in ("w0", "w1"):
+        assert told(state, token, generation=2, in_force=1) == ["worker 3"], "it may wait for that one's part still"
+    state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, in_force=2))
+    assert told(state, "w0", generation=2, in_force=2) == []
+    assert told(state, "w1", generation=2, in_force=1) == ["worker 3"]
+    assert (told(state, "s0", generation=1), told(state, "s0", generation=2)) == (["worker 3"], [])
+
+
+def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
+    state, sizes = elastic(), list[tuple[int, int]]()
+    first = state.places["w0"].join
+    state = regrouping.regrouped(membership.leave(state, "w3", FINISHED, 1))
+    for rank in range(4, 4 + 4 * regrouping.FORMER):
+        request = worker(rank, token=f"w{rank}", world=0, regroups=True, plan=PLAN, alike=first.alike)
+        state, seat = regrouping.join(state, request, 1.0)
+        assert seat.view is not None, seat.error
+        state = regrouping.regrouped(membership.leave(state, f"w{rank}", FINISHED, 1))
+        newest = members(state)[0]
+        for token in ("w0", "w1", "w2"):
+            state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=newest, in_force=newest))
+        sizes.append((len(pack(pulse)), len(packed(Kept("", "", state)))))
+    assert len(state.places) <= 5 + regrouping.FORMER
+    half = len(sizes) // 2
+    assert sizes[-1][0] == sizes[half][0] < 100
+    assert sizes[-1][1] < 1.05 * sizes[half][1]
+    state, pulse = membership.heartbeat(state, f"w{rank}", 1.0, Heartbeat(f"w{rank}"))
+    assert not pulse.stranger, "the last of them are known still"
+
+
+def test_a_plan_is_kept_once_and_with_no_seat() -> None:
+    state = elastic()
+    state = regrouping.regrouped(membership.leave(state, "w3", FINISHED, 1))
+    first = state.places["w0"].join
+    state, seat = regrouping.join(state, worker(4, world=0, regroups=True, plan=PLAN, alike=first.alike), 1.0)
+    assert seat.plan == PLAN
+    assert packed(Kept("", "", state)).count(PLAN) == 1
+    assert unpacked(packed(Kept("", "", state))).state.plan == PLAN
+    assert membership.join(state, first, 1.0).reply.plan == PLAN, "who asks again has it"
 
 
 def test_too_few_hear_who_is_gone_and_what_to_do() -> None:

@@ -182,7 +182,7 @@ class Members:
             place = self.state.places.get(process.request.token)
             if place is not None and place.dead and there.places[process.request.token].here and math.isinf(process.hangs_s):
                 self._wrong(f"{place.peer} has not hung, and is dead: {place.dead}")
-        pulse = regrouping.explained(self.state, regrouping.current(self.state, pulse))
+        pulse = regrouping.explained(self.state, pulse)
         self._writes(before)
         return pulse
 

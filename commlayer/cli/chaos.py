@@ -27,8 +27,8 @@ def chaos(
         help="How many runs, each with the next seed; they deal out the faults in turn. Else as for all faults twice.",
         min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the first run.", min=0)] = 0,
-    faults: Annotated[str, typer.Option(help="Only these, with commas between; `list` tells which there are.",
-                                        metavar="NAMES")] = "",
+    faults: Annotated[str | None, typer.Option(help="Only these, with commas between; `list` tells which there are.",
+                                               metavar="NAMES")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write every run there, too.", metavar="FILE")] = None,
     resume: Annotated[Path | None, typer.Option(help="Keep runs there, and make only those that are not.",
                                                 metavar="FILE")] = None,
@@ -44,9 +44,10 @@ def chaos(
     from commlayer.cli.plan_inputs import check_json
 
     if faults == "list":
-        typer.echo("\n".join(f"{name:18}{FAULTS[name].what}" for name in dealt()))
+        width = max(map(len, dealt())) + 2
+        typer.echo("\n".join(f"{name:{width}}{FAULTS[name].what}" for name in dealt()))
         return
-    names = tuple(name.strip() for name in faults.split(",")) if faults else dealt()
+    names = tuple(name.strip() for name in faults.split(",")) if faults is not None else dealt()
     if unknown := [name for name in names if name not in dealt()]:
         raise ValueError(f"--faults: got {unknown[0]!r}, allowed: {', '.join(dealt())}")
     check_json(json)

@@ -79,7 +79,10 @@ def _asked(given: dict[str, Any], where: str, nodes: int, plan: Path | None, sav
     from commlayer.doctor.looks import Asked
 
     port = launcher_says("MASTER_PORT")
-    meet = host_port(where) if where else (master(), int(port) if port.isdecimal() else 0)
+    try:
+        meet = host_port(where) if where else (master(), int(port) if port.isdecimal() else 0)
+    except ValueError as error:
+        raise ValueError(f"--master: {error}") from None
     launched = bool(meet[1]) and read_launch().world > 1 and not where
     problem = ""
     try:

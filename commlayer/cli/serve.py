@@ -60,7 +60,10 @@ def _place(bind: str, port: int) -> tuple[str, int]:
         return bind, port
     if bind.endswith("]"):
         return bind[1:-1], port
-    host, own = host_port(bind)
+    try:
+        host, own = host_port(bind)
+    except ValueError as error:
+        raise ValueError(f"--bind: {error}") from None
     if port not in (0, own):
         raise ValueError(f"--bind {bind} beside --port {port}: name the port once")
     return host, own

@@ -15,7 +15,8 @@ from commlayer.transport.unproved_connections import Probe
 log = logging.getLogger("commlayer")
 
 MOST_REFUSED = 600
-"""Refusals written out in a minute, and as many probes; a flood of either is counted, so that strangers fill no disk."""
+"""Refusals written out in a minute, here and in the log, and as many probes; a flood of either is counted, so that nobody fills
+a disk."""
 
 
 class Audit:
@@ -37,7 +38,16 @@ class Audit:
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
         """In the log, too. A probe is noted as what it is: `commlayer doctor` makes some, and a monitor of ports does."""
         event = "probed" if isinstance(why, Probe) else "refused"
-        log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
+        if self._bounded(event, where, why):
+            log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
+
+    def denied(self, where: str, why: str) -> None:
+        """As `refused`, of a request that was proved and cannot be met: who makes it may make it for ever."""
+        if self._bounded("refused", where, why):
+            log.warning("refused: %s", why)
+
+    def _bounded(self, event: str, where: str, why: str) -> bool:
+        """Whether it is written out: all of them are, but for a flood."""
         with self._lock:
             minute, over = int(time.monotonic() // 60), 0
             last, count = self._shown.get(event, (minute, 0))
@@ -45,9 +55,11 @@ class Audit:
                 over, count = max(0, count - MOST_REFUSED), 0
             self._shown[event] = minute, count + 1
         if over:
+            log.log(logging.INFO if event == "probed" else logging.WARNING, "%d more were %s within a minute", over, event)
             self.note(event, where="many", why=f"{over} more within a minute")
         if count < MOST_REFUSED:
             self.note(event, where=where, why=why)
+        return count < MOST_REFUSED
 
     def note(self, event: str, **what: str | int) -> None:
         """Without the disk's room the job goes on: the log says so."""

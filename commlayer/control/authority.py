@@ -13,9 +13,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -30,6 +30,7 @@ CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
 """By so much may a node's clock be slow on the day when its certificate is made."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+T = TypeVar("T")
 
 
 class Issued(NamedTuple):
@@ -72,6 +73,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
     _check_days(days)
     with _locked(folder):
         key, authority = _authority(folder)
+        shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # ahead of all that is written
         have = [one for one in issued(folder) if one.name == name and not one.revoked]
         if have and not again:
             raise ValueError(f"{name} has a certificate until {have[-1].until:%Y-%m-%d}, in {folder / NODES / name}: --again "
@@ -92,8 +94,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
         if have:
             _revoke(folder, key, authority, {one.serial for one in have})
         place = folder / NODES / name
-        contents = {KEY: _private(own), CERTIFICATE: _pem(made)}
-        contents |= {one: (folder / one).read_bytes() for one in (CA, REVOKED, TOKEN)}
+        contents = {KEY: _private(own), CERTIFICATE: _pem(made), REVOKED: _read(folder / REVOKED)} | shared
         _make_folder(place, contents, ())
         return place
 
@@ -116,28 +117,34 @@ def revoke(folder: Path, name: str) -> int:
 def issued(folder: Path) -> list[Issued]:
     """By name, the revoked first."""
     _, listed = _revocations(folder)
-    found = []
-    for path in (folder / ISSUED).glob("*.pem"):
-        one = x509.load_pem_x509_certificate(path.read_bytes())
-        purposes = one.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-        name = str(one.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-        found.append(Issued(name, one.serial_number, one.not_valid_after_utc, one.serial_number in listed,
-                            ExtendedKeyUsageOID.SERVER_AUTH not in purposes))
+    found = [_parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
+             for path in (folder / ISSUED).glob("*.pem")]
     return sorted(found, key=lambda one: (one.name, not one.revoked, one.until))
+
+
+def _issued(data: bytes, listed: Mapping[int, datetime.datetime]) -> Issued:
+    one = x509.load_pem_x509_certificate(data)
+    purposes = one.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    name = str(one.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    return Issued(name, one.serial_number, one.not_valid_after_utc, one.serial_number in listed,
+                  ExtendedKeyUsageOID.SERVER_AUTH not in purposes)
 
 
 def _revoke(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, serials: set[int]) -> None:
     number, listed = _revocations(folder)
     now = datetime.datetime.now(datetime.UTC)
     data = _list(key, authority, listed | dict.fromkeys(serials, now), number + 1)
-    nodes = [path for path in (folder / NODES).iterdir() if path.is_dir() and not path.name.startswith(".")]
+    nodes = [path for path in (folder / NODES).glob("[!.]*") if path.is_dir()]
     write_whole({path / REVOKED: data for path in (folder, *nodes)}, durable=True)
 
 
 def _revocations(folder: Path) -> tuple[int, dict[int, datetime.datetime]]:
-    read = x509.load_pem_x509_crl((folder / REVOKED).read_bytes())
-    number = read.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    return number, {one.serial_number: one.revocation_date_utc for one in read}
+    def listed(data: bytes) -> tuple[int, dict[int, datetime.datetime]]:
+        read = x509.load_pem_x509_crl(data)
+        number = read.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        return number, {one.serial_number: one.revocation_date_utc for one in read}
+
+    return _parsed(folder / REVOKED, listed, "list of the revoked")
 
 
 def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: Mapping[int, datetime.datetime],
@@ -153,16 +160,42 @@ def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: 
 
 
 def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    made = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+    made = _parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
     now = datetime.datetime.now(datetime.UTC)
     if not made.not_valid_before_utc <= now <= made.not_valid_after_utc:
         raise ValueError(f"the CA in {folder} is good from {made.not_valid_before_utc:%Y-%m-%d} to "
                          f"{made.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
                          "or make another CA with `commlayer keys init --dir`")
-    key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{folder / CA_KEY} is no key that `commlayer keys init` made")
+    key = _parsed(folder / CA_KEY, lambda data: serialization.load_pem_private_key(data, None), "key")
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != made.public_key():
+        raise ValueError(f"{folder / CA_KEY} is not the key of {folder / CA}; {_remedy(folder / CA_KEY)}")
     return key, made
+
+
+def _parsed(path: Path, parse: Callable[[bytes], T], what: str) -> T:
+    data = _read(path)
+    try:
+        return parse(data)
+    except Exception:  # whatever the parser makes of such a file: its own words are about parsers
+        raise ValueError(f"{path} is damaged: it holds no {what}; {_remedy(path)}") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_remedy(path)}") from None
+
+
+def _remedy(path: Path) -> str:
+    """Every node's folder has what is no secret of the CA's; an older list would let in whom it does not name."""
+    if path.name == CA_KEY:
+        return ("restore it from a copy of that folder; without one make another CA, with `commlayer keys init --dir`, and new "
+                "keys for every node")
+    if path.parent.name == ISSUED:
+        return f"restore it from a copy, or the node's {CERTIFICATE} under that name: what is not there cannot be revoked"
+    newest = " that has the newest one" if path.name == REVOKED else ""
+    return f"copy it from a node's folder{newest}, as in {path.parent / NODES / 'NAME' / path.name}"
 
 
 @contextlib.contextmanager
@@ -184,7 +217,11 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
     """There whole or not at all, for its owner only; on failure what was there is. `new`: never in place of one."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     former = place.with_name(f".{place.name}.{secrets.token_hex(4)}.former")
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{place} cannot be made: {error.filename or place.parent}: {error.strerror}; name a folder that "
+                         "can be, with --dir") from None
     try:
         part.mkdir(mode=0o700)
         for name in folders:

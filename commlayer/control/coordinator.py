@@ -17,7 +17,7 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.config import Config
-from commlayer.control import membership, messages, plan_parts, regrouping
+from commlayer.control import about, membership, messages, plan_parts, regrouping
 from commlayer.control.audit import Audit
 from commlayer.control.call_quota import CallQuota, TooMany
 from commlayer.control.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
@@ -26,6 +26,8 @@ from commlayer.control.grpc_port import GrpcPort, check_free
 from commlayer.control.homes import Door
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
+from commlayer.control.said import fit
+from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.grpc_ends import Take
 from commlayer.transport.grpc_stream import GrpcStream
@@ -96,7 +98,7 @@ class Coordinator:
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "About": self._method("About", messages.About, self._about),
-        }, [self._port.streams(self._stream)]))
+        }, [self._port.streams(self._stream)], self._broke))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
         # What others reach need not be reachable from here: routers seldom turn a packet around.
@@ -208,8 +210,7 @@ class Coordinator:
             place = None if known else self._state.places.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
-            log.warning("refused: %s", reply.error)
-            self._audit.note("refused", where=f"{request.name} (pid {request.pid})", why=reply.error)
+            self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
         if place is not None:
             self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
         if view is not None and not began:
@@ -225,7 +226,7 @@ class Coordinator:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
             self._state = regrouping.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
-            pulse = regrouping.explained(self._state, regrouping.current(self._state, pulse))
+            pulse = regrouping.explained(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._staying()
             settled = regrouping.settled(self._state)
@@ -248,7 +249,7 @@ class Coordinator:
     def _about(self, request: messages.About) -> Record:
         with self._lock:
             state = self._state
-        told = membership.told(state, request, time.time())
+        told = about.told(state, request, time.time())
         if not told.begun:
             return told
         door, shut = regrouping.door(state), self._gathering.shut()
@@ -363,7 +364,7 @@ class Coordinator:
         return answer
 
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
-        """A call that is proved, and whose certificate it came with."""
+        """A call that is proved, with what it says fit to be passed on, and whose certificate it came with."""
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
         try:
@@ -372,10 +373,17 @@ class Coordinator:
             # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken. Whose
             # certificate is known may do so unnoted; who was given a challenge here has no such excuse.
             if not self._port.spare(peer):
-                where = f"{caller.name} at {peer}" if caller else peer
-                self._audit.refused(where, f"its {name} does not prove the job's secret on this connection", logging.INFO)
+                self._audit.refused(self._port.where(peer), f"its {name} does not prove the job's secret on this connection",
+                                    logging.INFO)
             raise
-        return messages.unpack(body, kind, peer), caller
+        return fit(messages.unpack(body, kind, peer)), caller
+
+    def _broke(self, peer: str, error: CorruptFrame) -> str:
+        """What whoever made a call that breaks the protocol hears ahead of the end of its connection."""
+        where = self._port.where(peer)
+        self._audit.refused(where, error.what)
+        self._port.let_go(peer)
+        return f"{where}: {error.what}"
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

@@ -53,8 +53,7 @@ class Gathering:
             self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and asked.home not in before.former:
-            log.warning("refused: %s", reply.error)
-            self._audit.note("refused", where=f"{asked.name} (pid {asked.pid})", why=reply.error)
+            self._audit.denied(f"{asked.certificate or asked.name} (pid {asked.pid})", reply.error)
         return reply
 
     async def ask(self, asked: Ask) -> Kept:

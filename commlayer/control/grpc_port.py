@@ -11,12 +11,14 @@ from commlayer.config import join_host
 from commlayer.control.proved_calls import Unproved
 from commlayer.control.rpc_server import Host
 from commlayer.control.tls_front import Front
-from commlayer.transport import grpc_ends
+from commlayer.transport import event_loop, grpc_ends
 from commlayer.transport.grpc_ends import Take
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.stream_transport import MOST_EACH
 
 LOOPBACK = "127.0.0.1"
+HEARD_S = 1.0
+"""How long an answer may be on its way to whoever is let go with it."""
 
 
 class GrpcPort:
@@ -63,6 +65,18 @@ class GrpcPort:
     def spare(self, peer: str) -> bool:
         """Whether that connection may have one unproved call to spare, and has it now; False without TLS."""
         return self._front is not None and self._front.spare(peer)
+
+    def where(self, peer: str) -> str:
+        """For errors and logs: whose connection that is, and the address of its other end. Behind TLS gRPC's name of it is the
+        front's own end."""
+        return (self._front.where(peer) if self._front is not None else "") or peer
+
+    def let_go(self, peer: str) -> None:
+        """Hears that connection no more, if it came through TLS, and ends it once the answer under way has had time to arrive.
+        On the event loop."""
+        if self._front is not None:
+            self._front.unheard(peer)
+            event_loop.running().call_later(HEARD_S, self._front.end, peer)
 
     def end(self, peer: str) -> None:
         """Ends that connection, if it came through TLS."""

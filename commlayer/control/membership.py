@@ -13,27 +13,21 @@ from typing import NamedTuple
 import msgspec
 
 from commlayer.control.messages import (
-    ABOUT_NBYTES,
     ANY,
     FINISHED,
-    PROTOCOL,
-    About,
     Gone,
     Heartbeat,
     Join,
     Overdue,
     Pulse,
     Seat,
-    Told,
     digest_of,
     dropped_by,
     incompatible,
     names,
-    version,
 )
 from commlayer.errors import one_line
 from commlayer.records import Member, Record, ServerInfo, View
-from commlayer.transport import framing
 from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
@@ -63,6 +57,8 @@ class Place(Record, frozen=True):
     """Of one that has left because of another that is here: that one, until it is heard again."""
     in_force: int = 0
     """Of a worker: generation of the view that it has gone over to, as it says."""
+    without: int = 0
+    """Of a worker that is gone: generation of the first view without it; 0 for none (regrouping.py)."""
     overdue: Overdue | None = None
     """Of a server: what it said last of sums that wait, and"""
     hangs: tuple[int, ...] = ()
@@ -146,7 +142,9 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         if place.join.kind == "server":
             state = _parted(state, said.ended)
             state = _dropped(state, place, said.dropped) if place.here else state
-    others = [p for t, p in sorted(state.places.items()) if t != token]
+    # Whoever has gone over to a view without somebody waits for nothing of that one. A server never waits for anybody itself.
+    known = said.generation if said is not None and place.join.kind == "server" else place.in_force
+    others = [p for t, p in sorted(state.places.items()) if t != token and not 0 < p.without <= known]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
@@ -156,16 +154,6 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
 def in_view(state: State, place: Place) -> bool:
     """Whether it is of the newest view, where there is any, or serves."""
     return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
-
-
-def told(state: State, request: About, time_s: float) -> Told:
-    """What somebody hears who only asks. `time_s`: by the clock on the wall."""
-    here = [place for place in state.places.values() if place.here]
-    filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, ABOUT_NBYTES)))
-    return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in here),
-                tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
-                      for p in here if p.join.kind == "server"), state.view is not None,
-                state.view.plan if state.view is not None else "", filler)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
@@ -335,7 +323,7 @@ def conflict(request: Join, place: Place) -> str:
 
 
 def _completed(state: State) -> State:
-    """With the view of generation 1 if everyone is in."""
+    """With the view of generation 1 if everyone is in. From then on the plan is the state's, and no seat's."""
     if missing(state):
         return state
     seated = sorted(state.places.values(), key=lambda p: p.rank)
@@ -344,7 +332,8 @@ def _completed(state: State) -> State:
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients)
-    return msgspec.structs.replace(state, view=view, plan=first.plan)
+    places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t, p in state.places.items()}
+    return msgspec.structs.replace(state, view=view, plan=first.plan, places=places)
 
 
 def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:

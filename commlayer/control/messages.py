@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, one_line
+from commlayer.errors import CorruptFrame, short_line
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
 PROTOCOL = 1
@@ -349,8 +349,8 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
-        raise CorruptFrame(_other_version(data) or f"sent a {kind.__name__} that breaks the format: {one_line(error)}; where "
-                           f"versions differ, install the same everywhere (here {version()})", peer=peer) from None
+        raise CorruptFrame(_other_version(data) or f"sent a {kind.__name__} that breaks the format: {short_line(error, 200)}; "
+                           f"where versions differ, install the same everywhere (here {version()})", peer=peer) from None
 
 
 class _Said(msgspec.Struct):
@@ -365,4 +365,4 @@ def _other_version(data: bytes) -> str:
     except (*MALFORMED, RecursionError):  # what it does not know it passes over, as deep as that goes
         return ""
     remedy = "install the same version everywhere"
-    return "" if said == version() else f"runs commlayer {one_line(said)}, here {version()}: {remedy}"
+    return "" if said == version() else f"runs commlayer {short_line(said, 64)}, here {version()}: {remedy}"

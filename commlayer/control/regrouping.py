@@ -19,6 +19,9 @@ from commlayer.control.unmet import Unmet
 from commlayer.records import Member
 from commlayer.transport.protocol import SERVER_BASE
 
+FORMER = 64
+"""So many who are gone keep their seats once all have gone over to a view without them, and hear why if they come back. A job
+that homes leave and join for weeks keeps no more than these."""
 UNLESS = ", unless it is served with --min-workers"
 """Which helps homes alone."""
 
@@ -31,7 +34,17 @@ def regrouped(state: State) -> State:
     stay = tuple(m for m in view.members if workers[m.rank].here)
     if not state.min_workers <= len(stay) < len(view.members) or unable(state):
         return state
-    return msgspec.structs.replace(state, view=msgspec.structs.replace(view, generation=view.generation + 1, members=stay))
+    view = msgspec.structs.replace(view, generation=view.generation + 1, members=stay)
+    places = {token: p if p.join.kind == "server" or p.here or p.without else
+              msgspec.structs.replace(p, without=view.generation) for token, p in state.places.items()}
+    return msgspec.structs.replace(state, view=view, places=_kept(places, settled(state)))
+
+
+def _kept(places: Mapping[str, Place], settled: int) -> dict[str, Place]:
+    """Without those whom nobody asks for any more, but for the last of them."""
+    former = sorted((p.without, token) for token, p in places.items() if 0 < p.without <= settled)[:-FORMER]
+    over = {token for _, token in former}
+    return {token: p for token, p in places.items() if token not in over}
 
 
 def waited(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
@@ -172,7 +185,8 @@ def join(state: State, request: Join, now: float) -> Taken:
         return Taken(state, Seat(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
-    places = {**state.places, request.token: Place(request, request.rank, now)}
+    place = Place(msgspec.structs.replace(request, plan=b""), request.rank, now)
+    places = {**state.places, request.token: place}
     return Taken(msgspec.structs.replace(state, places=places, view=view), Seat(rank=request.rank, view=view, plan=state.plan))
 
 
@@ -205,16 +219,6 @@ def explained(state: State, pulse: Pulse) -> Pulse:
         return msgspec.structs.replace(gone, reason=gone.reason + why) if ours else gone
 
     return msgspec.structs.replace(pulse, lost=tuple(map(said, pulse.lost)), left=tuple(map(said, pulse.left)))
-
-
-def current(state: State, pulse: Pulse) -> Pulse:
-    """Without workers who have left and are of no view that anybody is still in: where homes go and come for weeks, each
-    heartbeat would else tell of all who were ever there."""
-    if state.view is None or settled(state) < state.view.generation:
-        return pulse
-    members = {f"worker {m.rank}" for m in state.view.members}
-    return msgspec.structs.replace(pulse, left=tuple(gone for gone in pulse.left if gone.peer in members
-                                                     or not gone.peer.startswith("worker ")))
 
 
 def _there(state: State) -> set[int]:

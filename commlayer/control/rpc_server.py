@@ -7,7 +7,6 @@ something to await.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,8 +22,6 @@ settings.quiet_grpc()
 import grpc  # noqa: E402  (after its settings, which it reads once)
 import grpc.aio  # noqa: E402
 
-log = logging.getLogger("commlayer")
-
 MAX_CALLS = 1024
 """Under way at once, each member's stream among them; more are told to come again. With MAX_NBYTES it bounds what strangers can
 make this process hold."""
@@ -35,13 +32,16 @@ START_S = 30.0
 STOP_S = 0.5
 Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
 """The body of a call and the connection that it came by: the answer. Unproved or CorruptFrame refuse it."""
+Broke = Callable[[str, CorruptFrame], str]
+"""Told of a connection by which a call came that breaks the protocol: the line that goes back."""
 
 
 class Host:
     """Of these calls by name. Twice closed is once."""
 
-    def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = ()) -> None:
-        self._answers, self._handlers = answers, tuple(handlers)
+    def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
+                 broke: Broke = lambda _, error: str(error)) -> None:
+        self._answers, self._handlers, self._broke = answers, tuple(handlers), broke
         self._server: Any = None
 
     def start(self, address: str) -> int:
@@ -80,9 +80,7 @@ class Host:
             except TooMany as error:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except CorruptFrame as error:
-                line = str(error) if error.peer else f"{peer}: {error}"
-                log.warning("%s", line)
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, line)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._broke(peer, error))
             raise AssertionError("abort raises")
 
         return grpc.unary_unary_rpc_method_handler(call)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from commlayer.config import join_host
 from commlayer.control.farewell import goaway
@@ -30,6 +31,15 @@ KEEPALIVE_S, SILENT_S = 10, 60.0
 CONNECT_S = 5.0
 
 
+class Known(NamedTuple):
+    """A connection whose certificate is a good one."""
+
+    certified: Certified
+    sock: TlsSocket
+    where: str
+    """Whose it is, and the other end's address: that which gRPC sees is this end's own."""
+
+
 class Front:
     """Listens from construction on; passes on once started. `refused` is told where a dialler came from, and why it may not."""
 
@@ -37,8 +47,9 @@ class Front:
         self._keys, self._refused = keys, refused
         self._hall = Hall(hurry_s=2 * HURRY_S)
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Certified, TlsSocket]] = {}  # by what gRPC calls the connection
+        self._known: dict[str, Known] = {}  # by what gRPC calls the connection
         self._spent: set[str] = set()
+        self._unheard: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._most = MOST_EACH
         self._target = ("127.0.0.1", 0)
@@ -57,10 +68,22 @@ class Front:
         self._most = max(self._most, most)
 
     def caller(self, peer: str) -> Certified | None:
-        """Whose connection it is that gRPC calls by that name; None for one that did not come this way."""
+        """Whose connection it is that gRPC calls by that name; None for one that did not come this way, or is let go."""
+        with self._lock:
+            found = None if peer in self._unheard else self._known.get(peer)
+        return found.certified if found else None
+
+    def where(self, peer: str) -> str:
+        """Whose connection that is, and where it comes from, for errors and logs; empty for one that did not come this way."""
         with self._lock:
             found = self._known.get(peer)
-        return found[0] if found else None
+        return found.where if found else ""
+
+    def unheard(self, peer: str) -> None:
+        """From now on it is nobody's, until end() ends it: what is on its way back still arrives."""
+        with self._lock:
+            if peer in self._known:
+                self._unheard.add(peer)
 
     def spare(self, peer: str) -> bool:
         """Whether this is the first time that it is asked of that connection, which may have one unproved call to spare."""
@@ -75,20 +98,20 @@ class Front:
         with self._lock:
             found = self._known.get(peer)
         if found:
-            _end(found[1])
+            _end(found.sock)
 
     def drop(self, serials: frozenset[int]) -> list[Certified]:
         """Ends all connections of these certificates, which are returned."""
         with self._lock:
-            over = [pair for pair in self._known.values() if pair[0].serial in serials]
-        for _, sock in over:
-            _end(sock)
-        return list(dict.fromkeys(pair[0] for pair in over))
+            over = [one for one in self._known.values() if one.certified.serial in serials]
+        for one in over:
+            _end(one.sock)
+        return list(dict.fromkeys(one.certified for one in over))
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            socks = [sock for _, sock in self._known.values()]
+            socks = [one.sock for one in self._known.values()]
         self._hall.close()
         _end(self._listener)
         drop(self._listener)
@@ -132,7 +155,7 @@ class Front:
             sock.settimeout(None)
             tune(sock, KEEPALIVE_S, SILENT_S)
             self._hall.leave(sock)
-            self._pass_on(sock, certified)
+            self._pass_on(Known(certified, sock, where))
         except CommError as error:
             self._refused(where, self._hall.why(sock, error))
         except OSError:
@@ -144,8 +167,9 @@ class Front:
             self._hall.leave(sock)
             drop(sock)
 
-    def _pass_on(self, sock: TlsSocket, certified: Certified) -> None:
+    def _pass_on(self, known: Known) -> None:
         """Both ways, until either end is over."""
+        certified, sock, _ = known
         with socket.create_connection(self._target, CONNECT_S) as inner:
             watch(inner)
             inner.settimeout(None)
@@ -154,7 +178,7 @@ class Front:
             host, port = inner.getsockname()[:2]
             name = f"ipv4:{host}:{port}"
             with self._lock:
-                self._known[name] = certified, sock
+                self._known[name] = known
                 closed = self._closed
             # The list may have changed behind the handshake, and drop() has passed by who was not known yet.
             if closed or certified.serial in self._keys.revoked():
@@ -168,6 +192,7 @@ class Front:
                 with self._lock:
                     del self._known[name]
                     self._spent.discard(name)
+                    self._unheard.discard(name)
                 drop(inner)
 
 

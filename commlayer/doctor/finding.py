@@ -8,6 +8,7 @@ from typing import Literal
 from commlayer.records import Record
 
 Verdict = Literal["ok", "warn", "fail"]
+ALLOWED = ", allowed"
 
 
 class Finding(Record, frozen=True):
@@ -36,7 +37,9 @@ def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
     line = " ".join(str(error).split())
     if not remedy:
         at = max(line.rfind(": "), line.rfind("; "))
-        line, remedy = (line[:at], line[at + 2 :]) if at > 0 else (line, "see docs/operations.md")
+        if line[:at].endswith(ALLOWED):  # which belongs to what follows
+            at -= len(ALLOWED)
+        line, remedy = (line[:at], line[at:].lstrip(",:; ")) if at > 0 else (line, "see docs/operations.md")
     return fail(check, line, remedy)
 
 

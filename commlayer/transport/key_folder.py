@@ -27,6 +27,7 @@ SERVICE = "commlayer"
 """A name in the certificates of all nodes that others may dial: which of them one reaches is up to addresses."""
 PROTOCOLS = "commlayer-data", "h2"
 """What the two kinds of connection say that they speak; none takes the other for its own."""
+ANEW = "copy it anew from the folder where `commlayer keys` made it"
 Stamp = tuple[int, int, int]
 
 
@@ -66,7 +67,7 @@ class Keys:
             self._listed = self._list()
         except (OSError, ValueError) as error:
             raise RecordError(f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
-                              "copy it anew from the folder where `commlayer keys` made it") from None
+                              f"{ANEW}") from None
         self._contexts = self._made(self._listed)  # what does not go together is said now, not by the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
@@ -87,10 +88,11 @@ class Keys:
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import Encoding
 
-        try:
-            mine = x509.load_pem_x509_certificate(self.certificate)
-        except ValueError as error:
-            raise RecordError(f"keys: {self.folder / CERTIFICATE} is no certificate: {error}") from None
+        for path, data in ((self.folder / CA, self.ca), (self.folder / CERTIFICATE, self.certificate)):
+            try:
+                mine = x509.load_pem_x509_certificate(data)
+            except ValueError:
+                raise RecordError(f"keys: {path} is no certificate: it is damaged, or another file; {ANEW}") from None
         name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
         now = datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
@@ -163,7 +165,9 @@ class Keys:
                 made.load_verify_locations(trust)
                 made.load_cert_chain(certificate, key)
         except (ssl.SSLError, OSError) as error:
-            raise RecordError(f"keys: {self.folder} holds files that do not go together: {error.strerror or error}") from None
+            raise RecordError(f"keys: {self.folder} holds files that do not go together, or a damaged {KEY} "
+                              f"({error.strerror or error}): copy the folder anew from where `commlayer keys` made "
+                              "it") from None
         return made
 
 
