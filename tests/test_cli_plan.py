@@ -382,3 +382,13 @@ def test_a_budget_that_keeps_a_better_plan_out_names_it_and_the_budget_that_woul
     _, out, _ = commlayer(*asked, "--max-loss", told[2])
     assert "holds it up" not in out
     assert told[1] in out, "that plan"
+
+
+def test_what_a_budget_keeps_out_is_said_in_whole_words(commlayer) -> None:
+    """Seconds of four digits have a comma of their own."""
+    commlayer("plan", "make", "resnet50", "--nodes", "4xrtx3060@100Mb", "--optimizer", "adamw", "--max-loss", "0.001",
+              "--codec", "topk(ratio=0.01)", "--exact", "--objective", "step", "--json", "told.json")
+    reasons = {bucket["why"]["reason"] for bucket in json.loads(Path("told.json").read_text())["buckets"]}
+    kept_out = "coded, the step would be ([0-9,.]+) ms shorter, but max_loss would not be kept"
+    assert any("," in told[1] for reason in reasons if (told := re.fullmatch(kept_out, reason)))
+    assert all(re.fullmatch(kept_out, reason) for reason in reasons if "max_loss" in reason)
