@@ -42,11 +42,14 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
 def read(path: Path) -> LearningTable:
     """The table in that file, or one line that says what is wrong with it."""
     what, data = f"learning table {path}", path.read_bytes()
-    found = decode(data, _Version, what).version
-    if found != VERSION:
-        remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
-        raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}; make it anew with {remedy}")
-    table = decode(data, LearningTable, what)
+    remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
+    try:
+        found = decode(data, _Version, what).version
+        if found != VERSION:
+            raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}")
+        table = decode(data, LearningTable, what)
+    except RecordError as error:
+        raise RecordError(f"{error}; make it anew with {remedy}") from None
     for row in table.rows:
         if wrong := row_problem(row):
             raise RecordError(f"{what}: {wrong}")
