@@ -28,6 +28,8 @@ class Times:
             if stands(row):
                 self._rows.setdefault((row["task"], row["link"], row["system"]), []).append(row)
         self.groups = {row["system"]: row["group"] for row in rows}
+        self.measured = list(self._rows)
+        """Each task, link and system."""
         self.tasks = list(dict.fromkeys(task for task, _, _ in self._rows))
 
     def places(self) -> list[tuple[str, str]]:
