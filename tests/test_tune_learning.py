@@ -11,6 +11,7 @@ from msgspec import structs
 
 import commlayer
 from commlayer.cli.main import run
+from commlayer.cli.plan_tables import spread
 from commlayer.config import Config
 from commlayer.job.requested_plan import settle
 from commlayer.plan_file import PlanFileInputs, inputs_of
@@ -90,8 +91,28 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
     assert inputs_of(plan).learning == made.rows, "explain, whatif and diff go by them, too"
+    assert "x steps: by one seed of a task of your own, of which no spread over tasks is known" in said
     code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
     assert (code, errors) == (0, "")
+
+
+@pytest.mark.parametrize(("errors", "optimizer", "line"), [
+    ({"adam": 0.07, "sgd": 0.345}, "adam", "on tasks held out, factors were off by 7% in the median"),
+    ({"adam": 0.07, "sgd": 0.345}, "other", "on tasks held out, factors were off by 34% in the median"),
+    ({}, "adam", "by one seed of a task of your own, of which no spread over tasks is known"),
+])
+def test_a_plan_says_how_far_off_its_factors_may_be(
+    errors: dict[str, float], optimizer: str, line: str, tmp_path: Path,
+) -> None:
+    made = read(table(tmp_path / "rows.json", int4=0.1, int8=0.1))
+    made = structs.replace(made, provenance=structs.replace(made.provenance, errors=errors))
+    assert spread(made, optimizer) == f"x steps: {line}"
+    assert "no spread is known" in spread(None, optimizer)
+    assert set(shipped().provenance.errors) == {"adam", "sgd"}
+    old = (tmp_path / "rows.json").read_bytes().replace(b',"errors":{}', b"").replace(b'"errors":{},', b"")
+    assert b"errors" not in old
+    (tmp_path / "old.json").write_bytes(old)
+    assert read(tmp_path / "old.json").provenance.errors == {}, "tables of before stay readable"
 
 
 def table(path: Path, **costs: float) -> Path:

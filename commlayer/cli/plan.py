@@ -85,6 +85,8 @@ def make(
     console.print(plan_tables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
     for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
         console.print(part)
+    if made.steps > 0:
+        console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), asked.optimizer))
     console.print(plan_tables.by_decision(made, job, console.width))
     for line in (*untouched(made, job), *plan_tables.held_up(looser(made, job, machines, costs, policy))):
         console.print(line, markup=False)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.simulation.timeline import Timeline, per_step
+from commlayer.planner.tables.learning import LearningTable
 from commlayer.planner.verbs.baselines import Beside, Looser
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
@@ -101,6 +102,19 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
     mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
     if mine and alone and alone.to_loss_s < mine.to_loss_s:
         yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
+
+
+def spread(table: LearningTable | None, optimizer: str) -> str:
+    """How far off factors are, as far as it was measured; of an optimizer of no family the worse counts. `table`: where they
+    are from; None: nobody knows."""
+    if table is None:
+        return "x steps: by the profile's own rows, of which no spread is known"
+    if known := table.provenance.errors:
+        off = known.get(optimizer, max(known.values()))
+        return f"x steps: on tasks held out, factors were off by {off:.0%} in the median"
+    seeds = max(row.runs for row in table.rows)
+    said = "one seed" if seeds == 1 else f"{seeds} seeds"
+    return f"x steps: by {said} of a task of your own, of which no spread over tasks is known"
 
 
 def held_up(looser: Looser | None) -> Iterator[str]:
