@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import sys
+from collections.abc import Sequence
 from statistics import fmean, median
 
 import torch
@@ -29,7 +30,8 @@ NAMES = {"adam": "AdamW", "sgd": "SGD with momentum"}
 def table(store: Store, date: str) -> LearningTable:
     """Of the trainings that the code as it is would repeat."""
     curves = learning.current(store)
-    rows = learning_factors.rows(learning_factors.costs(curves))
+    found = learning_factors.costs(curves)
+    rows = learning_factors.rows(found)
     rows += learning_costs.alone_rows(curves, least_tasks=learning_factors.LEAST_TASKS)
     if not rows:
         raise Unmeasurable(f"{store.path} has no combination that was measured on {learning_factors.LEAST_TASKS} tasks: "
@@ -38,8 +40,14 @@ def table(store: Store, date: str) -> LearningTable:
     return LearningTable(Provenance(
         date=date, command="python -m bench learning; python -m bench.learning_table", runs=len(curves),
         tasks=tuple(sorted({way.task for way in curves})), torch=str(torch.__version__),
-        code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16],
+        code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16], errors=errors(learning_factors.held_out(found)),
     ), rows)
+
+
+def errors(told: Sequence[Foretold]) -> dict[str, float]:
+    """By optimizer, the median over tasks held out of how far factors are off."""
+    return {optimizer: round(median(one.error for one in told if one.optimizer == optimizer), 3)
+            for optimizer in sorted({one.optimizer for one in told})}
 
 
 def page(text: str, made: LearningTable, store: Store) -> str:

@@ -9,6 +9,8 @@ import msgspec
 from commlayer.records import MAX_BUCKET_NBYTES
 
 DAY_S = 86400.0
+MOST_LOSS = 1.0
+"""Of a budget of loss, as a part of dense training's."""
 
 # `description` says what is allowed: error messages and `describe` quote it.
 Text = Annotated[str, msgspec.Meta(description="text")]
@@ -27,7 +29,8 @@ RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"buck
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
-Budget = Annotated[float, msgspec.Meta(ge=0, le=1, description="a part of the loss from 0 (none named) to 1, 0.005 for 0.5 %")]
+Budget = Annotated[float, msgspec.Meta(ge=0, le=MOST_LOSS,
+                                       description="a part of the loss from 0 (none named) to 1, 0.005 for 0.5 %")]
 DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description='"resync", "end" or "warn"')]
 Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536, -1: as often as "
                                       "costs 0.1 % of the time")]

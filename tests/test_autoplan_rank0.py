@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 from autoplan_kit import (
@@ -26,27 +25,20 @@ from autoplan_kit import (
 )
 from msgspec import structs
 
-from commlayer.compressors import parse
 from commlayer.job.autoplan.actions import Describe, Report, Say, StartPlanning, Switch, Word
 from commlayer.job.autoplan.candidate import LEAVES, ReplanVerdict
-from commlayer.job.autoplan.decide_rank0 import HARDER, PLAIN, SLOWER, STALE, TRIED, WORTH
+from commlayer.job.autoplan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.facts import InForce, Meanwhile, Measured, Planned, StepOver
+from commlayer.job.autoplan.facts import InForce, Measured, Planned
 from commlayer.job.autoplan.measuring import Measurements
-from commlayer.job.autoplan.replan import harder_by
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
 from commlayer.job.ways import WAYS
 from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
-from commlayer.planner.model.cluster import Line, Policy
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.search.plan import plan as planned
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.model.cluster import Line
 from commlayer.records import Plan
-from commlayer.runtime import codec_floor
 
 BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""
@@ -359,40 +351,3 @@ def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.feed(Measured(LINKS, 1.0))
     assert not pick(rank.step(9.0, times=PATIENCE), Report)
-
-
-# ---- where the table is too optimistic for the model
-
-
-def harder(rank: Rank, times: float) -> list[Any]:
-    return rank.feed(StepOver(rank.state.step + 1, 0.5, Meanwhile(rank.in_force, (), times)))
-
-
-def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> None:
-    rank = trying(candidate(plan_of(0.5)))
-    assert not pick(harder(rank, 2.0), StartPlanning), "a plan that is tried is judged first"
-    rank.step(0.5, times=BY_PACE)
-    assert not pick(harder(rank, HARDER), StartPlanning)
-    actions = harder(rank, 2.0)
-    (order,) = pick(actions, StartPlanning)
-    assert order == StartPlanning(rank.in_force.plan, rank.in_force.plan, LINKS, 0.5), "with the links as they are known"
-    assert "is counted 2.00 times" in said(actions)
-    rank.step(0.5, Planned(order, None, "no reason"))
-    rank.step(0.5, times=BY_PACE)
-    assert not pick(harder(rank, 2.0 * HARDER), StartPlanning), "that is known"
-    assert pick(harder(rank, 2.1 * HARDER), StartPlanning)
-
-
-def test_what_is_harder_for_a_model_makes_a_finer_plan() -> None:
-    """On links where topk pays by the table, and for a model to which it costs three times as many steps more it does not."""
-    row = LearningRow("adam", "gradients", "int4()", 1, "", False, 0, 1.01, 1.02, 0.0, 0.0, 5, 5)
-    rows = (row, *(structs.replace(row, codec=f"topk(ratio={ratio})", steps=steps, steps_high=steps + 0.1)
-                   for ratio, steps in ((0.1, 1.1), (0.01, 1.4), (0.001, 2.0))))
-    cluster, policy = cluster_from_line("2xrtx3060@20/20Mb"), Policy(devices=("cpu",), optimizer="adam")
-    levels = []
-    for times in (1.0, 3.0):
-        profile = structs.replace(profile_from_tables(cluster), learning=harder_by(rows, times))
-        made = planned(JOB, cluster, profile, policy)
-        levels.append(sum(codec_floor.level(parse(b.codec)) * b.numel for b in made.buckets))
-    assert levels[1] > levels[0]
-    assert harder_by(rows, 0.5) == rows, "nothing is made easier"

@@ -28,6 +28,13 @@ def wrong():
 def shapes():
     model = nn.Linear(4, 4)
     return model, lambda: model(torch.ones(2, 5)).sum()
+
+def silent():
+    return nn.Linear(4, 4), lambda: None
+
+def several():
+    model = nn.Linear(4, 4)
+    return model, lambda: model(torch.ones(2, 4))
 '''
 
 
@@ -65,6 +72,9 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     (("--model", "mine.py:absent"), "commlayer: mine.py:absent: has no function absent that returns (model, loss)"),
     (("--model", "mine.py:wrong"), "commlayer: mine.py:wrong: expected (model, function that computes a loss)"),
     (("--model", "mine.py:shapes"), "commlayer: mine.py:shapes: a step: RuntimeError: mat1 and mat2 shapes cannot be"),
+    (("--model", "mine.py:silent"), "commlayer: mine.py:silent: a step: ValueError: the loss is of type NoneType, needed is "
+     "one number with a gradient: return what backward() is of\n"),
+    (("--model", "mine.py:several"), "commlayer: mine.py:several: a step: ValueError: the loss is a Tensor of 8, needed is "),
     (("--batch", "8"), "commlayer: --batch says what a model's loss is of: it goes with --model"),
     (("--out", "none/p.json"), "commlayer: none/p.json: the folder "),
     (("--model", "mine"), "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),

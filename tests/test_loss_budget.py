@@ -83,6 +83,7 @@ def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: flo
     ('{"points": [{"codec": "topk", "ratio": 0, "penalty": 0}]}', "ratio of topk is 0, allowed: above 0, up to 1"),
     ('{"points": [{"codec": "topk", "ratio": 0.1, "penalty": 1e999}]}', "bad.json"),
     ('{"points": [{"codec": "topk", "ratio": 0.1, "loss": 0}]}', "bad.json"),
+    ('{"version": 3, "points": []}', "unknown field `version`; `commlayer tune` writes one"),
 ])
 def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

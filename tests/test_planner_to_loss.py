@@ -203,6 +203,21 @@ def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed()
     assert all(made.codes == "gradients" for made in forward)
 
 
+@pytest.mark.parametrize(("families", "optimizer", "late"), [
+    (("sgd", "adam"), "adam", True), ((), "adam", False), (("sgd",), "adam", False), (("sgd",), "sgd", True),
+    (("sgd", "adam"), "other", True), (("sgd",), "other", False),
+])
+def test_late_results_are_taken_only_where_they_were_measured(families: tuple[str, ...], optimizer: str, late: bool) -> None:
+    """A table of one's own has rows of them only where they were asked for; asked for by name they come all the same."""
+    machines = at(2e7)
+    profile = learnt(machines)
+    rows = tuple(r for r in profile.learning if r.every == 1 and not r.overlap and (not r.late or r.optimizer in families))
+    for staleness, taken in ((None, late), (True, True), (False, False)):
+        policy = structs.replace(FREE, optimizer=optimizer, staleness=staleness)
+        made = plan(toy_job(), machines, structs.replace(profile, learning=rows), policy)
+        assert any(b.stale for b in made.buckets) is taken
+
+
 def test_a_part_of_the_model_counts_by_its_elements_and_as_much_by_its_energy() -> None:
     job = toy_job()
     whole = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec import structs
 
 import commlayer
 from commlayer.cli.main import run
+from commlayer.cli.plan_tables import spread
 from commlayer.config import Config
 from commlayer.job.requested_plan import settle
 from commlayer.plan_file import PlanFileInputs, inputs_of
@@ -89,8 +91,28 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
     assert inputs_of(plan).learning == made.rows, "explain, whatif and diff go by them, too"
+    assert "x steps: by one seed of a task of your own, of which no spread over tasks is known" in said
     code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
     assert (code, errors) == (0, "")
+
+
+@pytest.mark.parametrize(("errors", "optimizer", "line"), [
+    ({"adam": 0.07, "sgd": 0.345}, "adam", "on tasks held out, factors were off by 7% in the median"),
+    ({"adam": 0.07, "sgd": 0.345}, "other", "on tasks held out, factors were off by 34% in the median"),
+    ({}, "adam", "by one seed of a task of your own, of which no spread over tasks is known"),
+])
+def test_a_plan_says_how_far_off_its_factors_may_be(
+    errors: dict[str, float], optimizer: str, line: str, tmp_path: Path,
+) -> None:
+    made = read(table(tmp_path / "rows.json", int4=0.1, int8=0.1))
+    made = structs.replace(made, provenance=structs.replace(made.provenance, errors=errors))
+    assert spread(made, optimizer) == f"x steps: {line}"
+    assert "no spread is known" in spread(None, optimizer)
+    assert set(shipped().provenance.errors) == {"adam", "sgd"}
+    old = (tmp_path / "rows.json").read_bytes().replace(b',"errors":{}', b"").replace(b'"errors":{},', b"")
+    assert b"errors" not in old
+    (tmp_path / "old.json").write_bytes(old)
+    assert read(tmp_path / "old.json").provenance.errors == {}, "tables of before stay readable"
 
 
 def table(path: Path, **costs: float) -> Path:
@@ -134,7 +156,18 @@ def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path)
     ({"held": "model(held)"}, [], "mine.py: validation returned Tensor of 128, needed is one number"),
     ({"ends": "return"}, [], "mine.py: the batches of rank 0 ended after 1, needed are batches without end"),
     ({"loss": "None"}, [], "returned NoneType as its loss, needed is one number with a gradient"),
-    ({"made": "dict(model=model)"}, [], "KeyError: 'optimizer'; needed is a function of a seed that returns a dict of model, "),
+    ({"held": "0.0"}, [], "mine.py: validation returned 0, needed is a loss above 0, since others are told as parts of it"),
+    ({"held": "-1.5"}, [], "mine.py: validation returned -1.5, needed is a loss above 0"),
+    ({"held": "model(batch)"}, [], "mine.py: validation: NameError: name 'batch' is not defined"),
+    ({"loss": "model(batch[1]).sum()"}, [], "mine.py: loss: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ({"ends": "raise KeyError(rank)"}, [], "mine.py: batches: KeyError: 0"),
+    ({"optimizer": "AdamV"}, [], "mine.py: optimizer: AttributeError: module 'torch.optim' has no attribute 'AdamV'"),
+    ({"made": "None"}, [], "mine.py: task(0) returned NoneType, needed is a function of a seed that returns a dict of model, "),
+    ({"made": "dict(model=model)"}, [], "mine.py: task(0) returned a dict without optimizer, batches, loss, validation; "
+     "needed is a function of a seed that returns a dict of model, "),
+    ({"made": "dict(model=model, optimizer=1, batches=batches, loss=loss, validation=validation)"}, [],
+     "mine.py: task(0): its optimizer is of type int, needed is a function: optimizer(model)"),
+    ({"made": "1 / 0"}, [], "mine.py: task(0): ZeroDivisionError: division by zero"),
     ({"optimizer": "Rprop"}, [], "its optimizer is of no family that tables have; allowed: SGD, Adam and their like"),
     ({}, ["--steps", "5"], "--steps 5 --seeds 1: allowed are 20 steps or more, and a seed or more"),
     ({}, ["--codec", "int5()"], "--codec: "),
@@ -149,6 +182,20 @@ def test_what_cannot_be_measured_is_one_line(
     assert line in errors
     assert len(errors.strip().splitlines()) == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ('{"rows": []}', "Object missing required field `version`; make it anew with commlayer tune TASK --learning "),
+    ('{"version": 1, "rows": [], "more": 2}', "; make it anew with commlayer tune TASK --learning "),
+    ("no JSON", "; make it anew with commlayer tune TASK --learning "),
+])
+def test_a_table_of_another_form_is_one_line_with_a_remedy(text: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=re.escape(line)) as told:
+        read(path)
+    assert str(told.value).startswith(f"learning table {path}: ")
+    assert "\n" not in str(told.value)
 
 
 def test_a_table_that_is_not_there_is_one_line(

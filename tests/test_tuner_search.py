@@ -251,8 +251,10 @@ def proxy(settings):
 def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SCRIPT)
-    for trials, said in ((10, "best within 0.50%: topk"), (12, "tune.jsonl: going on after 10 trials")):
-        done = CliRunner().invoke(main.app, ["tune", "mine.py", "--trials", str(trials)])
+    for trials, said, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: going on after 10 trials", []),
+                               (12, "best within 2.00%: topk", ["--budget", "2%", "--store", "two.jsonl"]),
+                               (12, "best within 2.00%: topk", ["--budget", "0.02", "--store", "two.jsonl"])):
+        done = CliRunner().invoke(main.app, ["tune", "mine.py", "--trials", str(trials), *more])
         assert done.exit_code == 0, done.output
         assert said in done.output
     assert len(Path("tune.jsonl").read_text().splitlines()) == 13
@@ -277,7 +279,9 @@ def test_the_command_searches_what_is_not_exact_where_asked_to(tmp_path: Path, m
     (["no.such:f"], "no.such:f: No module named 'no'"),
     (["math:tau"], "math:tau: has no function tau"),
     (["digits", "--trials", "0"], "--trials 0: allowed is 1 or more"),
-    (["digits", "--budget", "0"], "--budget 0: allowed is a percentage above 0"),
+    (["digits", "--budget", "0"], "--budget 0: allowed is a part of the loss above 0, up to 1, such as 0.02, or 2%"),
+    (["digits", "--budget", "2"], "--budget 2: allowed is a part of the loss above 0, up to 1, such as 0.02, or 2%"),
+    (["digits", "--budget", "0%"], "--budget 0%: allowed is a part"),
     (["digits", "--ratio", "5"], "--ratio '5': allowed is LOW:HIGH"),
     (["digits", "--ratio", "0.1:0.01"], "ratio: got 0.1 to 0.01, allowed: a range above 0"),
     (["digits", "--batch", "64,x"], "--batch '64,x': allowed are whole numbers"),

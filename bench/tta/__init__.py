@@ -167,14 +167,18 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     for name, target in zip(("easy", "middle", "hard"), row["targets"], strict=True):
         seconds = reached(row["curve"], target)
         told[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
-    slowest = max(NETWORKS[row["link"]].slow) if row["link"] in NETWORKS else 1.0
-    exposed_s = max(0.0, row["s_per_step"] - slowest * (FORWARD_S + BACKWARD_S))
     return told | {
-        "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s, "up kB": row["up_kb"],
-        "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"], "late %": row["late_pct"],
-        "void": row["void"], "commit": row.get("commit", ""), "_group": row["group"], "_curve": row["curve"],
-        "_targets": row["targets"],
+        "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s(row),
+        "up kB": row["up_kb"], "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"],
+        "late %": row["late_pct"], "void": row["void"], "commit": row.get("commit", ""), "_group": row["group"],
+        "_curve": row["curve"], "_targets": row["targets"],
     }
+
+
+def exposed_s(row: dict[str, Any]) -> float:
+    """What a step takes beyond its pace, of the slowest host."""
+    slowest = max(NETWORKS[row["link"]].slow) if row["link"] in NETWORKS else 1.0
+    return max(0.0, float(row["s_per_step"]) - slowest * (FORWARD_S + BACKWARD_S))
 
 
 def say(text: str, end: str = "\n") -> None:

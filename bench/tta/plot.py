@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.paced.race import reached
 from bench.tta.links import BANDWIDTH_MBPS, NO_LINK
+from bench.tta.summary import ASKED, Row, Times
 
-Row = dict[str, Any]
 AUTO = "#0072b2"
 COLOURS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#666666")
 """Told apart by those who see fewer colours, too."""
@@ -30,15 +29,46 @@ def draw(source: Path) -> str:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return "no picture: matplotlib is not installed"
-    rows = [row for row in json.loads(source.read_text())["rows"] if row.get("_curve") and not row["void"] and row["seed"] == 0]
+    times = Times([unshown(row) for row in json.loads(source.read_text())["rows"] if row.get("_curve")])
+    rows = middle(times)
     if not rows:
         return "no picture: there is no row that stands"
     wrote = [source.with_suffix(".png")]
     _curves(Figure, rows, wrote[0])
     if len({row["link"] for row in rows} & set(BANDWIDTH_MBPS)) > 1:
         wrote.append(source.with_name(f"{source.stem}_bandwidth.png"))
-        _bandwidth(Figure, rows, wrote[1])
+        _bandwidth(Figure, rows, times, wrote[1])
     return "wrote " + ", ".join(map(str, wrote))
+
+
+def unshown(row: Row) -> Row:
+    """As the store has it, what begins with _ without."""
+    return {key.removeprefix("_"): value for key, value in row.items()}
+
+
+def middle(times: Times) -> list[Row]:
+    """One row of each task, link and system, of those that stand: the one whose seconds are the median over seeds; of an even
+    number the sooner of both in the middle."""
+    found = []
+    for task, link, system in times.measured:
+        group = times.of(task, link, system)
+        found.append(sorted(group, key=lambda row: [_seconds(row, target) for target in ASKED])[(len(group) - 1) // 2])
+    return found
+
+
+def _seconds(row: Row, target: int) -> float:
+    """As the table counts it."""
+    return Times([row]).seconds(row["task"], row["link"], row["system"], target)
+
+
+def points(times: Times, task: str) -> dict[str, list[tuple[float, float]]]:
+    """By system: Mb/s, and seconds to the middle target where it got there; the medians of the table."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for of_task, link, system in times.measured:
+        seconds = times.seconds(of_task, link, system, ASKED[0])
+        if of_task == task and link in BANDWIDTH_MBPS and math.isfinite(seconds):
+            found.setdefault(system, []).append((BANDWIDTH_MBPS[link], seconds))
+    return {system: sorted(of_system) for system, of_system in found.items()}
 
 
 def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
@@ -54,14 +84,14 @@ def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
     for axes, (task, link) in zip(all_axes, panels, strict=False):
         here = [row for row in rows if row["task"] == task and row["link"] in (link, NO_LINK)]
         for row in _told_apart(here):
-            axes.plot([s for _, s, _ in row["_curve"]], [loss for _, _, loss in row["_curve"]], label=row["system"],
-                      **_look(row["system"], row["_group"], colours, marker=False))
-        for target in here[0]["_targets"]:
+            axes.plot([s for _, s, _ in row["curve"]], [loss for _, _, loss in row["curve"]], label=row["system"],
+                      **_look(row["system"], row["group"], colours, marker=False))
+        for target in here[0]["targets"]:
             axes.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=1)
-        lowest = min(loss for row in here for _, _, loss in row["_curve"])
-        axes.set_ylim(lowest - 0.05, min(here[0]["_curve"][0][2], here[0]["_targets"][0] + 1.2))
-        axes.set_xlim(0, max(row["_curve"][-1][1] for row in here if row["link"] == NO_LINK or row["_group"] == "auto")
-                      if any(row["link"] == NO_LINK or row["_group"] == "auto" for row in here) else None)
+        lowest = min(loss for row in here for _, _, loss in row["curve"])
+        axes.set_ylim(lowest - 0.05, min(here[0]["curve"][0][2], here[0]["targets"][0] + 1.2))
+        axes.set_xlim(0, max(row["curve"][-1][1] for row in here if row["link"] == NO_LINK or row["group"] == "auto")
+                      if any(row["link"] == NO_LINK or row["group"] == "auto" for row in here) else None)
         axes.set_title(f"{task}, {link}", fontsize=11)
         axes.set_xlabel("seconds")
         axes.set_ylabel("validation loss")
@@ -72,26 +102,19 @@ def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def _bandwidth(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
+def _bandwidth(figure_of: Any, rows: Sequence[Row], times: Times, path: Path) -> None:
     """A panel for each task. A system that did not get there on a link has no point there."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = figure_of(figsize=(6.2 * len(tasks), 4.8), dpi=130, layout="constrained")
     colours = _colours(rows)
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        by_system: dict[str, list[tuple[float, float]]] = {}
-        groups = {}
-        for row in rows:
-            seconds = reached(row["_curve"], row["_targets"][1])
-            if row["task"] != task or seconds is None:
-                continue
-            groups[row["system"]] = row["_group"]
-            if row["link"] == NO_LINK:
-                axes.axhline(seconds, color="#000000", linestyle=BOUNDS[row["system"]], linewidth=1.2)
-                axes.annotate(row["system"], (1000, seconds), fontsize=8, va="bottom", ha="right")
-            elif row["link"] in BANDWIDTH_MBPS:
-                by_system.setdefault(row["system"], []).append((BANDWIDTH_MBPS[row["link"]], seconds))
-        for system, points in by_system.items():
-            axes.plot(*zip(*sorted(points), strict=True), label=system, **_look(system, groups[system], colours, marker=True))
+        for of_task, link, system in times.measured:
+            seconds = times.seconds(of_task, link, system, ASKED[0])
+            if (of_task, link) == (task, NO_LINK) and math.isfinite(seconds):
+                axes.axhline(seconds, color="#000000", linestyle=BOUNDS[system], linewidth=1.2)
+                axes.annotate(system, (1000, seconds), fontsize=8, va="bottom", ha="right")
+        for system, found in points(times, task).items():
+            axes.plot(*zip(*found, strict=True), label=system, **_look(system, times.groups[system], colours, marker=True))
         axes.set_xscale("log")
         axes.set_xticks(list(BANDWIDTH_MBPS.values()), [f"{mbps:g}" for mbps in BANDWIDTH_MBPS.values()])
         axes.minorticks_off()
@@ -106,8 +129,8 @@ def _bandwidth(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
     """Bounds and auto, and of the others those that end lowest."""
-    kept = [row for row in rows if row["_group"] in ("bound", "auto")]
-    others = sorted((row for row in rows if row not in kept), key=lambda row: float(row["_curve"][-1][2]))
+    kept = [row for row in rows if row["group"] in ("bound", "auto")]
+    others = sorted((row for row in rows if row not in kept), key=lambda row: float(row["curve"][-1][2]))
     return kept + others[: MOST - 1]
 
 
@@ -122,5 +145,5 @@ def _look(system: str, group: str, colours: dict[str, int], *, marker: bool) -> 
 
 def _colours(rows: Sequence[Row]) -> dict[str, int]:
     """Each system's number, the same in all panels."""
-    names = dict.fromkeys(row["system"] for row in rows if row["_group"] != "bound" and row["system"] != "auto")
+    names = dict.fromkeys(row["system"] for row in rows if row["group"] != "bound" and row["system"] != "auto")
     return {name: number for number, name in enumerate(names)}

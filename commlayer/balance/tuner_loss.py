@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from commlayer.codec_name import named
+from commlayer.errors import RecordError
 from commlayer.files import write_whole
 from commlayer.records import Record, decode, encode
 
@@ -74,7 +75,10 @@ def read(path: Path) -> LossModel:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"loss model {path}: {error.strerror}; `commlayer tune` writes one") from None
-    model = decode(data, LossModel, f"loss model {path}")
+    try:
+        model = decode(data, LossModel, f"loss model {path}")
+    except RecordError as error:
+        raise RecordError(f"{error}; `commlayer tune` writes one") from None
     if not model.points:
         raise ValueError(f"loss model {path}: has no points; `commlayer tune` measures some")
     for point in model.points:

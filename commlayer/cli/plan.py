@@ -35,7 +35,8 @@ def make(
     profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
     batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
-    max_loss: Annotated[float | None, typer.Option(help="By what part the loss may rise at equal steps: 0.01 is 1 %.")] = None,
+    max_loss: Annotated[str, typer.Option(
+        help="By what part the loss may rise at equal steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Loss = "",
     learning: Learning = "",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd, else the worse of both counts.", metavar="NAME")] = "",
@@ -51,6 +52,7 @@ def make(
     """Find the plan that is first at a loss, and say why each bucket goes as it goes."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
+    from commlayer.cli.loss_part import loss_part
     from commlayer.planner.model.cluster import NO_LIMIT, Policy
     from commlayer.planner.model.matrix_shapes import untouched
     from commlayer.planner.search.plan import plan
@@ -67,7 +69,8 @@ def make(
     job = plan_inputs.job_named(model, batch)
     machines = plan_inputs.cluster_named(cluster, nodes)
     measured = plan_inputs.profile_named(profile)
-    asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured), max_loss=NO_LIMIT if max_loss is None else max_loss,
+    asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured),
+                   max_loss=loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
                    objective=plan_inputs.objective_named(objective), optimizer=plan_inputs.optimizer_named(optimizer),
                    exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
                    max_local_steps=max_local_steps, staleness=staleness or None)
@@ -82,8 +85,10 @@ def make(
     console.print(plan_tables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
     for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
         console.print(part)
+    if made.steps > 0:
+        console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), asked.optimizer))
     console.print(plan_tables.by_decision(made, job, console.width))
-    for line in (*untouched(made, job), *plan_tables.held_up(made, looser(made, job, machines, costs, policy))):
+    for line in (*untouched(made, job), *plan_tables.held_up(looser(made, job, machines, costs, policy))):
         console.print(line, markup=False)
     if out is not None:
         console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {plan_file.sidecar(out)}",

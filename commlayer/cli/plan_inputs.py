@@ -18,7 +18,7 @@ from commlayer.planner.model.cluster import Cluster, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables import jobs
-from commlayer.planner.tables.learning import rows_in
+from commlayer.planner.tables.learning import LearningTable, rows_in, shipped, table_in
 from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, profile_of
 from commlayer.records import Job
 
@@ -93,6 +93,13 @@ def loss_named(file: str) -> LossModel | None:
 
 def learning_named(file: str) -> tuple[LearningRow, ...]:
     return rows_in(Path(file)) if file else ()
+
+
+def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
+    """Where the rows are from that plans are made by, as `PlanFileInputs` takes them; None: a profile has rows of its own."""
+    if file:
+        return table_in(Path(file))
+    return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
 
 
 def check_json(path: Path | None) -> None:

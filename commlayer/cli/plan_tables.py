@@ -11,11 +11,13 @@ from rich.table import Table
 
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.simulation.timeline import Timeline, per_step
-from commlayer.planner.verbs.baselines import Beside
+from commlayer.planner.tables.learning import LearningTable
+from commlayer.planner.verbs.baselines import Beside, Looser
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
 from commlayer.planner.verbs.whatif import Curve, break_even, most_used, way_of
 from commlayer.records import Bucket, Job, Plan, Why
+from commlayer.setting_kinds import MOST_LOSS
 
 PIPE_WIDTH = 120
 BAR = 30
@@ -102,14 +104,38 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
         yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
 
 
-def held_up(made: Plan, looser: tuple[Plan, float] | None) -> Iterator[str]:
+def spread(table: LearningTable | None, optimizer: str) -> str:
+    """How far off factors are, as far as it was measured; of an optimizer of no family the worse counts. `table`: where they
+    are from; None: nobody knows."""
+    if table is None:
+        return "x steps: by the profile's own rows, of which no spread is known"
+    if known := table.provenance.errors:
+        off = known.get(optimizer, max(known.values()))
+        return f"x steps: on tasks held out, factors were off by {off:.0%} in the median"
+    seeds = max(row.runs for row in table.rows)
+    said = "one seed" if seeds == 1 else f"{seeds} seeds"
+    return f"x steps: by {said} of a task of your own, of which no spread over tasks is known"
+
+
+def held_up(looser: Looser | None) -> Iterator[str]:
     """The nearest plan that would do without the budget of loss."""
     if looser is not None:
-        plan, loss = looser
-        before, after = (ms(p.step_s * (p.steps_high or 1.0)) for p in (made, plan))
-        how = f"{way_of(plan) or 'plain steps'} with {most_used(plan)}"
-        yield (f"--max-loss is what holds it up: {how} would take {after} ms to a loss instead of {before}; "
-               f"--max-loss {_up(loss):g} allows it")
+        how = f"{way_of(looser.plan) or 'plain steps'} with {most_used(looser.plan)}"
+        what = "to a loss" if looser.to_loss else "a step"
+        yield (f"--max-loss is what holds it up: {how} would take {ms(looser.after_s)} ms {what} instead of "
+               f"{ms(looser.before_s)}; {allowing(looser.loss)} allows it")
+
+
+def allowing(loss: float) -> str:
+    """The budget that a plan keeps which loses so much; beyond what budgets may be there is only none.
+
+    >>> allowing(0.4511), allowing(2.31)
+    ('--max-loss 0.46', 'only no --max-loss, since it loses 2.4 of the loss and 1 is the most to be named,')
+    """
+    least = _up(loss)
+    if least <= MOST_LOSS:
+        return f"--max-loss {least:g}"
+    return f"only no --max-loss, since it loses {least:g} of the loss and {MOST_LOSS:g} is the most to be named,"
 
 
 def _up(loss: float) -> float:
@@ -170,6 +196,8 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
         whole = told.step_s / told.local_steps * told.steps_high
         yield (f"steps needed: {factor(told.steps, told.steps_high)} x those of dense training; were all sent so, "
                f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(whole)} ms for each of those")
+    yield (f"beside it: DDP fp16 {ms(told.fp16_s)} ms" + (f", one machine alone {ms(told.alone_s)}" if told.alone_s else "")
+           + (" to a loss" if told.steps else " a step"))
     made = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([told.step_s, *(span.end_s for span in told.spans)])
     for span in told.spans:
@@ -256,5 +284,10 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
            + ("" if known else "; free: if coding took no time"))
     if losing := [p.label for p in told.points if 0 < p.alone_s < p.to_loss_s]:
         yield f"one machine alone is sooner there than this plan: {', '.join(losing)}"
+    floors = ", ".join(f"{ms(p.floor_s)} ({p.label})" for p in told.points if p.floor_s)
+    yield f"latencies alone, if links and codecs took no time, ms{' to a loss' if known else ''}: {floors}"
+    if kept_out := [f"{ms(p.looser_s)} ms in place of {ms(p.to_loss_s)}, which {allowing(p.looser_loss)} allows ({p.label})"
+                    for p in told.points if p.looser_s]:
+        yield f"the plan's --max-loss is what holds it up: {'; '.join(kept_out)}; `commlayer plan make` sets it"
     if told.swept == "bandwidth":
         yield break_even(told)

@@ -13,6 +13,7 @@ from commlayer.balance import tuner, tuner_loss
 from commlayer.balance.tuner_space import CODECS, SearchSpace, Settings, default_space, spelled
 from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.cli import tune_learning
+from commlayer.cli.loss_part import loss_part
 from commlayer.cli.user_code import function_of
 
 BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
@@ -21,7 +22,8 @@ BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.
 def tune(
     task: Annotated[str, typer.Argument(help="digits, chars, a file.py with proxy(settings), or module:function.")],
     trials: Annotated[int, typer.Option(help="Proxy runs in all, those already in the store counted in.")] = 30,
-    budget: Annotated[float, typer.Option(help="How much larger the loss may be than dense training's, in per cent.")] = 0.5,
+    budget: Annotated[str, typer.Option(
+        help="By what part the loss may be above dense training's: 0.005, or 0.5%.", metavar="PART")] = "0.005",
     codec: Annotated[list[str] | None, typer.Option(help="A codec to try, with {ratio} if it has one; repeatable.")] = None,
     ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
     batch: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
@@ -29,7 +31,9 @@ def tune(
     staleness: Annotated[bool, typer.Option("--staleness", help="Try results that are used a step late, too.")] = False,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a second call goes on there.")] = Path("tune.jsonl"),
-    out: Annotated[Path, typer.Option(help="The loss model that plans are made with.")] = Path("loss.json"),
+    out: Annotated[Path, typer.Option(
+        help="The loss model, for --loss of plans: codecs only. What ways cost in steps is measured by --learning.",
+    )] = Path("loss.json"),
     learning: Annotated[Path | None, typer.Option(
         help="Instead: train the task in each way, and write there what each costs in steps.", metavar="FILE")] = None,
     steps: Annotated[int, typer.Option(help="Of each training, with --learning.")] = 240,
@@ -42,8 +46,7 @@ def tune(
         return
     if trials < 1:
         raise ValueError(f"--trials {trials}: allowed is 1 or more")
-    if not 0 < budget <= 100:
-        raise ValueError(f"--budget {budget:g}: allowed is a percentage above 0, up to 100")
+    part = loss_part("--budget", budget, above_0=True)
     for path in (store, out):
         if not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
@@ -54,7 +57,7 @@ def tune(
     from commlayer.balance.tuner_engine import Engine
 
     made, proxy = Engine(space, seed), load(task)
-    asked = Search(task, space, budget / 100, seed)
+    asked = Search(task, space, part, seed)
     kept = Store(store, asked)
     _show(tuner.tune(proxy, kept, asked, made, trials), kept, asked, trials)
     tuner_loss.write(out, tuner.loss_model(kept.trials))
@@ -132,4 +135,5 @@ def _tell(kept: Store, asked: Search, out: Path) -> None:
     settings = spelled(found.settings)
     typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
                f"{found.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(found, dense):+.2%}")
-    typer.echo(f"trials in {kept.path}, loss model in {out}")
+    typer.echo(f"trials in {kept.path}, loss model in {out}: commlayer plan make --loss {out}; it is of codecs, what other "
+               "ways of training cost is measured by commlayer tune TASK --learning FILE")

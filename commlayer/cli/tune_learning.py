@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from commlayer.cli.user_code import function_of
+from commlayer.cli.user_code import function_of, of_user
 from commlayer.files import write_whole
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG
 
@@ -21,6 +21,9 @@ LOCAL_STEPS = (4, 16)
 LEAST_STEPS = 20
 BY_ITSELF = "one worker by itself"
 FIELDS = ("model", "optimizer", "batches", "loss", "validation")
+CALLED = {"optimizer": "optimizer(model)", "batches": "batches(rank, world)", "loss": "loss(model, batch)",
+          "validation": "validation(model)"}
+"""What each function of a task is of."""
 WHAT = f"of a seed that returns a dict of {', '.join(FIELDS)}"
 
 
@@ -78,16 +81,42 @@ def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
 def maker(name: str) -> Callable[[int], Task]:
     """By seed, what the user's function says is to be trained."""
     function = function_of(name, "task", WHAT)
-    from commlayer.measure.learning import Task
 
     def make(seed: int) -> Task:
-        try:
-            made: Any = function(seed)
-            return Task(*(made[field] for field in FIELDS))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{name}: task({seed}): {type(error).__name__}: {error}; needed is a function {WHAT}") from None
+        return _guarded(name, _fields(f"{name}: task({seed})", of_user(f"{name}: task({seed})", lambda: function(seed))))
 
     return make
+
+
+def _fields(what: str, made: Any) -> dict[str, Any]:
+    """All that is needed, of what a user's function returned."""
+    from torch import nn
+
+    if not isinstance(made, Mapping):
+        raise ValueError(f"{what} returned {type(made).__name__}, needed is a function {WHAT}")
+    if absent := [field for field in FIELDS if field not in made]:
+        raise ValueError(f"{what} returned a dict without {', '.join(absent)}; needed is a function {WHAT}")
+    for field in FIELDS:
+        if not (isinstance(made[field], nn.Module) if field == "model" else callable(made[field])):
+            raise ValueError(f"{what}: its {field} is of type {type(made[field]).__name__}, needed is "
+                             f"{'a torch.nn.Module' if field == 'model' else f'a function: {CALLED[field]}'}")
+    return {field: made[field] for field in FIELDS}
+
+
+def _guarded(name: str, made: dict[str, Any]) -> Task:
+    """What goes wrong in a user's functions is one line, and says in which."""
+    from commlayer.measure.learning import Task
+
+    def of(field: str) -> Callable[..., Any]:
+        return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))
+
+    def batches(rank: int, world: int) -> Iterator[Any]:
+        feed = of_user(f"{name}: batches", lambda: iter(made["batches"](rank, world)))
+        end = object()
+        while (batch := of_user(f"{name}: batches", lambda: next(feed, end))) is not end:
+            yield batch
+
+    return Task(made["model"], of("optimizer"), batches, of("loss"), of("validation"))
 
 
 def said(way: Way) -> str:

@@ -71,7 +71,7 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
 
     if batch is not None and batch < 1:
         raise ValueError(f"batch of {text}: got {batch}, allowed: at least 1")
-    made = _of_user(text, make)
+    made = of_user(text, make)
     try:
         model, loss_of = made
     except (TypeError, ValueError) as error:
@@ -79,10 +79,10 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     if not isinstance(model, nn.Module) or not callable(loss_of):
         raise ValueError(f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
                          "function that computes a loss")
-    return _of_user(f"{text}: a step", lambda: timed_job(model, loss_of, batch=batch, name=text))
+    return of_user(f"{text}: a step", lambda: timed_job(model, loss_of, batch=batch, name=text))
 
 
-def _of_user(what: str, call: Callable[[], T]) -> T:
+def of_user(what: str, call: Callable[[], T]) -> T:
     """What is wrong in a user's model is one line as well: trained by itself it shows where."""
     try:
         return call()

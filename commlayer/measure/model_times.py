@@ -72,7 +72,9 @@ class _Watch:
         self._ready.append({})
         self._needed.append({})
         self._begin = time.perf_counter()
-        loss = loss_of()
+        loss: object = loss_of()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(f"the loss is {_said(loss)}, needed is one number with a gradient: return what backward() is of")
         self._forward.append(self._now())
         self._begin = time.perf_counter()
         loss.backward()
@@ -90,6 +92,12 @@ class _Watch:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _said(loss: object) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return f"of type {type(loss).__name__}"
+    return f"a Tensor of {loss.numel()}" + ("" if loss.requires_grad else " without a gradient")
 
 
 def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> float:

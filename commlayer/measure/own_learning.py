@@ -14,6 +14,7 @@ import torch
 from msgspec import structs
 
 from commlayer.codec_name import SPARSE, named
+from commlayer.errors import cause_of
 from commlayer.measure import learning_costs
 from commlayer.measure.learning import LOOKS, STEPS, Make, Way, train
 from commlayer.optim.family import family_of
@@ -52,12 +53,26 @@ def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: i
     for seed in range(seeds):
         for way in ways:
             mine = structs.replace(way, task=name, optimizer=family, seed=seed)
-            curves[mine] = train(mine, make, steps=steps, looks=min(LOOKS, steps))
+            curves[mine] = _trained(mine, make, steps)
             table = _table(name, curves)
             tell(mine, curves[mine][-1], table)
     if table is None:
         raise ValueError(f"{name}: nothing to compare with dense training; name a codec or local steps")
     return table
+
+
+def _trained(way: Way, make: Make, steps: int) -> Sequence[float]:
+    """What a user's model or optimizer makes of a step is theirs: one line says it."""
+    try:
+        curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
+    if (least := min(curve)) <= 0:  # one that has diverged is no number, and counts as such
+        raise ValueError(f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told as "
+                         "parts of it: return one that stays above 0, or train for fewer steps")
+    return curve
 
 
 def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:

@@ -11,14 +11,15 @@ from commlayer.planner.model.runtime_form import lower
 from commlayer.planner.simulation.timeline import Timeline, simulate
 from commlayer.planner.tables.jobs import builtin, on_reference
 from commlayer.planner.verbs.diff import diff
-from commlayer.planner.verbs.explain import explain
 from commlayer.planner.verbs.lint import lint
 
 if TYPE_CHECKING:
     from commlayer.planner.search.plan import plan as plan
+    from commlayer.planner.verbs.explain import explain as explain
     from commlayer.planner.verbs.whatif import what_if as what_if
 
-_LATE = {"plan": "commlayer.planner.search.plan", "what_if": "commlayer.planner.verbs.whatif"}
+_LATE = {"plan": "commlayer.planner.search.plan", "explain": "commlayer.planner.verbs.explain",
+         "what_if": "commlayer.planner.verbs.whatif"}
 """Searching is arithmetic over arrays: whoever only reads plans need not load numpy."""
 
 __all__ = [

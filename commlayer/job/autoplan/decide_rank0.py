@@ -96,10 +96,10 @@ def _needs(steps: float) -> str:
 
 
 def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | None) -> Decided:
-    """Plans anew where codecs lose so much more of this model's gradients than they usually do that another may be better."""
+    """Plans anew where topk loses so much more of this model's gradients than it usually does that another may be better."""
     if links is None or not isinstance(lead.phase, Steady) or times <= HARDER * lead.harder or not lead.recent:
         return lead, []
-    said = (f"codecs lose more of these gradients than is usual: what they cost in steps beyond dense training is counted "
+    said = (f"topk loses more of these gradients than is usual: what it costs in steps beyond dense training is counted "
             f"{times:.2f} times")
     lead, actions = planning(structs.replace(lead, harder=times), in_force.plan, links.links, median(lead.recent))
     return lead, [Say(said), *actions]

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from commlayer.codec_name import named
 from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
 from commlayer.job.autoplan.candidate import Candidate
@@ -25,12 +26,14 @@ from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped
 from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.model.option import DENSE
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables.machines import learning_rows
 from commlayer.records import Plan
 
 T = TypeVar("T")
+
+OBSERVED = "topk"
+"""The codecs whose cosine was found to tell what they cost a model: no others' was fitted (decision 0127)."""
 
 
 class Replanner:
@@ -135,13 +138,15 @@ def cluster_of(
 
 @functools.lru_cache(4)
 def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow, ...]:
-    """For a model that needs so many times the excess of steps that the median of models does, by what codecs lose of it: no
-    less than is cautious for all."""
+    """For a model that needs so many times the excess of steps that the median of models does, by what `OBSERVED` loses of it;
+    no less than is cautious for all. Of what other codecs and local steps cost such a model nothing was seen."""
     if times <= 1.0:
         return rows
-    more = [row.steps if row.codec == DENSE else 1 + times * (row.steps - 1) for row in rows]
-    return tuple(structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
-                 for row, steps in zip(rows, more, strict=True))
+    return tuple(_harder(row, 1 + times * (row.steps - 1)) if named(row.codec).core.family == OBSERVED else row for row in rows)
+
+
+def _harder(row: LearningRow, steps: float) -> LearningRow:
+    return structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
 
 
 _overheads = functools.cache(bucket_overheads.measure)

@@ -104,6 +104,20 @@ def alone(rows: Iterable[LearningRow], optimizer: str, workers: float) -> float:
     return steps ** (math.log(workers) / math.log(ALONE_AMONG)) if steps else 0.0
 
 
+def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
+    """Whether somebody has trained with late results, in all that count for it. What they cost is no matter of relatives: one
+    step late is nothing to some optimizers, and with others it diverges."""
+    rows = tuple(rows)
+    late = {row.optimizer for row in rows if row.late}
+    return bool(rows) and late.issuperset(_families(rows, optimizer))
+
+
+def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
+    """That of the optimizer, or else all that there are."""
+    known = {row.optimizer for row in rows if row.workers != ALONE}
+    return [optimizer] if optimizer in known else sorted(known)
+
+
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
     """Of what is sent and answered in `codec`, as plans spell it. Without rows nothing is known, and all steps count alike."""
     return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
@@ -146,8 +160,7 @@ class _Tables:
             return self._sooner(codec, recipe)
         parts = places_of(codec, recipe.every)  # of a chain the worse counts
         place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
-        known = {row.optimizer for row in self._rows if row.workers != ALONE}
-        asked = [recipe.optimizer] if recipe.optimizer in known else sorted(known)
+        asked = _families(self._rows, recipe.optimizer)
         each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked for part in parts]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES
-from commlayer.planner.model.learning import Recipe
+from commlayer.planner.model.learning import Recipe, late_measured
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
 from commlayer.planner.search.layout import Layout
@@ -68,7 +68,8 @@ class OtherWays:
         kept = [self._found(*self._plain)]
         # What nobody has measured is done only where it is asked for by name.
         freely = not policy.exact and plain.ways.steps_count
-        if freely if policy.staleness is None else policy.staleness:
+        measured = freely and late_measured(plain.inputs.profile.learning, policy.optimizer)
+        if measured if policy.staleness is None else policy.staleness:
             kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
         most = measured_local_steps(plain.inputs.profile)
         parts = max(1, plain.inputs.job.numel * ELEMENT_NBYTES // LEAST_TURN_NBYTES) if policy.fragments else 1

@@ -131,7 +131,7 @@ def _reason(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: 
     if coded is None:
         return "no codec is allowed or worth trying at this size"
     if verdict.barred and coded.to_loss_s < now.to_loss_s * (1 - FINEST):
-        return f"coded, {against(now, coded, count=count).partition(',')[0]}, but max_loss would not be kept"
+        return f"coded, {gained(now, coded, count=count)}, but max_loss would not be kept"
     if not math.isclose(coded.step_s, now.step_s, rel_tol=SAME):
         return f"coded, {against(now, coded, count=count)}"
     hidden = timeline.done_s[bucket.id] <= timeline.compute_s
@@ -152,11 +152,22 @@ def against(now: Price, other: Price, *, count: bool) -> str:
     """
     if other == NEVER:
         return f"{'a loss would take' if count else 'the step would be'} more than twice as long"
-    more_s, later = other.step_s - now.step_s, other.to_loss_s / now.to_loss_s - 1
+    later = other.to_loss_s / now.to_loss_s - 1
     if count and later <= 0:
-        return f"a loss would come {-100 * later:.2g} % sooner, too little for a coarser codec"
-    step = f"the step would be {longer(more_s)}"
-    return f"{step}, {'and' if more_s > 0 else 'but'} a loss come {100 * later:.2g} % later" if count else step
+        return f"{gained(now, other, count=count)}, too little for a coarser codec"
+    step, and_so = gained(now, other, count=False), "and" if other.step_s > now.step_s else "but"
+    return f"{step}, {and_so} a loss come {100 * later:.2g} % later" if count else step
+
+
+def gained(now: Price, other: Price, *, count: bool) -> str:
+    """How much sooner a loss would come, where steps are not all worth the same; else by what the step would differ.
+
+    >>> gained(Price(4.0, 5.0), Price(0.902, 4.5), count=True), gained(Price(4.0, 4.0), Price(0.902, 0.902), count=False)
+    ('a loss would come 10 % sooner', 'the step would be 3,098 ms shorter')
+    """
+    if count:
+        return f"a loss would come {100 * (1 - other.to_loss_s / now.to_loss_s):.2g} % sooner"
+    return f"the step would be {longer(other.step_s - now.step_s)}"
 
 
 def longer(seconds: float) -> str:

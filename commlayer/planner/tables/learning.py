@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import msgspec
+
 from commlayer.errors import RecordError
 from commlayer.planner.model.learning import LearningRow, row_problem
 from commlayer.records import Record, decode, encode
@@ -27,6 +29,9 @@ class Provenance(Record, frozen=True):
     torch: str
     code: str
     """Hash of the sources that decide what a training learns."""
+    errors: dict[str, float] = msgspec.field(default_factory=dict)
+    """By optimizer family, the median of how far factors were off on tasks held out, as a part of them; of an empty one nobody
+    looked."""
 
 
 class LearningTable(Record, frozen=True):
@@ -42,11 +47,14 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
 def read(path: Path) -> LearningTable:
     """The table in that file, or one line that says what is wrong with it."""
     what, data = f"learning table {path}", path.read_bytes()
-    found = decode(data, _Version, what).version
-    if found != VERSION:
-        remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
-        raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}; make it anew with {remedy}")
-    table = decode(data, LearningTable, what)
+    remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
+    try:
+        found = decode(data, _Version, what).version
+        if found != VERSION:
+            raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}")
+        table = decode(data, LearningTable, what)
+    except RecordError as error:
+        raise RecordError(f"{error}; make it anew with {remedy}") from None
     for row in table.rows:
         if wrong := row_problem(row):
             raise RecordError(f"{what}: {wrong}")
@@ -59,9 +67,14 @@ def written(made: LearningTable) -> bytes:
     return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
-@functools.cache
 def rows_in(path: Path) -> tuple[LearningRow, ...]:
     """Those of a table that `commlayer tune --learning` wrote: always the same object."""
+    return table_in(path).rows
+
+
+@functools.cache
+def table_in(path: Path) -> LearningTable:
+    """The same with where it comes from."""
     try:
         table = read(path)
     except OSError as error:
@@ -69,7 +82,7 @@ def rows_in(path: Path) -> tuple[LearningRow, ...]:
         raise ValueError(f"learning table {path}: {said}") from None
     if not table.rows:
         raise ValueError(f"learning table {path}: has no rows; `commlayer tune TASK --learning {path}` measures some")
-    return table.rows
+    return table
 
 
 @functools.cache

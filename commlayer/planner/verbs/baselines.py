@@ -5,6 +5,8 @@ Each is priced by the same simulation. Seconds to a loss are told for each step 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec import structs
 
 from commlayer.planner.model.cluster import NO_LIMIT, Cluster, Line, Link, Policy, Profile
@@ -46,9 +48,14 @@ def beside(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, poli
     dense = uncompressed(job, cluster, profile, policy)
     others = [Beside("dense fp32", dense.step_s), Beside("DDP fp16", halves_s(job, cluster, profile, policy))]
     others += by_itself(timing, cluster, profile, policy)
-    floor_s = exact_s(made, job, endless(cluster), free(profile), policy)
+    floor_s = latencies_s(made, job, cluster, profile, policy)
     return (Beside("this plan", made.step_s, made.steps or 1.0, made.steps_high or 1.0), *others,
             Beside("its latencies alone", floor_s, made.steps or 1.0, made.steps_high or 1.0))
+
+
+def latencies_s(made: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+    """Of a step, if links and codecs took no time."""
+    return exact_s(made, job, endless(cluster), free(profile), policy)
 
 
 def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
@@ -57,14 +64,30 @@ def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Po
     return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
 
 
-def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> tuple[Plan, float] | None:
-    """What there would be without the budget of loss, and by what part it loses; None where it is no sooner at a loss."""
+class Looser(NamedTuple):
+    """What there would be without the budget of loss."""
+
+    plan: Plan
+    loss: float
+    """By what part it loses, cautiously."""
+    before_s: float
+    """Of the plan within the budget, by what the policy minimises; and of this one."""
+    after_s: float
+    to_loss: bool
+    """Whether that is seconds to a loss, for each step of dense training; else seconds of a step."""
+
+
+def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Looser | None:
+    """None where it is no sooner."""
     profile, policy, _ = checked_inputs(job, cluster, profile, policy)
     if policy.max_loss >= NO_LIMIT:
         return None
     other = plan(job, cluster, profile, structs.replace(policy, max_loss=NO_LIMIT))
-    sooner = other.step_s * (other.steps_high or 1.0) < made.step_s * (made.steps_high or 1.0) * (1 - FINEST)
-    return (other, plan_excess(other, job, cluster, profile, policy).loss_high) if sooner else None
+    to_loss = policy.objective == "loss"
+    before_s, after_s = (p.step_s * ((p.steps_high if to_loss else 0.0) or 1.0) for p in (made, other))
+    if after_s >= before_s * (1 - FINEST):
+        return None
+    return Looser(other, plan_excess(other, job, cluster, profile, policy).loss_high, before_s, after_s, to_loss)
 
 
 def by_itself(timing: Timing, cluster: Cluster, profile: Profile, policy: Policy) -> list[Beside]:

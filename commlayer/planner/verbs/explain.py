@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
-from commlayer.planner.pricing.input_checks import tables_profile
+from commlayer.planner.pricing.input_checks import checked_inputs, tables_profile
 from commlayer.planner.pricing.steps_needed import Excesses, recipe_of
 from commlayer.planner.simulation.timeline import Span, simulate
+from commlayer.planner.verbs.baselines import by_itself, halves_s
 from commlayer.records import Bucket, Job, Plan, Record
 
 
@@ -30,6 +31,10 @@ class Explanation(Record, frozen=True):
     """The same if the whole model were sent as this bucket is."""
     fragments: int = 1
     """Of the round, which are exchanged one after the other."""
+    fp16_s: float = 0.0
+    """To a loss with DDP's fp16 hook, for each step of dense training."""
+    alone_s: float = 0.0
+    """The same of one machine alone; 0: there is no other."""
 
 
 def explain(
@@ -39,12 +44,15 @@ def explain(
     if not 0 <= bucket < len(plan.buckets):
         raise ValueError(f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
     timeline = simulate(plan, job, cluster, profile, policy)
+    costs, asked, timing = checked_inputs(job, cluster, profile, policy)
+    alone = by_itself(timing, cluster, costs, asked)
     found = plan.buckets[bucket]
     spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=lambda s: (s.start_s, s.end_s))
     return Explanation(
         found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
         timeline.compute_s, plan.local_steps, tuple(spans), plan.steps, plan.steps_high,
-        *_alone(found, plan, cluster, profile, policy), plan.fragments,
+        *_alone(found, plan, cluster, profile, policy), plan.fragments, halves_s(job, cluster, costs, asked),
+        alone[0].to_loss_s if alone else 0.0,
     )
 
 

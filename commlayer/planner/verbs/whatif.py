@@ -11,7 +11,7 @@ from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.search.plan import PAYS, plan
 from commlayer.planner.tables.machines import speed
-from commlayer.planner.verbs.baselines import by_itself, halves_s, uncompressed
+from commlayer.planner.verbs.baselines import by_itself, halves_s, latencies_s, looser, uncompressed
 from commlayer.records import Job, Plan, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
@@ -43,6 +43,12 @@ class Point(Record, frozen=True):
     """Of a step with DDP's fp16 hook; 0: not looked at."""
     alone_s: float = 0.0
     """Of one machine alone, to a loss, as `to_loss_s`; 0: there is no other."""
+    floor_s: float = 0.0
+    """To a loss by its latencies alone, if links and codecs took no time."""
+    looser_s: float = 0.0
+    """As `to_loss_s`, of the plan that the budget of loss keeps out; 0: there is none, or none was looked for."""
+    looser_loss: float = 0.0
+    """By what part that plan loses."""
 
     @property
     def to_loss_s(self) -> float:
@@ -69,8 +75,10 @@ class Curve(Record, frozen=True):
 
 
 def point(
-    label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
+    label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    budget: bool = True,
 ) -> Point:
+    """`budget`: looks, too, for what a budget of loss keeps out."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     made = plan(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
@@ -79,11 +87,13 @@ def point(
     # What needs no codec is open to both, and a search may miss it.
     if dense.step_s < made.step_s * (made.steps_high or 1.0):
         made = structs.replace(dense, steps=float(made.steps > 0), steps_high=float(made.steps > 0))
+    other = looser(made, job, cluster, profile, policy) if budget else None
+    floor_s = latencies_s(made, job, cluster, profile, policy) * (made.steps_high or 1.0)
     batch, plan_s = (job.batch or 0) * cluster.ranks, made.step_s
     alone = by_itself(timing, cluster, profile, policy)
     return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0, made.steps,
                  made.steps_high, made.local_steps, way_of(made), most_used(made), halves_s(job, cluster, profile, policy),
-                 alone[0].to_loss_s if alone else 0.0)
+                 alone[0].to_loss_s if alone else 0.0, floor_s, other.after_s if other else 0.0, other.loss if other else 0.0)
 
 
 def way_of(made: Plan) -> str:
@@ -123,7 +133,7 @@ def what_if(
     points = tuple(point(label, x, job, made, profile, policy) for label, x, made in clusters)
     pays = None
     if swept[0] == "bandwidth":
-        pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy))
+        pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy, budget=False))
     return Curve(swept[0], points, pays)
 
 

@@ -1,0 +1,27 @@
+"""Calls the command in this process, as people call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commlayer.cli.main import run
+
+
+@pytest.fixture(name="commlayer")
+def commlayer_called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
+    """Calls the command in an empty folder: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
+        code = 0
+        try:
+            run()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
