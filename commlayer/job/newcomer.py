@@ -16,11 +16,12 @@ from commlayer.config import Config, judged_s
 from commlayer.control import messages
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
+from commlayer.job.agreement import AWAY, Word
 from commlayer.job.connection import Connection, Joined
 from commlayer.job.regroup import Regrouping, new_world
 from commlayer.job.replica import Replica
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import AWAY, Newer, ViewWords, Word
+from commlayer.job.view_words import Newer, ViewWords
 from commlayer.records import Job, View
 from commlayer.transport.groups import Groups
 from commlayer.transport.members import Members

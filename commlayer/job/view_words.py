@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.job.agreement import Word, name_of
 from commlayer.records import View
 from commlayer.transport import home_world
 from commlayer.transport.protocol import peer_name
@@ -20,18 +20,6 @@ from commlayer.transport.world_store import ANY
 
 LOOK_S = 0.5
 """How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
-
-
-class Word(NamedTuple):
-    """What a member says where the view changes."""
-
-    step: int
-    weight: float
-    """Of its gradients in that step."""
-
-
-AWAY = Word(-2, 0.0)
-"""In place of "ready", to who joins: members have gone where nobody can be let in."""
 
 
 class Newer(Exception):
@@ -103,7 +91,3 @@ class ViewWords:
         while self.newest is view and time.monotonic() < until:
             time.sleep(0.05)
         return self.newest is not view
-
-
-def name_of(view: View, what: str, rank: int) -> str:
-    return f"regroup{view.generation}/{what}/{rank}"
