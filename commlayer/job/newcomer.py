@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from commlayer.config import Config, judged_s
+from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.control import messages
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
@@ -42,7 +42,7 @@ def enter(
     made.on_close.append(made.rows.close)
     made.uplink = link = Uplink(config)
     link.join(config.join, request)
-    words = ViewWords(link.view, made.waits.notice_s)
+    words = ViewWords(link.view, made.waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:
         words.newest = view

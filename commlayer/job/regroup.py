@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from commlayer import records
-from commlayer.config import Config, judged_s
+from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.control.home import Desk
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
@@ -53,7 +53,7 @@ class Regrouping:
     def __init__(self, made: Connection, config: Config, home: str) -> None:
         self._made, self._config, self._home = made, config, home
         assert made.uplink is not None
-        self._words = ViewWords(made.uplink.view, made.waits.notice_s)
+        self._words = ViewWords(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
         self._stands = Standing()
         self._agreed: tuple[View, list[Word]] | None = None
         made.uplink.heed(self.offer)

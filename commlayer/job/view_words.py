@@ -6,12 +6,13 @@ then on nothing more can be said in this one, so either all who are of both have
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.job.agreement import Word, name_of
 from commlayer.records import View
 from commlayer.transport import home_world
@@ -33,8 +34,9 @@ def never() -> bool:
 class ViewWords:
     """One rank's. `newest` is set from the heartbeats' thread."""
 
-    def __init__(self, view: View, notice_s: float) -> None:
-        self.newest, self._notice_s = view, notice_s
+    def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
+        """`away_s`: for so long a coordinator that does not answer is asked again, while it tells of no newer view."""
+        self.newest, self._notice_s, self._away_s = view, notice_s, away_s
         self._said: set[str] = set()
         """Under which names it has: nothing of that changes."""
 
@@ -55,16 +57,21 @@ class ViewWords:
              put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
         """What is there under these names, which those ranks are to write. `waits`: who does, and its limit."""
+        give_up = math.inf
         while True:
             try:
                 newer = self.newest is not view
                 found = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
                                               view=view.generation, rank=waits[0], limit_s=waits[1]).found
-            except CommError:
+            except CommError as error:
+                now = time.monotonic()
+                give_up = min(give_up, now + self._away_s)
+                if self.newest is view and now < min(until, give_up) and _unanswered(error):
+                    continue
                 if self.newest is view and not self.hears_of(view):
                     raise
                 raise Newer from None
-            put = ()
+            put, give_up = (), math.inf
             if None not in found:
                 return [row for row in found if row is not None]
             if here():
@@ -91,3 +98,8 @@ class ViewWords:
         while self.newest is view and time.monotonic() < until:
             time.sleep(0.05)
         return self.newest is not view
+
+
+def _unanswered(error: CommError) -> bool:
+    """Whether nobody was there to answer: the coordinator may be started again, and then knows what was said."""
+    return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")
