@@ -55,9 +55,20 @@ def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monke
     assert caught.value is error
 
 
-def test_one_that_stays_away_is_given_up_and_a_newer_view_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", [True, False])
+def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
+        found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one member could hold a view to be none that all others have gone over to, with a home that has joined in it."""
+    words = ViewWords(VIEW, 0.0, 20.0)
+    desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ())))
+    if found:
+        assert told(desk, words, monkeypatch) == [Word(5, 1.0)] * 2
+    else:
+        monkeypatch.setattr(msgspec.msgpack, "encode", lambda _: None)
+        with pytest.raises(Newer):
+            told(desk, words, monkeypatch)
+
+
+def test_one_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="not reachable"):
         told(Desk(AWAY[0]), ViewWords(VIEW, 0.0, 0.0), monkeypatch)
-    words = ViewWords(VIEW, 0.0, 20.0)
-    with pytest.raises(Newer):
-        told(Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ()))), words, monkeypatch)

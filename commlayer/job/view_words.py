@@ -35,7 +35,7 @@ class ViewWords:
     """One rank's. `newest` is set from the heartbeats' thread."""
 
     def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
-        """`away_s`: for so long a coordinator that does not answer is asked again, while it tells of no newer view."""
+        """`away_s`: for so long a coordinator that does not answer is asked again."""
         self.newest, self._notice_s, self._away_s = view, notice_s, away_s
         self._said: set[str] = set()
         """Under which names it has: nothing of that changes."""
@@ -66,7 +66,8 @@ class ViewWords:
             except CommError as error:
                 now = time.monotonic()
                 give_up = min(give_up, now + self._away_s)
-                if self.newest is view and now < min(until, give_up) and _unanswered(error):
+                # Also where there is a newer view: only an answer tells whether others have found all words of this one.
+                if _unanswered(error) and now < min(until, give_up):
                     continue
                 if self.newest is view and not self.hears_of(view):
                     raise
