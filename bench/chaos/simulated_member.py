@@ -379,6 +379,5 @@ class Member:
                     if kept.error:
                         raise Lost(f"{kept.lost}: {kept.error}")
                     return kept
-            # What a member has to do then is the harder where others may have heard more than it.
-            if not for_ever and self._job.chance_of(0.5 if self._job.desk.view.generation > asked.view else 0.05):
-                raise Lost("the coordinator did not answer")
+            if not for_ever and self._job.chance_of(0.02):
+                raise Ends("the coordinator did not answer")

@@ -38,8 +38,9 @@ class Standing(NamedTuple):
     """Of which view, in how many rounds it has said where it stands."""
     whole: int = -1
     """The step that somebody has whole, so that this one will."""
-    bound: int = -1
-    """The one that it has said not to have, for good."""
+    bound: tuple[int, int] = (0, -1)
+    """Of which view, the step that it has said in that not to have, for good. Where there is a newer view nobody has found all
+    such words, or all have, so it holds no longer: others may wait for this one where they say nothing."""
 
     def gone_over(self) -> Standing:
         """The same step is done again, and may break off again."""
@@ -110,7 +111,7 @@ def calls(standing: Standing, step: int, former: View, newest: View, finished: I
 
 
 def first(standing: Standing, view: View, mine: Word) -> Says:
-    return Says(f"step{_round(standing, view)}", mine, standing.bound != mine.step)
+    return Says(f"step{_round(standing, view)}", mine, not _bound(standing, view, mine.step))
 
 
 def second(standing: Standing, view: View, mine: Word, words: Sequence[Word], *, here: bool) -> tuple[Standing, Says | None]:
@@ -119,9 +120,9 @@ def second(standing: Standing, view: View, mine: Word, words: Sequence[Word], *,
     if words and not _alike(words, mine.step):
         return standing, None
     # Whoever has left with its step whole finds its old word in the next round, and goes on to another one.
-    if words and not (here and standing.bound != mine.step):
-        standing = standing._replace(bound=mine.step)
-    now = mine._replace(step=mine.step + (standing.bound != mine.step))
+    if words and not (here and not _bound(standing, view, mine.step)):
+        standing = standing._replace(bound=(view.generation, mine.step))
+    now = mine._replace(step=mine.step + (not _bound(standing, view, mine.step)))
     return standing, Says(f"sure{_round(standing, view)}", now, not words)
 
 
@@ -141,6 +142,10 @@ def found(standing: Standing, view: View, step: int, words: Sequence[Word], sure
 def _round(standing: Standing, view: View) -> int:
     of, rounds = standing.told
     return rounds if of == view.generation else 0
+
+
+def _bound(standing: Standing, view: View, step: int) -> bool:
+    return standing.bound == (view.generation, step)
 
 
 def _alike(words: Sequence[Word], step: int) -> bool:
