@@ -88,7 +88,7 @@ class Regrouping:
             self._agree(worker, here if served else never)
 
     def invites(self) -> bool:
-        return self._made.lets_in and bool(new_in(self._newest, self._view)) and self._newest.members[0].rank == self._made.id
+        return self._made.lets_in and bool(self._new()) and self._newest.members[0].rank == self._made.id
 
     def between(self, plan: Plan | None = None) -> None:
         old = self._made.worker
@@ -131,6 +131,9 @@ class Regrouping:
 
     def _gone(self) -> list[int]:
         return agreement.gone_from(self._view, self._newest)
+
+    def _new(self) -> list[int]:
+        return new_in(self._newest, self._view)
 
     def _finished(self) -> Iterator[int]:
         """In how many exchanges each of those who have gone has done its part; -1 if it did not leave in order."""
