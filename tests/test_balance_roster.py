@@ -66,7 +66,9 @@ class Home(Noted):
         self.members, self.carried = self.job.members, self.job.carried
         self.gone |= self.job.parted
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, wholly: bool = False) -> None:
+        if wholly:
+            self.job.end_rounds()
         self.look()
 
     def drain(self) -> bool:
@@ -101,7 +103,8 @@ class Job:
             del self.homes[which % len(self.homes)]
         self._come |= "comes" in event
         # Whoever comes is let in where the others wait for an exchange.
-        come = self._come and self.taken + 1 >= self.every and (self._under_way or not self.overlap)
+        ends = self.homes[0].sampler._trained.ends()
+        come = self._come and (ends or (self.taken + 1 >= self.every and (self._under_way or not self.overlap)))
         if come:
             self._let_in()
         if "first" in event and len(self.homes) > 1:
@@ -153,6 +156,10 @@ class Job:
             for epoch, sample in home.sent:
                 self.learnt[epoch].append(sample)
 
+    def end_rounds(self) -> None:
+        while self.carried < self.passes:
+            self._exchange()
+
     def drain(self) -> None:
         if self._under_way:
             self._merge()
@@ -196,6 +203,15 @@ def test_whoever_dies_at_whatever_point_of_a_round_what_it_had_not_shared_goes_o
     points = range(2 * every + 1) if every < 10 else range(0, 2 * every + 1, 9)
     for point in (*points, *(steps - 1 - point for point in points)):
         trained(Job(3, every=every, overlap=overlap), {point: ("dies", 1)})
+
+
+@pytest.mark.parametrize(("every", "overlap"), [(40, False), (40, True), (118, False), (70, True), (300, True)])
+def test_whoever_comes_is_let_in_by_the_end_of_an_epoch_however_long_rounds_are(every: int, overlap: bool) -> None:
+    steps, job = -(-LENGTH // BATCH), Job(3, every=every, overlap=overlap)
+    for step in range(steps):
+        job.step("comes" if step == 5 else "", 0)
+    assert len(job.homes) == 4
+    trained(job, {})
 
 
 def test_who_comes_has_its_part_from_the_step_on_in_which_the_others_have_less() -> None:

@@ -26,24 +26,24 @@ from commlayer.chaos.verdict import Verdict
 from commlayer.errors import CommError
 
 
-@pytest.mark.parametrize("members", [False, True])
-def test_pieces_are_those_of_the_whole(members: bool, tmp_path: Path) -> None:
-    whole = schedules.run(Asked(30, 5, 0.0, None, members))["summary"]
+@pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])
+def test_pieces_are_those_of_the_whole(members: bool, agreement: bool, tmp_path: Path) -> None:
+    whole = schedules.run(Asked(30, 5, 0.0, None, members, agreement))["summary"]
     file = tmp_path / "schedules.json"
     for schedules_so_far in (10, 20, 30):
-        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file, members))["summary"]
+        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
     timed = {"seconds", "schedules_per_s"}
     assert {name: whole[name] for name in whole.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
-    assert {"events", "views" if members else "contributions"} < whole.keys()
+    assert {"events", "views" if members else "rounds_together" if agreement else "contributions"} < whole.keys()
     assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
-    assert schedules.run(Asked(60, 5, 1e-9, file, members))["summary"]["left"] == 30
+    assert schedules.run(Asked(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
-        schedules.run(Asked(60, 6, 0.0, file, members))
-    with pytest.raises(Unmeasurable, match="of --members; name another file"):
-        schedules.run(Asked(60, 5, 0.0, file, not members))
+        schedules.run(Asked(60, 6, 0.0, file, members, agreement))
+    with pytest.raises(Unmeasurable, match="its schedules are of .*; name another file"):
+        schedules.run(Asked(60, 5, 0.0, file, members, not agreement))
     file.write_text("{}x")
     with pytest.raises(Unmeasurable, match="not what an earlier piece has written"):
-        schedules.run(Asked(60, 5, 0.0, file, members))
+        schedules.run(Asked(60, 5, 0.0, file, members, agreement))
 
 
 def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,17 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
 
 
+def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[Any]) -> None:
+    """It says so once. The worker that heard it may be on its way to another view, and has no use for it any more."""
+    job = Pair(opened)
+    assert job.ups[1]._membership is not None
+    job.ups[1]._membership._take(messages.Pulse(lost=(messages.Gone("worker 0", "no heartbeat for 4.0 s"),)))
+    assert job.failure().peer == "worker 0"
+    after = Failures()
+    job.ups[1].follow(after, lambda *_: None, lambda *_: None, 65537)
+    assert [error.peer for error in after.errors] == ["worker 0"]
+
+
 def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
     whole = Job((TensorInfo("weight", (6 << 20,)),))
     plan = default_plan(whole, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,

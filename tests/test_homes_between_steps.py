@@ -41,7 +41,8 @@ class Death:
         from commlayer.transport.groups import Groups
 
         self._members, self._waits_at = made.members, waits_at(directory)
-        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (LocalSteps, "drain")):
+        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (LocalSteps, "drain"),
+                            (LocalSteps, "exchange")):
             self._watch(owner, name, behind=name == "send_plan")
 
     def _watch(self, owner: Any, name: str, *, behind: bool) -> None:

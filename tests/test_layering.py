@@ -63,7 +63,7 @@ ROOMS: dict[str, list[set[str]]] = {
     ],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
-DECIDING = {"job.autoplan.decide", "job.autoplan.decide_rank0", "job.accuracy.decide", "job.shares.decide"}
+DECIDING = {"job.agreement", "job.autoplan.decide", "job.autoplan.decide_rank0", "job.accuracy.decide", "job.shares.decide"}
 """With all that these import from job/."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}

@@ -208,7 +208,7 @@ def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_t
     link, heard = Uplink(Config()), list[str]()
     link._membership = SimpleNamespace(left={}, view=SimpleNamespace(servers=()))  # type: ignore[assignment]
     link.follow(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
-    link._lost(PeerLost("is dead, and too few are left", peer="worker 2"))
+    link._judged(PeerLost("is dead, and too few are left", peer="worker 2"))
     link.follow(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
     assert heard == ["before: worker 2", "behind: worker 2"]
 

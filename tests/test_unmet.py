@@ -23,10 +23,11 @@ from commlayer.control.messages import Overdue
 from commlayer.control.unmet import Meetings, Unmet
 from commlayer.errors import CommError, PeerLost
 from commlayer.job import home_process, regroup
+from commlayer.job.agreement import Word
 from commlayer.job.connection import Waits
 from commlayer.job.regroup import Regrouping
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import Newer, ViewWords, Word
+from commlayer.job.view_words import Newer, ViewWords
 from commlayer.records import Member, Plan, View
 from commlayer.runtime.step import Regroup
 from commlayer.transport import home_world

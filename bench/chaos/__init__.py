@@ -2,8 +2,8 @@
 damaged bytes by the million.
 
 `python -m bench chaos` makes real runs as `commlayer chaos` does, then some schedules. `--schedules N` makes those alone, with
-`--members` of who takes part, `--soak STEPS` the long run, with `--homes` one of homes that go and come, `--fuzz N` damages
-frames and control messages. Knows no mechanism.
+`--members` of who takes part, with `--agreement` of how those go on who are left, `--soak STEPS` the long run, with `--homes`
+one of homes that go and come, `--fuzz N` damages frames and control messages. Knows no mechanism.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", action="store_true", help="on hosts of the lab, with root; and nothing else")
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
     parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
+    parser.add_argument("--agreement", action="store_true", help="these are of how those who are left go on when some die")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
     parser.add_argument("--homes", action="store_true", help="this is of homes that come and go")
     parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
@@ -47,7 +48,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(quick: bool, args: argparse.Namespace) -> Result:
     _check(args)
     asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
-                            args.members)
+                            args.members, args.agreement)
     if args.soak:
         long = soak_homes.run if args.homes else soak.run
         return long(args.soak, args.seed, args.seconds)
@@ -70,10 +71,13 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.members and not args.schedules:
-        raise Unmeasurable("--members: says what --schedules are of; name how many")
     if args.homes and not args.soak:
         raise Unmeasurable("--homes: says what --soak is of; name how many steps")
+    for flag in ("members", "agreement"):
+        if getattr(args, flag) and not args.schedules:
+            raise Unmeasurable(f"--{flag}: says what --schedules are of; name how many")
+    if args.members and args.agreement:
+        raise Unmeasurable("--members and --agreement: schedules are of one or the other; name one")
     for name in ("runs", "schedules", "soak", "fuzz", "seed", "seconds"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")

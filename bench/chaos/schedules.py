@@ -1,7 +1,7 @@
 """Seeded schedules of a simulated world, any number, in pieces: each goes on where the one before it stopped. Starts nothing.
 
 `python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, again and again until none are left; with
---members, of who takes part in a job, else of what its members and servers exchange.
+--members, of who takes part in a job, with --agreement, of how those who are left go on, else of what members and servers say.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from bench import Unmeasurable
 from bench.chaos.simulated import World
+from bench.chaos.simulated_agreement import Agreement
 from bench.chaos.simulated_members import Members
 from bench.report import Result
 from commlayer.files import write_whole
@@ -38,6 +39,7 @@ class Done(msgspec.Struct):
 
     first: int = 0
     members: bool = False
+    agreement: bool = False
     schedules: int = 0
     counts: dict[str, int] = {}
     wrong: int = 0
@@ -53,10 +55,16 @@ class Asked(NamedTuple):
     seconds: float
     resume: Path | None
     members: bool = False
+    agreement: bool = False
+
+    @property
+    def of(self) -> str:
+        """The flag that says what schedules these are."""
+        return "--agreement" if self.agreement else "--members" if self.members else ""
 
     @property
     def again(self) -> str:
-        return "python -m bench chaos --members --schedules" if self.members else "python -m bench chaos --schedules"
+        return " ".join(filter(None, ("python -m bench chaos", self.of, "--schedules")))
 
 
 def run(asked: Asked) -> Result:
@@ -80,7 +88,7 @@ def run(asked: Asked) -> Result:
 
 
 def one(asked: Asked, seed: int, done: Done) -> None:
-    world: Schedule = Members(seed) if asked.members else World(seed)
+    world: Schedule = Agreement(seed) if asked.agreement else Members(seed) if asked.members else World(seed)
     try:
         problems = world.run()
     except Exception as error:  # whatever the machines raise is a finding
@@ -94,14 +102,14 @@ def one(asked: Asked, seed: int, done: Done) -> None:
 
 def _taken_up(asked: Asked) -> Done:
     if asked.resume is None or not asked.resume.exists():
-        return Done(first=asked.seed, members=asked.members)
+        return Done(first=asked.seed, members=asked.members, agreement=asked.agreement)
     try:
         done = msgspec.json.decode(asked.resume.read_bytes(), type=Done)
     except msgspec.MsgspecError as error:
         raise Unmeasurable(f"--resume {asked.resume}: it is not what an earlier piece has written ({error})") from None
-    if done.members != asked.members:
-        of = "" if done.members else "not "
-        raise Unmeasurable(f"--resume {asked.resume}: its schedules are {of}of --members; name another file")
+    if (done.members, done.agreement) != (asked.members, asked.agreement):
+        of = "--agreement" if done.agreement else "--members" if done.members else "neither --members nor --agreement"
+        raise Unmeasurable(f"--resume {asked.resume}: its schedules are of {of}; name another file")
     if done.first != asked.seed:
         raise Unmeasurable(f"--resume {asked.resume}: begins with seed {done.first}, asked for: --seed {asked.seed}")
     return done

@@ -26,6 +26,11 @@ class Course:
         """Whether nothing is left to give out."""
         return self.ledger.left < (self._batch if self._drop else 1)
 
+    def ends(self) -> bool:
+        """Whether nothing is left behind the step to come."""
+        full, rest = self.steps_left()
+        return full + bool(rest) <= 1
+
     def finished(self) -> bool:
         """Whether the epoch is over. A loss that is announced for later, but began in it, still belongs to it: it is pulled in.
 

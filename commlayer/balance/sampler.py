@@ -173,7 +173,9 @@ class Sampler(HandsOut):
                     self._passes[step] = session.step
                 yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
                 if session is not None:
-                    session.inspect.catch_up()  # so that all hear behind the same step who has gone
+                    # So that all hear behind the same step who has gone; and so that no sample of this epoch is lost with who
+                    # leaves in the next one.
+                    session.inspect.catch_up(wholly=self._trained.ends())
                 self._commit()
                 self._heed(step, session)
                 parts = []
@@ -187,7 +189,8 @@ class Sampler(HandsOut):
         self._loaded = False
 
     def _finished(self, session: Averaging | None) -> bool:
-        """Whether the epoch is over. What local steps have made of its samples must not be lost with who leaves in the next."""
+        """Whether the epoch is over. Where its last step was taken by a loop that was broken off, what local steps have made of
+        its samples is exchanged now."""
         if (session is not None and self._trained.over() and session.inspect.may_leave
                 and session.inspect.carried < session.step):
             session.drain()

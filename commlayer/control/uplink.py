@@ -36,7 +36,8 @@ FAILED_S = 0.5
 
 
 class Uplink:
-    """Joins, then dials. Failures that come before `follow` are kept for it, deaths for each."""
+    """Joins, then dials. Failures that come before `follow` are kept for it, and what the coordinator judges for each: it says
+    so once, perhaps while a worker is made for another view."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -66,7 +67,7 @@ class Uplink:
         """Takes a seat, and waits for everyone."""
         keys = Keys(self._config.keys) if self._config.keys else None  # what is wrong with them takes no seat
         self._membership = membership = client.join(
-            address, request, self._config, self._lost, on_silence=self._silent, on_left=self._gone, keep=True)
+            address, request, self._config, self._judged, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address, self._regroups = address, request.regroups
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
         window_s = reconnect_window_s(self._config)
@@ -171,14 +172,10 @@ class Uplink:
         if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
             left(gone.peer, gone.exchanges)
 
-    def _lost(self, error: CommError) -> None:
-        """The coordinator says so once. Where members are just going over to another view, whoever follows it from the next
-        one on must hear of it, too: else that waits for the dead until its deadline."""
+    def _judged(self, error: CommError) -> None:
         with self._lock:
             self._early = self._early or error
-            fail = self._fail
-        if fail is not None:
-            fail(error)
+        self._failed(error)
 
     def _failed(self, error: CommError) -> None:
         with self._lock:

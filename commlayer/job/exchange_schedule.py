@@ -48,6 +48,7 @@ class ExchangeSchedule:
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
         connection.catch_up.append(self._if_due)
+        connection.end_rounds.append(self.end_rounds)
         connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
         connection.after_regroup.append(self._weigh_anew)
@@ -123,16 +124,25 @@ class ExchangeSchedule:
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
         made.local.go(plan.local_steps, **how, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
+    def end_rounds(self) -> None:
+        """Exchanges as behind a round's last step until all steps are in what all ranks have: once, or twice where rounds
+        overlap. All ranks call it behind the same step. Unlike a drain it lets in who waits to take part."""
+        while self.local is not None and self.local.behind:
+            self._exchange(self.local)
+
     def _if_due(self) -> None:
         if self.local is not None and self.local.due:
-            # Ranks that differ in speed drift apart for all of the steps between.
-            self.local.exchange(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            if self._connection.fresh:
-                self._connection.begun()
-            self._share()
-            with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
-                for observer in self._observers:
-                    observer.after_exchange()
+            self._exchange(self.local)
+
+    def _exchange(self, local: LocalSteps) -> None:
+        # Ranks that differ in speed drift apart for all of the steps between.
+        local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
+        if self._connection.fresh:
+            self._connection.begun()
+        self._share()
+        with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
+            for observer in self._observers:
+                observer.after_exchange()
 
     def _regroup(self) -> Worker:
         """Members have gone from the exchange under way."""

@@ -12,15 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from commlayer.config import Config, judged_s
+from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.control import messages
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
+from commlayer.job.agreement import AWAY, Word
 from commlayer.job.connection import Connection, Joined
 from commlayer.job.regroup import Regrouping, new_world
 from commlayer.job.replica import Replica
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import AWAY, Newer, ViewWords, Word
+from commlayer.job.view_words import Newer, ViewWords
 from commlayer.records import Job, View
 from commlayer.transport.groups import Groups
 from commlayer.transport.members import Members
@@ -41,7 +42,7 @@ def enter(
     made.on_close.append(made.rows.close)
     made.uplink = link = Uplink(config)
     link.join(config.join, request)
-    words = ViewWords(link.view, made.waits.notice_s)
+    words = ViewWords(link.view, made.waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:
         words.newest = view

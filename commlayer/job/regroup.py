@@ -15,7 +15,7 @@ all come to stand in that. If members go there, or inside a save or a change of 
 joins has no part in it: it is sent away, and they go over to the view behind that.
 
 Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
-said that they are ready for it, and no step is whole that they have not all taken part in.
+said that they are ready for it, and no step is whole that they have not all taken part in. agreement.py decides which step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from commlayer import records
-from commlayer.config import Config, judged_s
+from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.control.home import Desk
 from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError
+from commlayer.job import agreement
+from commlayer.job.agreement import AWAY, Found, Says, Standing, Word, new_in
 from commlayer.job.connection import Connection
 from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import AWAY, Newer, ViewWords, Word, never
+from commlayer.job.view_words import Newer, ViewWords, never
 from commlayer.job.ways import Forbids
 from commlayer.records import Plan, View, plan_of
 from commlayer.runtime.step import Regroup
@@ -51,11 +53,8 @@ class Regrouping:
     def __init__(self, made: Connection, config: Config, home: str) -> None:
         self._made, self._config, self._home = made, config, home
         assert made.uplink is not None
-        self._words = ViewWords(made.uplink.view, made.waits.notice_s)
-        self._told = (0, 0)
-        """Of which view, how often this rank has said where it stands."""
-        self._whole = self._bound = -1
-        """The step that somebody has whole, so that this rank will; and the one that it has said not to have, for good."""
+        self._words = ViewWords(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
+        self._stands = Standing()
         self._agreed: tuple[View, list[Word]] | None = None
         made.uplink.heed(self.offer)
 
@@ -82,11 +81,9 @@ class Regrouping:
         return unfit(plan)
 
     def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
-        if worker is not self._made.worker or worker.step == self._whole:
+        if worker is not self._made.worker:
             return
-        # Who was to be let in may be gone again, and some have begun to speak of it.
-        other = self._new() or (self._newest.generation != self._view.generation and not self._gone())
-        if self._missed(worker.step) or (other and self._made.lets_in):
+        if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._made.lets_in):
             served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
             self._agree(worker, here if served else never)
 
@@ -133,17 +130,16 @@ class Regrouping:
         return self._words.newest
 
     def _gone(self) -> list[int]:
-        left = {m.rank for m in self._newest.members}
-        return [m.rank for m in self._view.members if m.rank not in left]
+        return agreement.gone_from(self._view, self._newest)
 
     def _new(self) -> list[int]:
         return new_in(self._newest, self._view)
 
-    def _missed(self, step: int) -> bool:
-        """Whether somebody of the view in force has gone without its part of that step."""
+    def _finished(self) -> Iterator[int]:
+        """In how many exchanges each of those who have gone has done its part; -1 if it did not leave in order."""
         link = self._made.uplink
         assert link is not None
-        return any(link.finished(member) <= step for member in self._gone())
+        return (link.finished(member) for member in self._gone())
 
     def _agree(self, worker: Worker, here: Callable[[], bool] = never) -> None:
         """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
@@ -151,34 +147,22 @@ class Regrouping:
         # Under local steps those who are slow come later.
         local = worker.plan.local_steps
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
-        assert self._made.uplink is not None
+        mine = Word(worker.step, worker.weight)
         while True:
             view = self._newest
-            count = self._told[1] if self._told[0] == view.generation else 0
-            whole = here if self._bound != worker.step else never
-            stay = [m.rank for m in view.members if m.rank not in new_in(view, self._view)]
+            stay = agreement.staying(self._view, view)
             try:
-                words = self._tell(view, f"step{count}", Word(worker.step, worker.weight), until, stay, whole, local)
-                same = all(word.step == worker.step for word in words)
-                if not words or same:
-                    # Whoever has left with its step whole finds its old word in the next one, and goes on to another round.
-                    if words and not whole():
-                        self._bound = worker.step
-                    now = Word(worker.step + (self._bound != worker.step), worker.weight)
-                    sure = self._tell(view, f"sure{count}", now, until, stay, never if words else whole, local)
+                words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, here, local)
+                self._stands, says = agreement.second(self._stands, view, mine, words, here=here())
+                sure = self._hear(view, says, until, stay, here, local) if says is not None else []
             except Newer:
                 continue
-            if not words:
-                self._whole = worker.step
+            self._stands, found = agreement.found(self._stands, view, worker.step, words, sure, self._finished())
+            if found is Found.WHOLE:
                 return
-            self._told = view.generation, count + 1
-            most = max(*(word.step for word in words), -1, *(self._made.uplink.finished(member) for member in self._gone()))
-            if worker.step < most or (same and any(word.step > worker.step for word in sure)):
-                self._whole = worker.step
-                return
-            if same and not self._made.lets_in and new_in(view, self._view):
+            if found is Found.TOGETHER and not self._made.lets_in and new_in(view, self._view):
                 self._send_away(view)
-            elif same:
+            elif found is Found.TOGETHER:
                 self._agreed = view, words
                 raise Regroup
 
@@ -193,11 +177,15 @@ class Regrouping:
         """Nobody's end is that of the others, who could go on."""
         return self._config.deadline_s + judged_s(self._config)
 
-    def _tell(self, view: View, what: str, word: Word, until: float, among: Sequence[int] = (),
-              here: Callable[[], bool] = never, local_steps: int = 1) -> list[Word]:
-        """`local_steps`: where others may be as long on their way here as to a step."""
+    def _hear(self, view: View, says: Says, until: float, among: Sequence[int], here: Callable[[], bool], local_steps: int
+              ) -> list[Word]:
+        """`local_steps`: others may be as long on their way here as to a step."""
         limit_s = self._config.deadline_s * local_steps
-        return self._words.tell(view, what, self._made.id, word, until, among=among, here=here, limit_s=limit_s)
+        return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
+                                here=here if says.ends else never, limit_s=limit_s)
+
+    def _tell(self, view: View, what: str, word: Word, until: float) -> list[Word]:
+        return self._words.tell(view, what, self._made.id, word, until, limit_s=self._config.deadline_s)
 
     # ---- to the new view
 
@@ -214,9 +202,8 @@ class Regrouping:
         plan = plan_of(under, [there[rank] for rank in ids if rank in there], len(new))
         generation = wire_generation(view)
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
-        for number, server in enumerate(view.servers):
-            if number % (len(ids) - len(new)) == place:
-                self._send(made.uplink, server.id, change, generation)
+        for server in agreement.told_by(made.id, former, view):
+            self._send(made.uplink, server.id, change, generation)
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
@@ -237,7 +224,7 @@ class Regrouping:
         old.close()
         if made.uplink.resumed is not None:
             made.uplink.resumed.end(generation)
-        self._whole = self._bound = -1  # the same step is done again, and may break off again
+        self._stands = self._stands.gone_over()
         for act in made.after_regroup:
             act()
         self._say(old.step, former, view, time.monotonic() - begin)
@@ -278,12 +265,6 @@ def new_world(made: Connection, config: Config, home: str, view: View) -> None:
     made.rank, made.world = made.groups.rank, made.groups.world
     if made.rows is not None:
         made.rows.regroup(made.groups.members)
-
-
-def new_in(view: View, former: View) -> list[int]:
-    """Who has joined since."""
-    known = {m.rank for m in former.members}
-    return [m.rank for m in view.members if m.rank not in known]
 
 
 def unfit(plan: Plan) -> str:

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from commlayer.job.view_words import ViewWords, Word, name_of
+from commlayer.job.agreement import Word, name_of
+from commlayer.job.view_words import ViewWords
 from commlayer.records import View
 from commlayer.transport.relayed_group import AHEAD, PART_NBYTES
 

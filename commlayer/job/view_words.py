@@ -6,13 +6,14 @@ then on nothing more can be said in this one, so either all who are of both have
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
+from commlayer.job.agreement import Word, name_of
 from commlayer.records import View
 from commlayer.transport import home_world
 from commlayer.transport.protocol import peer_name
@@ -20,18 +21,6 @@ from commlayer.transport.world_store import ANY
 
 LOOK_S = 0.5
 """How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
-
-
-class Word(NamedTuple):
-    """What a member says where the view changes."""
-
-    step: int
-    weight: float
-    """Of its gradients in that step."""
-
-
-AWAY = Word(-2, 0.0)
-"""In place of "ready", to who joins: members have gone where nobody can be let in."""
 
 
 class Newer(Exception):
@@ -45,8 +34,9 @@ def never() -> bool:
 class ViewWords:
     """One rank's. `newest` is set from the heartbeats' thread."""
 
-    def __init__(self, view: View, notice_s: float) -> None:
-        self.newest, self._notice_s = view, notice_s
+    def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
+        """`away_s`: for so long a coordinator that does not answer is asked again."""
+        self.newest, self._notice_s, self._away_s = view, notice_s, away_s
         self._said: set[str] = set()
         """Under which names it has: nothing of that changes."""
 
@@ -67,16 +57,22 @@ class ViewWords:
              put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
         """What is there under these names, which those ranks are to write. `waits`: who does, and its limit."""
+        give_up = math.inf
         while True:
             try:
                 newer = self.newest is not view
                 found = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
                                               view=view.generation, rank=waits[0], limit_s=waits[1]).found
-            except CommError:
+            except CommError as error:
+                now = time.monotonic()
+                give_up = min(give_up, now + self._away_s)
+                # Also where there is a newer view: only an answer tells whether others have found all words of this one.
+                if _unanswered(error) and now < min(until, give_up):
+                    continue
                 if self.newest is view and not self.hears_of(view):
                     raise
                 raise Newer from None
-            put = ()
+            put, give_up = (), math.inf
             if None not in found:
                 return [row for row in found if row is not None]
             if here():
@@ -105,5 +101,6 @@ class ViewWords:
         return self.newest is not view
 
 
-def name_of(view: View, what: str, rank: int) -> str:
-    return f"regroup{view.generation}/{what}/{rank}"
+def _unanswered(error: CommError) -> bool:
+    """Whether nobody was there to answer: the coordinator may be started again, and then knows what was said."""
+    return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")

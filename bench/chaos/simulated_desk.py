@@ -1,0 +1,117 @@
+"""A coordinator of a simulated job: who takes part, and where homes leave words for each other. Knows no socket, no clock."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from commlayer.control import membership, messages, regrouping
+from commlayer.control.audit import Audit
+from commlayer.control.gathering import Gathering
+from commlayer.control.homes import Door
+from commlayer.control.membership import State
+from commlayer.control.messages import FINISHED, Ask, Heartbeat, Join, Kept, Pulse
+from commlayer.records import View
+
+PLAN = b"a plan"
+
+
+class Beaten(NamedTuple):
+    """What a heartbeat brings, and of which moment that is."""
+
+    pulse: Pulse
+    version: int
+
+
+class Desk:
+    """Calls are answered at once: whoever makes them has them come late, or not at all."""
+
+    def __init__(self, workers: int, servers: int, least: int) -> None:
+        self.state = State(workers, servers, min_workers=least)
+        self.version = 0
+        """Of all that anybody could hear: who waits need not ask again before it has changed."""
+        for number in range(servers):
+            self._joins(messages.server(f"10.99.0.{number + 1}:7001", number=number))
+        self._gathering = Gathering(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
+        for rank in range(workers):
+            self._joins(messages.worker("a job", rank, workers, plan=PLAN, regroups=True))
+            self._attends(rank)
+        self._gathering.begin()
+
+    def _attends(self, rank: int) -> None:
+        said = self._gathering.attend(msgspec.structs.replace(messages.attend(1), home=home_of(rank)))
+        assert not said.error, said.error
+
+    def _joins(self, request: Join) -> None:
+        request = msgspec.structs.replace(request, token=f"{request.kind} {request.rank}")
+        late = self.state.view is not None
+        self.state, seat = (regrouping.join if late else membership.join)(self.state, request, 0.0)
+        assert not seat.error, seat.error
+
+    @property
+    def view(self) -> View:
+        assert self.state.view is not None
+        return self.state.view
+
+    @property
+    def there(self) -> list[int]:
+        """Workers of the view who are here, as it knows."""
+        return [m.rank for m in self.view.members if self.state.places[token_of(m.rank)].here]
+
+    def holds_dead(self, rank: int) -> bool:
+        return bool(self.state.places[token_of(rank)].dead)
+
+    @property
+    def least(self) -> int:
+        return self.state.min_workers
+
+    def _lost(self) -> dict[int, str]:
+        return {p.rank: p.dead or f"left the job: {p.left}" for p in self.state.places.values()
+                if p.join.kind == "worker" and (p.dead or p.left not in ("", FINISHED))
+                and not membership.unjudged(self.state, p)}
+
+    def _door(self) -> Door:
+        return regrouping.door(self.state)
+
+    # ---- calls
+
+    def ask(self, asked: Ask) -> Kept:
+        """As Gathering.ask, of one that does not wait."""
+        call = self._gathering.ask(asked)
+        try:
+            call.send(None)
+        except StopIteration as done:
+            self.version += bool(asked.put)
+            kept: Kept = done.value
+            return kept
+        raise AssertionError("it waits, though nobody asked it to")
+
+    def beat(self, rank: int, generation: int, in_force: int) -> Beaten:
+        token = token_of(rank)
+        before = self.state.places[token].in_force
+        beat = Heartbeat(token, generation=generation, in_force=in_force)
+        self.state, pulse = membership.heartbeat(self.state, token, 0.0, beat)
+        pulse = regrouping.explained(self.state, pulse)
+        self.version += self.state.places[token].in_force != before
+        self._gathering.forget(regrouping.settled(self.state))
+        return Beaten(pulse, self.version)
+
+    def leave(self, rank: int, reason: str, exchanges: int = -1) -> None:
+        self._becomes(membership.leave(self.state, token_of(rank), reason, exchanges))
+
+    def judge(self, rank: int) -> None:
+        """It is dead for good, whether or not it lives."""
+        self._becomes(membership.cut(self.state, [token_of(rank)], "no heartbeat, as the coordinator sees it"))
+
+    def _becomes(self, state: State) -> None:
+        self.state = regrouping.regrouped(state)
+        self.version += 1
+
+
+def token_of(rank: int) -> str:
+    return f"worker {rank}"
+
+
+def home_of(rank: int) -> str:
+    return f"home {rank}"

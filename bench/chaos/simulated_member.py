@@ -1,0 +1,383 @@
+"""A worker of a simulated job. What it does goes as in job/regroup.py, but that it yields where a thread would wait.
+
+It yields whether it has done anything. Knows no socket, clock or thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from bench.chaos.simulated_desk import Desk, home_of
+from bench.chaos.simulated_service import Books, Part, body_of, number_of
+from commlayer.control.messages import FINISHED, Ask, Kept, Pulse
+from commlayer.job import agreement
+from commlayer.job.agreement import Found, Says, Standing, Word, name_of
+from commlayer.records import View
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
+from commlayer.transport.unanswered import Unanswered
+from commlayer.transport.view_change import ViewChange, wire_generation
+
+T = TypeVar("T")
+Doing = Generator[bool, None, T]
+EVERYTHING = 1
+"""Bit of the only slice that a bucket has."""
+
+
+class Newer(Exception):
+    """There is a newer view than the one that is gone over to."""
+
+
+class Regroup(Exception):
+    """The step under way is none."""
+
+
+class Ends(Exception):
+    """This worker does, and why."""
+
+
+class Lost(Ends):
+    """Somebody is gone, or nobody answers."""
+
+
+class Job(Protocol):
+    """What members have around them: simulated_agreement.py."""
+
+    counts: Counter[str]
+    desk: Desk
+    books: Books
+    steps: int
+    rounds: int
+    buckets: range
+    lazy: list[bool]
+    """By step, whether its average is not applied."""
+    meets: list[bool]
+    """By step, whether all do something together behind it."""
+
+    def server_of(self, bucket: int) -> int: ...
+
+    def chance_of(self, part: float) -> bool:
+        """Whether something goes wrong that does so often. Never once all is calm."""
+        ...
+
+    def loses(self) -> bool:
+        """Whether a call, or its answer, is lost."""
+        ...
+
+    def late(self, asked: Ask) -> None:
+        """What was lost comes after all."""
+        ...
+
+    def send(self, rank: int, server: int, header: Header, body: bytes) -> None: ...
+
+    def reaches(self, rank: int, server: int) -> bool: ...
+
+    def commits(self, member: Member) -> None: ...
+
+
+class Member:
+    def __init__(self, job: Job, rank: int, view: View, servers: int) -> None:
+        self._job, self.rank = job, rank
+        self.view = self.newest = view
+        self.step = 0
+        self.phase = "computes"
+        """Where it is, by name, and"""
+        self.end = ""
+        """why it is nowhere any more."""
+        self.committed: list[dict[tuple[int, int], int]] = []
+        """By step, the sum of each bucket and round."""
+        self.unanswered: list[Unanswered[None]] = [Unanswered() for _ in range(servers)]
+        self.error: Exception | None = None
+        self._results: dict[tuple[int, int], int] = {}
+        self._tries = dict.fromkeys(job.buckets, 0)
+        self._owes = False
+        """Whether servers have yet to hear that the step before was not applied."""
+        self._answers: dict[tuple[int, int], str] = {}
+        self._standing = Standing()
+        self._said: set[str] = set()
+        self._agreed: tuple[View, list[Word]] | None = None
+        self._left: dict[str, int] = {}
+        self._verdict: Ends | None = None
+        """What the coordinator says once, and for good."""
+        self._beaten: tuple[int, int, int] = (-1, 0, 0)
+        self._life, self._waiting = self._lives(), False
+
+    # ---- from outside
+
+    def act(self) -> bool:
+        """One thing, if it does not wait."""
+        if self.end:
+            return False
+        try:
+            goes_on, self._waiting = not self._waiting, not next(self._life)
+        except StopIteration:
+            return True
+        return goes_on or not self._waiting  # it may have done something before it began to wait
+
+    def dies(self, why: str) -> None:
+        self.end = why
+        self._life.close()
+
+    def beat(self) -> bool:
+        """What its other thread does."""
+        said = self.newest.generation, self.view.generation
+        if self.end or self._beaten == (self._job.desk.version, *said):
+            return False
+        if not self._job.loses():
+            pulse, version = self._job.desk.beat(self.rank, *said)
+            if not self._job.loses():
+                self._beaten = version, *said
+                self._pulse(pulse)
+        return True
+
+    def _pulse(self, pulse: Pulse) -> None:
+        """As client.py and uplink.py have it."""
+        self._left |= {gone.peer: gone.exchanges for gone in pulse.left if gone.reason == FINISHED}
+        if pulse.view is not None and pulse.view.generation > self.newest.generation:
+            self.newest = pulse.view
+        of = {f"worker {m.rank}" for m in self.newest.members}
+        lost = [*pulse.lost, *(gone for gone in pulse.left if gone.reason != FINISHED and gone.peer in of)]
+        if pulse.dead:
+            self._fails(Ends(f"declared dead: {pulse.dead}"))
+        elif lost:
+            self._fails(Lost(f"{lost[0].peer}: {lost[0].reason}"))
+
+    def _fails(self, error: Ends) -> None:
+        if self._verdict is None:
+            self._verdict = error
+            self._latch(error)
+
+    def _latch(self, error: Exception) -> None:
+        self.error = self.error or error
+
+    def hear(self, server: int, header: Header, body: bytes) -> None:
+        """An answer has come."""
+        if self.unanswered[server].answer(header) is None:
+            return
+        if header.kind == Kind.PLAN_OK:
+            self._answers[(server, header.generation)] = body.decode()
+        elif header.flags & Flag.AGAIN:
+            self._tries[header.bucket] += 1
+            self._push(header.bucket, 0, header.weight)
+        elif header.generation == wire_generation(self.view):
+            self._results[(header.bucket, header.round)] = number_of(body)
+            if header.round + 1 < self._job.rounds:
+                self._push(header.bucket, header.round + 1)
+
+    # ---- a step
+
+    def _lives(self) -> Doing[None]:
+        try:
+            while self.step < self._job.steps:
+                yield from self._exchange()
+                if self._job.meets[self.step - 1]:
+                    yield from self._meets()
+            self.phase = "leaves"
+            yield True
+            self._job.desk.leave(self.rank, FINISHED, self.step)
+            self.end = FINISHED
+        except Ends as error:
+            self.end = str(error)
+            if not self._job.loses():
+                self._job.desk.leave(self.rank, str(error))
+
+    def _exchange(self) -> Doing[None]:
+        while True:
+            try:
+                for bucket in self._job.buckets:
+                    self.phase = "pushes"
+                    yield True
+                    self._push(bucket, 0, 1.0)
+                yield from self._waits()
+                break
+            except Regroup:
+                yield from self._goes()
+        self.phase = "has all"
+        yield True
+        self.committed.append(dict(self._results))
+        self._job.commits(self)
+        self._owes = self._job.lazy[self.step]
+        self.step += 1
+        self._begins()
+
+    def _begins(self) -> None:
+        self._results.clear()
+        self._tries = dict.fromkeys(self._job.buckets, 0)
+
+    def _push(self, bucket: int, r: int, total: float = 1.0) -> None:
+        """The total is taken for granted, wrongly, until the server has told."""
+        tries = self._tries[bucket] if r == 0 else 0
+        generation = wire_generation(self.view)
+        header = Header(Kind.PUSH, generation, self.step, bucket, round=r, codec=7, sender=self.rank, weight=1.0, used=1,
+                        total=total, flags=Flag.AGAIN if tries else Flag.NONE, undone=EVERYTHING * self._owes)
+        body = self._job.books.coded(Part(self.rank, generation, self.step, bucket, r, tries))
+        self._asks(self._job.server_of(bucket), header, body)
+
+    def _asks(self, server: int, header: Header, body: bytes) -> None:
+        request = self.unanswered[server].ask(header, body, None)
+        self._job.send(self.rank, server, request.header, body)
+
+    def _here(self) -> bool:
+        return len(self._results) == len(self._job.buckets) * self._job.rounds
+
+    def _waits(self) -> Doing[None]:
+        """As Arrivals.wait and Worker.wait."""
+        heeded: View | None = None
+        while not self._here() and self.error is None:
+            self.phase = "waits"
+            if heeded is self.newest:
+                yield False
+                continue
+            heeded = self.newest
+            try:
+                yield from self._heeds()
+            except (Ends, Regroup) as error:
+                self._latch(error)
+        if self.error is not None:
+            raise self.error
+
+    def _meets(self) -> Doing[None]:
+        """A script's own collective: it goes on without those who are gone."""
+        self.phase = "meets"
+        want = tuple((f"script{self.view.generation}/{self.step}/{m.rank}", m.rank) for m in self.view.members)
+        own = next((name, b"") for name, rank in want if rank == self.rank)
+        asked = Ask(home_of(self.rank), (own,), want=want, without=True)
+        while True:
+            version = self._job.desk.version
+            kept = yield from self._calls(asked, for_ever=True)
+            if None not in kept.found or kept.over:
+                return
+            while self._job.desk.version == version:
+                yield False
+
+    # ---- the agreement, as regroup.py has it
+
+    def _finished(self) -> list[int]:
+        return [self._left.get(f"worker {rank}", -1) for rank in agreement.gone_from(self.view, self.newest)]
+
+    def _heeds(self) -> Doing[None]:
+        if agreement.calls(self._standing, self.step, self.view, self.newest, self._finished(), lets_in=True):
+            yield from self._agrees(self._here)
+
+    def _goes(self) -> Doing[None]:
+        while True:
+            try:
+                if self._agreed is None:
+                    yield from self._agrees()
+                    raise Ends("others have the step whole that was abandoned here")
+                yield from self._goes_over()
+                return
+            except Newer:
+                self._job.counts["goings over broken off"] += 1
+            except Regroup:
+                continue
+
+    def _agrees(self, here: Callable[[], bool] = lambda: False) -> Doing[None]:
+        mine = Word(self.step, 1.0)
+        while True:
+            view = self.newest
+            stay = agreement.staying(self.view, view)
+            try:
+                self.phase = "says where"
+                words = yield from self._hears(view, agreement.first(self._standing, view, mine), stay, here)
+                self._standing, says = agreement.second(self._standing, view, mine, words, here=here())
+                self.phase = "says for good"
+                sure = (yield from self._hears(view, says, stay, here)) if says is not None else []
+            except Newer:
+                self._job.counts["rounds broken off"] += 1
+                continue
+            self._standing, found = agreement.found(self._standing, view, self.step, words, sure, self._finished())
+            self._job.counts[f"rounds {found.name.lower()}" if words else "rounds all here"] += 1
+            if found is Found.WHOLE:
+                return
+            if found is Found.TOGETHER:
+                self._agreed = view, words
+                raise Regroup
+
+    def _goes_over(self) -> Doing[None]:
+        assert self._agreed is not None
+        (view, words), self._agreed = self._agreed, None
+        change = ViewChange(view, self.step, dict.fromkeys(self._job.buckets, EVERYTHING) if self._owes else {}, b"")
+        for server in agreement.told_by(self.rank, self.view, view):
+            self.phase = "tells servers"
+            yield from self._tells(server.id, change)
+        mine = words[[m.rank for m in view.members].index(self.rank)]
+        self.phase = "is ready"
+        yield from self._hears(view, Says("ready", mine, False), [m.rank for m in view.members], lambda: False)
+        self.view, self._owes = view, False
+        self._follows()
+        for unanswered in self.unanswered:
+            unanswered.end(wire_generation(view))
+        self._standing = self._standing.gone_over()
+        self._begins()
+        self._job.counts["gone over"] += 1
+        self.phase = "has gone over"
+        yield True
+
+    def _follows(self) -> None:
+        """The worker that is made for a view hears what the coordinator has said, as from Uplink.follow."""
+        self.error = self._verdict
+
+    def _tells(self, server: int, change: ViewChange) -> Doing[None]:
+        generation = wire_generation(change.view)
+        header = Header(Kind.PLAN, generation, sender=self.rank, flags=Flag.ABANDON)
+        self._asks(server, header, body_of(change))
+        while (server, generation) not in self._answers and self._job.reaches(self.rank, server):
+            yield False
+        if answer := self._answers.pop((server, generation), "its connection has ended"):
+            if not (yield from self._hears_of(change.view)):
+                raise Ends(f"server {SERVER_BASE + server}: cannot go on with other members: {answer}")
+            raise Newer
+
+    def _hears(self, view: View, says: Says, among: Sequence[int], here: Callable[[], bool]) -> Doing[list[Word]]:
+        """As ViewWords.tell and read."""
+        want = tuple((name_of(view, says.what, rank), rank) for rank in among)
+        own = name_of(view, says.what, self.rank)
+        put = () if own in self._said else ((own, msgspec.msgpack.encode(says.word)),)
+        while True:
+            version, newer, there = self._job.desk.version, self.newest is not view, here()
+            try:
+                kept = yield from self._calls(Ask(home_of(self.rank), put, want=want, view=view.generation))
+            except Lost:
+                if self.newest is view and not (yield from self._hears_of(view)):
+                    raise
+                raise Newer from None
+            put = ()
+            rows = [row for row in kept.found if row is not None]
+            if len(rows) == len(want) or (says.ends and here()):
+                self._said.add(own)
+                return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows] \
+                    if len(rows) == len(want) else []
+            if newer:
+                raise Newer
+            while (self._job.desk.version, self.newest is not view, here()) == (version, newer, there):
+                yield False
+
+    def _hears_of(self, view: View) -> Doing[bool]:
+        """Whether a newer one comes: for so long as it takes to hear of one that there is."""
+        while self.newest is view:
+            if self._job.chance_of(0.02):
+                raise Ends("the coordinator did not answer in time")
+            if self._job.desk.view.generation == view.generation:
+                return False
+            yield True
+        return True
+
+    def _calls(self, asked: Ask, *, for_ever: bool = False) -> Doing[Kept]:
+        """As home.Desk.ask: what is lost is said again, and some of it comes in the end."""
+        while True:
+            yield True
+            if self._job.loses():
+                self._job.late(asked)
+            else:
+                kept = self._job.desk.ask(asked)
+                yield True
+                if not self._job.loses():
+                    if kept.error:
+                        raise Lost(f"{kept.lost}: {kept.error}")
+                    return kept
+            if not for_ever and self._job.chance_of(0.02):
+                raise Ends("the coordinator did not answer")

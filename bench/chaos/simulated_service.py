@@ -1,0 +1,176 @@
+"""A server of a simulated job, which goes over to other views in the middle of a step. Knows no socket, clock or thread."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from commlayer.errors import CorruptFrame
+from commlayer.records import View
+from commlayer.transport.protocol import Flag, Kind, Message, peer_name
+from commlayer.transport.summation import Summation
+from commlayer.transport.summation_cell import EVERY_SLICE, Reply
+from commlayer.transport.view_change import ViewChange, amiss, read_change, wire_generation
+
+_NUMBER = struct.Struct("<q")
+
+
+class Part(NamedTuple):
+    """What one member puts into one sum."""
+
+    rank: int
+    generation: int
+    step: int
+    bucket: int
+    round: int
+    tries: int
+
+
+class Books:
+    """All parts that were ever coded and all sums that were ever emitted. Payloads are their numbers."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._sums: list[tuple[Part, ...]] = []
+
+    def coded(self, part: Part) -> bytes:
+        self._parts.append(part)
+        return _NUMBER.pack(len(self._parts) - 1)
+
+    def part(self, payload: memoryview) -> Part:
+        return self._parts[number_of(payload)]
+
+    def summed(self, parts: Iterable[Part], out: memoryview) -> int:
+        self._sums.append(tuple(parts))
+        _NUMBER.pack_into(out, 0, len(self._sums) - 1)
+        return len(self._sums) - 1
+
+    def sum_of(self, number: int) -> tuple[Part, ...]:
+        return self._sums[number]
+
+
+def number_of(body: bytes | memoryview) -> int:
+    return int(_NUMBER.unpack(body)[0])
+
+
+class Ledger:
+    """Ops of one bucket, which note which sums were paid out and not taken back."""
+
+    codec, bound, means = 7, 8, False
+
+    def __init__(self, books: Books, rounds: int, *, in_means: bool, paid: Iterable[int] = ()) -> None:
+        self.rounds, self.in_means, self._books = rounds, in_means, books
+        self.paid = list(paid)
+        self._can_undo = False
+
+    def after(self) -> Ledger:
+        """Of the next view: what the last sum has changed is settled."""
+        return Ledger(self._books, self.rounds, in_means=self.in_means, paid=self.paid)
+
+    def zeros(self, r: int) -> list[Part]:
+        return []
+
+    def add(self, r: int, payload: memoryview, acc: list[Part], first: bool) -> None:
+        if first:
+            acc.clear()
+        acc.append(self._books.part(payload))
+
+    def emit(self, r: int, acc: list[Part], out: memoryview) -> int:
+        number = self._books.summed(acc, out)
+        if r + 1 == self.rounds:
+            self.paid.append(number)
+            self._can_undo = True
+        return 8
+
+    def undo(self, slices: int) -> None:
+        """As CodecOps: what is named twice is taken back once."""
+        if slices & EVERY_SLICE and self._can_undo:
+            self.paid.pop()
+            self._can_undo = False
+
+    def skip(self) -> None: ...
+
+    def weigh(self, payload: memoryview, weight: float, first: bool) -> None: ...
+
+    def norm(self, r: int, payload: memoryview) -> float:
+        return 0.0
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def restore(self, data: bytes | memoryview) -> None: ...
+
+    memory_nbytes = 0
+
+    def remember(self) -> bytes:
+        return b""
+
+    def recall(self, data: bytes, sent: memoryview) -> None: ...
+
+    def begin_anew(self) -> None: ...
+
+
+class Waits(Exception):
+    """Until it has heard of the view that a member tells it of."""
+
+
+class Service:
+    """What SumServer and serving.py do with a message, but for the waiting."""
+
+    def __init__(self, number: int, view: View, ledgers: dict[int, Ledger]) -> None:
+        self.number, self.view, self.newest = number, view, view
+        self.ledgers = ledgers
+        self._core = self._sums(wire_generation(view))
+
+    def _sums(self, generation: int) -> Summation:
+        members = tuple(m.rank for m in self.view.members)
+        return Summation(self.number, generation, dict(self.ledgers), dict.fromkeys(self.ledgers, members))
+
+    def knows(self, rank: int) -> bool:
+        """Else its connection has ended, and it is refused another one."""
+        return any(m.rank == rank for m in self.view.members)
+
+    def take(self, message: Message, hurries: Callable[[], bool]) -> list[Reply]:
+        """`hurries`: whether it waits no longer to hear of a view."""
+        if not self.knows(message.peer):
+            return []
+        if message.header.kind == Kind.PUSH:
+            return self._core.push(message, 0.0)
+        if message.header.kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
+            return [self._move(message, hurries)]
+        raise CorruptFrame(f"{Kind(message.header.kind).name} was not sent", peer=peer_name(message.peer))
+
+    def _move(self, message: Message, hurries: Callable[[], bool]) -> Reply:
+        h, answer = message.header, ""
+        change = read_change(message)
+        if h.generation > self._core.generation:
+            answer = self._refused(change, h.generation, message.peer, hurries)
+            if not answer:
+                self._gives_way(change, h.generation)
+        if not answer and h.generation < self._core.generation:
+            answer = f"generation {h.generation} has ended"
+        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
+
+    def _refused(self, change: ViewChange, generation: int, sender: int, hurries: Callable[[], bool]) -> str:
+        if generation == wire_generation(change.view) and change.view.generation <= self.view.generation:
+            return f"view {change.view.generation} has ended"
+        if why := amiss(change, generation, sender, self.view):
+            raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
+        if self.newest.generation < change.view.generation and not hurries():
+            raise Waits
+        if self.newest.generation == change.view.generation and self.newest != change.view:
+            raise CorruptFrame("PLAN of other members: its view is not the coordinator's", peer=peer_name(sender))
+        return "" if self.newest == change.view else f"view {change.view.generation} is not the coordinator's newest"
+
+    def _gives_way(self, change: ViewChange, generation: int) -> None:
+        self._core.end(change.step, change.undone)
+        self.view = change.view
+        self.ledgers = {bucket: ledger.after() for bucket, ledger in self.ledgers.items()}
+        self._core = self._sums(generation)
+
+
+def body_of(change: ViewChange) -> bytes:
+    return msgspec.msgpack.encode(change)

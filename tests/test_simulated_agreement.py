@@ -1,0 +1,73 @@
+"""How those who are left go on, in random schedules of members, a coordinator and servers; what must not be is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.chaos.simulated_agreement import Agreement
+from bench.chaos.simulated_member import Member
+from commlayer.control import regrouping
+from commlayer.control.membership import State
+from commlayer.job import agreement
+from commlayer.job.agreement import Found, Standing, Word
+from commlayer.records import View
+from commlayer.transport.summation_cell import Cell
+
+LEAST = 150
+
+
+def test_those_who_are_left_go_on_alike_whoever_dies_when() -> None:
+    counts = Counter[str]()
+    for seed in range(LEAST):
+        world = Agreement(seed)
+        assert world.run() == [], f"python -m bench chaos --agreement --schedules 1 --seed {seed}"
+        counts += world.counts
+    least = {"killed": 0.5, "gone over": 0.6, "steps committed": 3.0, "finished": 1.0, "rounds together": 0.7,
+             "calls lost": 1.0, "connections broken": 0.3}
+    assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
+    assert {"rounds whole", "rounds all here", "rounds apart", "rounds broken off", "goings over broken off"} <= counts.keys()
+
+
+FOUND, REGROUPED = agreement.found, regrouping.regrouped
+
+
+def from_ones_own_step(standing: Standing, view: View, step: int, words: list[Word], *said: Any) -> tuple[Standing, Found]:
+    after, found = FOUND(standing, view, step, words, *said)
+    return after, Found.TOGETHER if words else found
+
+
+def at_once(standing: Standing, view: View, step: int, words: list[Word], sure: list[Word], finished: Any
+            ) -> tuple[Standing, Found]:
+    """On first words, which may be old."""
+    return FOUND(standing, view, step, words, [], finished)
+
+
+def too_few(state: State) -> State:
+    found = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
+    return msgspec.structs.replace(found, min_workers=state.min_workers)
+
+
+def deaf(member: Member) -> None:
+    """To what the coordinator has said once, while this worker was on its way to the view."""
+    member.error = None
+
+
+@pytest.mark.parametrize(("where", "name", "wrong", "line", "seed"), [
+    (agreement, "found", from_ones_own_step, "have other sums of step", 140),
+    (agreement, "found", at_once, "have the step whole that was abandoned here", 180),
+    (agreement, "told_by", lambda *_: [], "server 0 drops", 0),
+    (agreement, "missed", lambda *_: False, "further", 0),
+    (Cell, "end", lambda *_: None, "paid", 0),
+    (regrouping, "regrouped", too_few, "are the least", 0),
+    (regrouping, "regrouped", lambda state: state, "are left", 0),
+    (Member, "_follows", deaf, "further", 236),
+])
+def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str, seed: int,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, name, wrong)
+    assert any(line in problem for n in range(seed, seed + 60) for problem in Agreement(n).run())

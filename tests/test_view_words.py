@@ -1,0 +1,74 @@
+"""Words of members whose view changes, and a coordinator that is away meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
+from commlayer.job.agreement import Word
+from commlayer.job.view_words import Newer, ViewWords
+from commlayer.records import Member, View
+from commlayer.transport import home_world
+
+VIEW = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
+AWAY = PeerLost("not reachable: refused", peer="coordinator 10.99.0.1:7000"), \
+    DeadlineExceeded("no answer within 5.0 s", peer="coordinator 10.99.0.1:7000")
+
+
+class Desk:
+    """Raises these, one after the other, and then answers."""
+
+    def __init__(self, *errors: CommError, act: Callable[[], None] = lambda: None) -> None:
+        self.errors, self.puts, self._act = list(errors), list[Any](), act
+
+    def ask(self, deadline: float, **asked: Any) -> Any:
+        self.puts.append(asked.get("put", ()))
+        if self.errors:
+            error = self.errors.pop(0)
+            self._act()
+            raise error
+        return SimpleNamespace(found=[msgspec.msgpack.encode((5, 1.0)) for _ in asked["want"]])
+
+
+def told(desk: Desk, words: ViewWords, monkeypatch: pytest.MonkeyPatch) -> list[Word]:
+    monkeypatch.setattr(home_world, "desk", lambda: desk)
+    return words.tell(VIEW, "step0", 7, Word(5, 1.0), time.monotonic() + 30.0)
+
+
+def test_who_has_no_answer_says_its_word_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator may be started again, and knows then what it has answered."""
+    desk = Desk(*AWAY, AWAY[0])
+    assert told(desk, ViewWords(VIEW, 0.0, 20.0), monkeypatch) == [Word(5, 1.0)] * 2
+    assert all(put and put == desk.puts[0] for put in desk.puts)
+
+
+@pytest.mark.parametrize("error", [PeerLost("no heartbeat", peer="worker 0"), CommError("dead", peer="coordinator x")])
+def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CommError) as caught:
+        told(Desk(error), ViewWords(VIEW, 0.0, 20.0), monkeypatch)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
+        found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one member could hold a view to be none that all others have gone over to, with a home that has joined in it."""
+    words = ViewWords(VIEW, 0.0, 20.0)
+    desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ())))
+    if found:
+        assert told(desk, words, monkeypatch) == [Word(5, 1.0)] * 2
+    else:
+        monkeypatch.setattr(msgspec.msgpack, "encode", lambda _: None)
+        with pytest.raises(Newer):
+            told(desk, words, monkeypatch)
+
+
+def test_one_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerLost, match="not reachable"):
+        told(Desk(AWAY[0]), ViewWords(VIEW, 0.0, 0.0), monkeypatch)
