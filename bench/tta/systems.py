@@ -24,7 +24,7 @@ class System(NamedTuple):
     environment: str = ""
     """The rival that it needs an environment of; "" is this one."""
     only: str = ""
-    """The link on which alone it differs from another system."""
+    """The link on which alone it is measured: what it is for befalls no other."""
 
     def python(self) -> str:
         return str(HOME / self.environment / "bin" / "python") if self.environment else sys.executable

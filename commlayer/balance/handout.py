@@ -32,7 +32,7 @@ class Planned(Protocol):
 
     def parted(self, member: int) -> int: ...
 
-    def catch_up(self, *, wholly: bool = False) -> None: ...
+    def catch_up(self) -> None: ...
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]: ...
@@ -83,7 +83,7 @@ class Handout:
         """This worker's samples in the step, and those that it computes: repeated ones, too, and those that weigh nothing."""
         self.out = False
         """Whether a step's last batch is with the loop, and the step not accounted for."""
-        self._session: Averaging | None = None
+        self.session: Averaging | None = None
         self._local, self._steps_before = False, 0.0
 
     def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: Averaging | None,
@@ -98,7 +98,7 @@ class Handout:
             # Where samples are what counts, all know the sum, and nobody need be told of a short last batch.
             session.weight(total, float(batches[0][1].whole) if weigh is None and whole else None)
         plan = None if session is None else session.inspect.plan
-        self._session, self._local = session, plan is not None and plan.steps_locally
+        self.session, self._local = session, plan is not None and plan.steps_locally
         self._steps_before = _steps(session, local=self._local)
         # What weighs nothing in an average must not move weights of this worker's own either, which others get a part of.
         nothing = 0.0 if self._local else 1.0 / len(batches)
@@ -114,8 +114,8 @@ class Handout:
         is taken for granted."""
         if not self.out:
             return False
-        return (self._session is None or not self._session.stats()
-                or _steps(self._session, local=self._local) > self._steps_before)
+        return (self.session is None or not self.session.stats()
+                or _steps(self.session, local=self._local) > self._steps_before)
 
     def over(self) -> None:
         """The step is accounted for."""

@@ -13,6 +13,7 @@ A torch DataLoader takes it as its batch_sampler. Every worker of the job has on
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -69,6 +70,8 @@ class Sampler(HandsOut):
         """Where workers may leave, by step that not all had when members were last looked at: which of the session's it is."""
         self._loaded = False
         """Whether a state has been, and nobody has followed since."""
+        self._at: int | None = None
+        """The step whose batches are with the loop."""
         self._lead = 0
         """So many batches the loader may draw ahead, as far as it tells."""
         self._begin(Ledger(self.length), 0)
@@ -157,6 +160,7 @@ class Sampler(HandsOut):
                     raise ValueError(f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
                                      "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
+            self._at = None
             self._account()
             self._ahead = self._trained  # the next pass draws anew what was drawn and not trained
 
@@ -168,16 +172,17 @@ class Sampler(HandsOut):
                 raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
             parts.append((batch, self._queue.popleft()))
             if parts[-1][1].last:
-                step = self.step
+                step = self._at = self.step
                 if session is not None:
                     self._passes[step] = session.step
                 yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
-                if session is not None:
-                    # So that all hear behind the same step who has gone; and so that no sample of this epoch is lost with who
-                    # leaves in the next one.
-                    session.inspect.catch_up(wholly=self._trained.ends())
+                if session is not None and session.inspect.may_leave:
+                    session.inspect.catch_up()  # so that all hear behind the same step who has gone
+                    if self._trained.ends() and session.inspect.carried < session.step:
+                        session.drain()  # so that no sample of this epoch is lost with who leaves in the next one
                 self._commit()
                 self._heed(step, session)
+                self._at = None
                 parts = []
 
     def _take_up(self, session: Averaging) -> None:
@@ -218,16 +223,20 @@ class Sampler(HandsOut):
             self._roster.meet(members)
             if self._of_job and session.inspect.may_leave:
                 self.rank = members.index(own)
-        shares = self._schedule.shares(step + 1 + SOON_STEPS)
+        change = self._heeded(step, session, self._roster)
+        if change is not None:
+            self.rank = self._roster.numbers.index(own)
+            self._schedule.add(change, amends=True)
+
+    def _heeded(self, step: int, session: Averaging, roster: Roster) -> Announcement | None:
+        """What is to be announced behind that step, once `roster` has heeded who is there."""
 
         def lost_from(member: int) -> int:
             parted = session.inspect.parted(member)
             return min((given for given, at in self._passes.items() if at >= parted), default=self.step)
 
-        change = self._roster.heed(step, members, shares, self.batch, self.least, lost_from)
-        if change is not None:
-            self.rank = self._roster.numbers.index(own)
-            self._schedule.add(change, amends=True)
+        shares = self._schedule.shares(step + 1 + SOON_STEPS)
+        return roster.heed(step, session.inspect.members, shares, self.batch, self.least, lost_from)
 
     def epoch_of(self, session: Averaging) -> int:
         """The one that is under way, or comes next: in a home that has joined a running job, as the others stand.
@@ -308,9 +317,13 @@ class Sampler(HandsOut):
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: plain values, the same on every worker after the same step."""
         self._account()
-        state = self._state()
-        if self._roster.changed:
-            state = structs.replace(state, world=-1, left=self._roster.left)
+        state, roster, session = self._state(), copy.copy(self._roster), self._handout.session
+        # Who has gone in the step at hand is heeded when that is over. The state is of those who are left.
+        step = self.step if self._at is None else self._at
+        if session is not None and roster.numbers and (change := self._heeded(step, session, roster)) is not None:
+            state = structs.replace(state, schedule=[*state.schedule, change])
+        if roster.changed:
+            state = structs.replace(state, world=-1, left=roster.left)
         return {"sampler": text_of(state)}
 
     def _state(self) -> SamplerState:

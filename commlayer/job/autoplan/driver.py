@@ -233,7 +233,9 @@ class AutoPlan:
         measurements = measured(made, self._job, self._probe_s, seen)
         self._replanner.measured(measurements)
         rows = measurements.rows
-        computing_s = () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows)
+        # Where workers may leave no Controller is taken.
+        follows = made.members is not None or any(row.balanced for row in rows)
+        computing_s = () if follows else tuple(row.compute_s for row in rows)
         self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, computing_s))
         if self._reports is None and not self._state.keep:
             assert made.rows is not None

@@ -91,7 +91,7 @@ class Measured(Record, frozen=True):
     links: tuple[Link, ...]
     step_s: float
     computing_s: tuple[float, ...] = ()
-    """Of each rank; none where shares of the batch follow that already."""
+    """Of each rank; none where shares of the batch follow that already, or cannot."""
 
 
 class Heard(Record, frozen=True):
