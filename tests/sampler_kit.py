@@ -31,7 +31,7 @@ class Noted:
     def parted(self, member: int) -> int:
         return 0
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, wholly: bool = False) -> None:
         pass
 
     def drain(self) -> bool:

@@ -66,7 +66,9 @@ class Home(Noted):
         self.members, self.carried = self.job.members, self.job.carried
         self.gone |= self.job.parted
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, wholly: bool = False) -> None:
+        if wholly:
+            self.job.end_rounds()
         self.look()
 
     def drain(self) -> bool:
@@ -154,9 +156,11 @@ class Job:
             for epoch, sample in home.sent:
                 self.learnt[epoch].append(sample)
 
-    def drain(self) -> None:
+    def end_rounds(self) -> None:
         while self.carried < self.passes:
             self._exchange()
+
+    def drain(self) -> None:
         if self._under_way:
             self._merge()
         if self.carried < self.passes:

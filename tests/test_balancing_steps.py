@@ -81,7 +81,7 @@ class Session:
 
     carried = step
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, wholly: bool = False) -> None:
         pass
 
     def stats(self) -> dict[str, float]:

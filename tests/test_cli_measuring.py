@@ -124,7 +124,7 @@ def fine():
 
 @pytest.mark.parametrize(("name", "batch", "said"), [
     ("raising", None, "broken.py:raising: KeyError: 'weights'"),
-    ("frozen", None, "broken.py:frozen: a step: RuntimeError: element 0 of tensors does not require grad"),
+    ("frozen", None, "broken.py:frozen: a step: ValueError: the loss is a Tensor of 1 without a gradient, needed is one"),
     ("fine", 0, "batch of broken.py:fine: got 0, allowed: at least 1"),
 ])
 def test_what_fails_in_a_users_model_is_one_line(

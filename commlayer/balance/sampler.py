@@ -177,9 +177,9 @@ class Sampler(HandsOut):
                     self._passes[step] = session.step
                 yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
                 if session is not None and session.inspect.may_leave:
-                    session.inspect.catch_up()  # so that all hear behind the same step who has gone
-                    if self._trained.ends() and session.inspect.carried < session.step:
-                        session.drain()  # so that no sample of this epoch is lost with who leaves in the next one
+                    # So that all hear behind the same step who has gone; and so that no sample of this epoch is lost with who
+                    # leaves in the next one.
+                    session.inspect.catch_up(wholly=self._trained.ends())
                 self._commit()
                 self._heed(step, session)
                 self._at = None

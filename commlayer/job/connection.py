@@ -128,6 +128,7 @@ class Connection:
     followers                              added to by whoever is followed, as a sampler is
     on_close, on_shares                    added to by whoever has something to end, or wants to hear
     catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
+    end_rounds                             exchange_schedule.py
     after_regroup, after_between           added to by whoever must act when members have gone
     bring_in                               added to by whoever lets exchanges run behind steps
     =====================================  ====================================================================
@@ -184,6 +185,7 @@ class Connection:
         self.on_shares: list[Callable[[float], None]] = []
         """Who wants to hear, on all ranks after the same step, that work moves: by what part a step's computing changes."""
         self.catch_up: list[Callable[[], object]] = []
+        self.end_rounds: list[Callable[[], object]] = []
         """Called ahead of all that ranks do together between two steps: does what others may have done already."""
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []

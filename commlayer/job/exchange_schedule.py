@@ -48,7 +48,8 @@ class ExchangeSchedule:
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
         connection.catch_up.append(self._if_due)
-        connection.before_switch.append(self._bring_together)
+        connection.end_rounds.append(self.end_rounds)
+        connection.before_switch.append(self.drain)
         connection.after_switch.append(self._enter)
         connection.after_regroup.append(self._weigh_anew)
         connection.after_between.append(self._align)
@@ -74,16 +75,7 @@ class ExchangeSchedule:
             self._lengths.agree(self.local.starts)
 
     def drain(self) -> None:
-        """Exchanges what was done since the last exchange. All ranks call it behind the same step.
-
-        Where others may come, first as behind a round's last step, twice where rounds overlap: who waits is let in where all
-        wait for an exchange, and never if each round is cut short with the door closed.
-        """
-        while self._connection.members is not None and self.local is not None and self.local.behind:
-            self._exchange(self.local)
-        self._bring_together()
-
-    def _bring_together(self) -> None:
+        """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
         with self._connection.closed_door():
             if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
                 self._drained()
@@ -131,6 +123,12 @@ class ExchangeSchedule:
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
         made.local.go(plan.local_steps, **how, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
+
+    def end_rounds(self) -> None:
+        """Exchanges as behind a round's last step until all steps are in what all ranks have: once, or twice where rounds
+        overlap. All ranks call it behind the same step. Unlike a drain it lets in who waits to take part."""
+        while self.local is not None and self.local.behind:
+            self._exchange(self.local)
 
     def _if_due(self) -> None:
         if self.local is not None and self.local.due:

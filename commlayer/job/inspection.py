@@ -70,10 +70,11 @@ class Inspection:
         """The same as it was when that member went, so that it has no part in later steps."""
         return self.connection.parted.get(member, self.connection.entered)
 
-    def catch_up(self) -> None:
-        """Between two steps, on all ranks: makes the exchange that is due, where this rank's optimizer step was skipped."""
+    def catch_up(self, *, wholly: bool = False) -> None:
+        """Between two steps, on all ranks: makes the exchange that is due, where this rank's optimizer step was skipped.
+        `wholly`: those, too, behind which all steps are carried, where workers may leave."""
         if self.connection.local is not None:
-            for act in self.connection.catch_up:
+            for act in [*self.connection.catch_up, *(self.connection.end_rounds if wholly and self.may_leave else ())]:
                 act()
 
     @property
