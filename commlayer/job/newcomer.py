@@ -57,7 +57,10 @@ def enter(
             try:
                 ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
-                continue  # how long they take to an exchange is their plan's; of those who live no longer there is word
+                # How long they take to an exchange is their plan's; of those who live no longer there is word.
+                log.warning("waits for the others still, %.0f s so far: under local steps it is let in at an exchange that is "
+                            "due, and a script that drains more often than rounds end leaves none", time.monotonic() - begin)
+                continue
             if AWAY in ready:
                 raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
                                 "taken in there: run the same command again")
