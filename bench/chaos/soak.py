@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from bench import Unmeasurable
@@ -33,9 +34,14 @@ LIMIT_S = 3600.0
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
     """`seconds`: it is broken off then; 0: after an hour."""
+    return soaked(SETTING, TOLD_EVERY, steps, lambda made: _Soak(made, steps, random.Random(seed), seconds or LIMIT_S).run())
+
+
+def soaked(setting: Setting, told_every: int, steps: int, train: Callable[[Cluster], Result]) -> Result:
+    """What `train` makes of a cluster of so many steps. Unmeasurable where there cannot be one."""
     try:
-        with processes.meeting(HERE) as at, Cluster(undisturbed(SETTING), at, steps, TOLD_EVERY) as cluster:
-            return _Soak(cluster, steps, random.Random(seed), seconds or LIMIT_S).run()
+        with processes.meeting(HERE) as at, Cluster(undisturbed(setting), at, steps, told_every) as cluster:
+            return train(cluster)
     except CommError as reason:
         raise Unmeasurable(str(reason)) from None
 

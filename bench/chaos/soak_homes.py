@@ -13,15 +13,12 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from bench import Unmeasurable
 from bench.chaos.sizes import MOST_GROWTH_PCT, UNKNOWN, Sizes, growth
+from bench.chaos.soak import LIMIT_S, soaked
 from bench.report import Result
-from commlayer.chaos import processes
-from commlayer.chaos.cluster import HERE, Cluster
-from commlayer.chaos.dealing import undisturbed
+from commlayer.chaos.cluster import Cluster
 from commlayer.chaos.reports import Ended, Stepped
 from commlayer.chaos.trials import Setting
-from commlayer.errors import CommError
 
 SETTING = Setting("identity()", workers=3, apart=True, least=2)
 STAY, GUEST = (0, 1), 2
@@ -40,16 +37,11 @@ LEAVE_S = 20.0
 """How long it may take to leave in order."""
 AWAY_S = 0.5
 """At most."""
-LIMIT_S = 3600.0
 
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
     """`seconds`: it is broken off then; 0: after an hour."""
-    try:
-        with processes.meeting(HERE) as at, Cluster(undisturbed(SETTING), at, steps, TOLD_EVERY) as cluster:
-            return _Soak(cluster, steps, random.Random(seed), seconds or LIMIT_S).run()
-    except CommError as reason:
-        raise Unmeasurable(str(reason)) from None
+    return soaked(SETTING, TOLD_EVERY, steps, lambda made: _Soak(made, steps, random.Random(seed), seconds or LIMIT_S).run())
 
 
 class _Soak:
