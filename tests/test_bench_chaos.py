@@ -90,8 +90,11 @@ def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
 
 
 def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_time() -> None:
-    found = soak_homes.run(1200, 1)["summary"]
-    assert (found["finished"], found["other_digests"], found["idle_homes"], found["stuck_homes"]) == (True, 0, 0, 0), found
+    for steps in (1200, 2400, 4800):  # how many go by while a process starts is the machine's affair
+        found = soak_homes.run(steps, 1)["summary"]
+        assert (found["finished"], found["other_digests"], found["idle_homes"], found["stuck_homes"]) == (True, 0, 0, 0), found
+        if found["homes_left"]:
+            break
     assert found["homes_killed"] >= 1
     assert found["homes_left"] >= 1
     assert found["homes_joined"] == found["homes_killed"] + found["homes_left"]
