@@ -69,6 +69,8 @@ class Timing(Record, frozen=True):
     """The optimizer's step."""
     device: str = ""
     """What it was measured on, as tables name it; empty: what nodes' speeds are told against."""
+    filled: tuple[float, ...] = ()
+    """The part of its gradient that is no zeros, of what is sent and answered on average. None: all of each."""
 
 
 class Job(Record, frozen=True):

@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from commlayer.job.autoplan.link_probes import UNKNOWN, RankMeasurement, Seen, at_least, gathered, probed
 from commlayer.job.connection import Connection
@@ -28,6 +29,10 @@ WAITED = 0.5
 """Part of a step."""
 PROBE_AGAIN_S = 1.2
 """Of all probes of links that may have become faster."""
+CHUNK = 16
+"""Elements that travel or do not, together: those of 32 bytes, rounded to 16 bits (docs/wire.md, "Zeros")."""
+LOOKED_AT = 4096
+"""Chunks of a slice."""
 
 
 class Measurements(NamedTuple):
@@ -69,6 +74,8 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
         collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
+    if groups.ranks_per_node == 1:
+        timing = structs.replace(timing, filled=filled_of(worker, groups.world))
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives, energy_of(worker))
 
 
@@ -93,3 +100,26 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
             found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
     whole = float(found.sum())
     return tuple(found.tolist()) if 0.0 < whole < math.inf else ()
+
+
+def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
+    """By tensor, the part of its gradient in the last step that was no zeros, of what this rank gave and of what came back on
+    average: at most what all gave, since an answer has what any of them had. None: all of everything."""
+    found = [0.0] * len(worker.job.tensors)
+    for bucket in worker.buckets:
+        at = 0
+        for s in bucket.slices:
+            mine = 1.0 if bucket.buffer or not bucket.coded else _nonzero(bucket.x[at : at + s.numel])
+            found[s.tensor] += s.numel * (mine + min(1.0, workers * mine)) / 2
+            at += s.numel
+    parts = tuple(part / max(1, info.numel) for part, info in zip(found, worker.job.tensors, strict=True))
+    return parts if min(parts, default=1.0) < 1.0 else ()
+
+
+def _nonzero(x: torch.Tensor) -> float:
+    """By some of its chunks, all of which are looked at where there are few."""
+    chunks = x[: x.numel() // CHUNK * CHUNK].view(-1, CHUNK)
+    if not len(chunks):
+        return 1.0
+    looked = chunks[:: max(1, len(chunks) // LOOKED_AT)]
+    return float((looked != 0).any(1).float().mean())

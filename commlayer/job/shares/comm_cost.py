@@ -51,5 +51,5 @@ def _only(cluster: Cluster, places: Collection[int]) -> Cluster:
 def _scaled(timing: Timing, part: float) -> Timing:
     return Timing(
         tuple(at * part for at in timing.ready_s), tuple(at * part for at in timing.needed_s), timing.backward_s * part,
-        timing.forward_s * part, timing.update_s * part,
+        timing.forward_s * part, timing.update_s * part, filled=timing.filled,
     )

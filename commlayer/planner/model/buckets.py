@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES, fused
 from commlayer.planner.model.float64 import DOUBLE
+from commlayer.planner.model.thin import is_thin
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Slice
 
 
@@ -20,11 +21,13 @@ class Limits(NamedTuple):
 
 
 class Sort(IntEnum):
-    """What a bucket holds. Only gradients are coded, and doubles are rounded by whatever is no all-reduce."""
+    """What a bucket holds. Only gradients are coded, and doubles are rounded by whatever is no all-reduce. Thin ones are
+    gradients of which little travels, if they are sent as they are or rounded."""
 
     GRADIENTS = 0
     BUFFERS = 1
     DOUBLES = 2
+    THIN = 3
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -80,7 +83,9 @@ def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
 def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
     if job.tensors[group[0].tensor].dtype == DOUBLE:
         return Sort.DOUBLES
-    return Sort.BUFFERS if is_buffer(job, group) else Sort.GRADIENTS
+    if is_buffer(job, group):
+        return Sort.BUFFERS
+    return Sort.THIN if is_thin(job, group[0].tensor) else Sort.GRADIENTS
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:

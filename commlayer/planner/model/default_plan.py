@@ -10,6 +10,7 @@ from commlayer.codec_name import named
 from commlayer.planner.model.float64 import unrounded
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.matrix_shapes import row_of, shaped
+from commlayer.planner.model.thin import is_thin
 from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -151,12 +152,12 @@ def fused(
     """
     limit = first_nbytes
     held: list[Slice] = []
-    held_nbytes, held_kind = 0, ("", False)
+    held_nbytes, held_kind = 0, ("", False, False)
     numbered = list(enumerate(job.tensors))
     gradients = [pair for pair in numbered if not pair[1].buffer]
     buffers = [pair for pair in numbered if pair[1].buffer]
     for tensor, info in [*reversed(gradients), *buffers]:
-        kind = (info.dtype, info.buffer)
+        kind = (info.dtype, info.buffer, is_thin(job, tensor))
         nbytes = info.numel * ELEMENT_NBYTES
         # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
         parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1

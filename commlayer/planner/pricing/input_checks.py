@@ -60,6 +60,8 @@ def job_problems(job: Job) -> Iterator[str]:
         for info, at in zip(job.tensors, times, strict=True):
             if not _time(at):
                 yield f"{name}: timing.{field} of {info.name} is {at}, allowed: 0 or more"
+    if timing.filled and (len(timing.filled) != len(job.tensors) or not all(0 <= part <= 1 for part in timing.filled)):
+        yield f"{name}: timing.filled has {len(timing.filled)} parts, allowed: one of 0 to 1 for each tensor, or none"
     for field in ("backward_s", "forward_s", "update_s"):
         if not _time(getattr(timing, field)):
             yield f"{name}: timing.{field} is {getattr(timing, field)}, allowed: 0 or more"

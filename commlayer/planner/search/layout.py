@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from commlayer.planner.model import buckets
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES
+from commlayer.planner.model.thin import full, travels
 from commlayer.planner.simulation.timeline import urgent
 from commlayer.records import Job, Slice, Timing
 
@@ -19,6 +21,7 @@ class Piece(NamedTuple):
 
     slices: tuple[Slice, ...]
     numel: int
+    """Elements that travel."""
     urgency: float
 
 
@@ -29,13 +32,18 @@ class Layout:
         self._job, self._limits = job, limits
         groups = buckets.groups(job, limits)
         self.sizes = [sum([s.numel for s in group]) for group in groups]
-        self.pieces = [Piece(group, size, urgent(timing, group)) for group, size in zip(groups, self.sizes, strict=True)]
+        self.pieces = [Piece(group, travels(job, group), urgent(timing, group)) for group in groups]
         self.kinds: list[Kind] = [
             (buckets.sort_of(job, group), size.bit_length()) for group, size in zip(groups, self.sizes, strict=True)
         ]
         self._timing = timing
         self._cut: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
         self._turns: dict[int, Layout] = {}
+
+    @cached_property
+    def full(self) -> Layout:
+        """Where all of each bucket travels: this one, or another."""
+        return self if (job := full(self._job)) is self._job else Layout(job, self._timing, self._limits)
 
     def in_turns(self, count: int) -> Layout:
         """So that no bucket is more than a turn's part of the model, of so many turns: this one, or a finer one."""
@@ -51,7 +59,6 @@ class Layout:
         if not ends:
             return [self.pieces[b]]
         if (b, ends) not in self._cut:
-            cut = [(buckets.between(self.pieces[b].slices, start, stop), stop - start)
-                   for start, stop in pairwise((0, *ends, self.sizes[b]))]
-            self._cut[b, ends] = [Piece(slices, numel, urgent(self._timing, slices)) for slices, numel in cut]
+            cut = [buckets.between(self.pieces[b].slices, start, stop) for start, stop in pairwise((0, *ends, self.sizes[b]))]
+            self._cut[b, ends] = [Piece(slices, travels(self._job, slices), urgent(self._timing, slices)) for slices in cut]
         return self._cut[b, ends]

@@ -14,6 +14,7 @@ from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.matrix_shapes import shaped
 from commlayer.planner.model.option import DENSE, Option
+from commlayer.planner.model.thin import plain
 from commlayer.planner.pricing.hidden_links import hidden
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Load
@@ -244,14 +245,15 @@ class LayoutCandidate:
         return unrounded(made, job)
 
     def _useful(self, ways: Ways) -> list[list[int]]:
-        """By kinds of buckets. Dense ones always stay."""
+        """By kinds of buckets. Dense ones always stay, where a bucket's sort does not ask for others."""
         dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
         of: dict[Kind, list[int]] = {}
         for kind in set(self.layout.kinds):
             sort, octave = kind
             found = [] if sort else ways.useful(1 << (octave - 1), 1 << octave)
-            exact = [o for o in dense if self.options[o].path == EXACT] if sort == Sort.DOUBLES else []
-            of[kind] = exact or sorted({*dense, *found})
+            only = {Sort.DOUBLES: [o for o in dense if self.options[o].path == EXACT],
+                    Sort.THIN: [o for o, option in enumerate(self.options) if plain(option)]}.get(sort, [])
+            of[kind] = only or sorted({*dense, *found})
         return [of[kind] for kind in self.layout.kinds]
 
     def _classes(self, useful: list[list[int]]) -> list[Sequence[int]]:

@@ -63,7 +63,7 @@ class OptionPrices:
         """Until the bucket is through, were it alone and sent as is soonest."""
         found = [0.0] * len(self._useful)
         for options, buckets in _alike(self._useful):
-            numels = np.array([float(self._layout.sizes[b]) for b in buckets])
+            numels = np.array([float(self._layout.pieces[b].numel) for b in buckets])
             soonest = np.min([alone_s(self._ways.template(option), numels) for option in options], axis=0)
             for b, seconds in zip(buckets, soonest, strict=True):
                 found[b] = float(seconds)
@@ -93,12 +93,13 @@ class OptionPrices:
     def _cut(self, sent: tuple[int, ...], finely: int, turns: int) -> list[CandidatePart]:
         ways, layout = self._ways, self._layout
         hosts, bound_for = len(ways.prices.hosts), ways.prices.spread
-        made, total = list[CandidatePart](), sum(layout.sizes)
+        made, total = list[CandidatePart](), sum(piece.numel for piece in layout.pieces)
         least_nbytes = least_spread_nbytes(turns) if finely == SHARED else LEAST_NBYTES
         for b, (size, option) in enumerate(zip(layout.sizes, sent, strict=True)):
             cuts = ways.options[option].served and not named(ways.options[option].codec).shaped
-            parts = -(-size * finely * hosts // total) if cuts else 1
-            parts = max(1, min(parts, hosts, size * ELEMENT_NBYTES // least_nbytes))
+            numel = layout.pieces[b].numel
+            parts = -(-numel * finely * hosts // max(1, total)) if cuts else 1
+            parts = max(1, min(parts, hosts, numel * ELEMENT_NBYTES // least_nbytes))
             each = len(set(bound_for)) > 1 and parts == hosts  # servers sum unequal parts, as their links ask for
             even = [size * i // parts for i in range(1, parts)]
             ends = [int(size * end) for end in accumulate(bound_for[:-1])] if each else even

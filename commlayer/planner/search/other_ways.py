@@ -14,10 +14,12 @@ from msgspec import structs
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES
 from commlayer.planner.model.learning import Recipe, late_measured
+from commlayer.planner.model.thin import full
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
 from commlayer.planner.search.layout import Layout
 from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
+from commlayer.planner.simulation.computing import locally
 from commlayer.planner.simulation.timeline import exact_s
 from commlayer.records import Plan
 
@@ -96,9 +98,12 @@ class OtherWays:
     def _entry(self, recipe: Recipe) -> LayoutCandidate:
         """With large tensors cut for its turns."""
         if recipe not in self._tried:
-            layout = self._anew.layout.in_turns(recipe.fragments)
+            inputs, layout = self._anew.inputs, self._anew.layout
+            if locally(recipe):
+                inputs, layout = inputs._replace(job=full(inputs.job)), layout.full
+            layout = layout.in_turns(recipe.fragments)
             if layout not in self._cut:
-                self._cut[layout] = LayoutCandidate(self._anew.inputs, self._anew.ways, layout)
+                self._cut[layout] = LayoutCandidate(inputs, self._anew.ways, layout)
             cut = self._cut[layout]
             self._tried[recipe] = (cut.hidden if recipe.overlap == "round" else cut).otherwise(recipe)
         return self._tried[recipe]

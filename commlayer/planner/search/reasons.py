@@ -10,6 +10,7 @@ from msgspec import structs
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.model.float64 import DOUBLE
 from commlayer.planner.model.option import DENSE
+from commlayer.planner.model.thin import is_thin, travels
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
 from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
@@ -111,7 +112,8 @@ def _why(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Tim
     now, runner = verdict.now, verdict.runner
     return Why(
         seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
-        nbytes=round(verdict.nbytes * bucket.numel), reason=_reason(bucket, verdict, entry, timeline),
+        nbytes=round(verdict.nbytes * travels(entry.inputs.job, bucket.slices)),
+        reason=_reason(bucket, verdict, entry, timeline),
         runner_up=verdict.runner_up, runner_up_s=runner.step_s - now.step_s,
         runner_up_later=runner.to_loss_s / now.to_loss_s - 1 if entry.ways.steps_count else 0.0,
     )
@@ -119,10 +121,13 @@ def _why(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Tim
 
 def _reason(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Timeline) -> str:
     now, dense, coded = verdict.now, verdict.dense, verdict.coded
-    if entry.inputs.job.tensors[bucket.slices[0].tensor].buffer:
+    job, first = entry.inputs.job, bucket.slices[0].tensor
+    if job.tensors[first].buffer:
         return "running statistics are sent as they are"
-    if entry.inputs.job.tensors[bucket.slices[0].tensor].dtype == DOUBLE:
+    if job.tensors[first].dtype == DOUBLE:
         return "float64 is kept by an all-reduce alone"
+    if is_thin(job, first):
+        return f"{100 * travels(job, bucket.slices) / bucket.numel:.2g} % of it is no zeros, and zeros do not travel"
     count = entry.ways.steps_count
     if bucket.codec != DENSE:
         if dense.to_loss_s > now.to_loss_s * (1 + SAME):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
+from commlayer.planner.model.thin import sent_numel
 from commlayer.planner.pricing.hidden_links import hidden
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices
@@ -78,7 +79,7 @@ def simulate(
             each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)][: len(templates[b].steps)]
             ready[b] += max(p.ready_s[place] for p in paces) + step_s
             done[b] = max([ready[b], *[end_s for _, end_s in each]])
-            made += _spans(b, templates[b], plan.buckets[b].numel, each) if spans else []
+            made += _spans(b, templates[b], sent_numel(plan, plan.buckets[b], job), each) if spans else []
         step_s += turn_s
         compute_s += max(p.work_s for p in paces) + problem.tail
     return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(made))
@@ -106,7 +107,7 @@ def _lay_out(
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
     recipe = recipe_of(plan, cluster, policy)
     loads = [
-        load_of([each.way(bucket.numel)], urgent(timing, bucket.slices), bucket.stale)
+        load_of([each.way(sent_numel(plan, bucket, job))], urgent(timing, bucket.slices), bucket.stale)
         for each, bucket in zip(templates, plan.buckets, strict=True)
     ]
     turns = turns_of(job, timing, plan.buckets, loads, prices.groups, recipe, priority=policy.priority)

@@ -81,7 +81,7 @@ def on_reference(job: Job) -> Job:
         raise ValueError(f"job {job.name!r}: timing.device: {error}") from None
     return structs.replace(job, timing=Timing(
         tuple(s * factor for s in timing.ready_s), tuple(s * factor for s in timing.needed_s), timing.backward_s * factor,
-        timing.forward_s * factor, timing.update_s * factor,
+        timing.forward_s * factor, timing.update_s * factor, filled=timing.filled,
     ))
 
 

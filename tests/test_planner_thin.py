@@ -1,0 +1,136 @@
+"""Tensors whose gradients are mostly zeros: priced by what travels, in buckets of their own, where zeros stay zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from learning_kit import learnt
+from msgspec import structs
+from test_planner_to_loss import at
+
+from commlayer.compressors import codec_of
+from commlayer.job.autoplan.measuring import filled_of
+from commlayer.planner.model.cluster import Policy
+from commlayer.planner.model.default_plan import default_plan, fused
+from commlayer.planner.model.thin import MOST, full, is_thin, plain, sent_numel, travels
+from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.timeline import simulate
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
+from commlayer.runtime.worker import Worker
+
+EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
+ROWS, WIDTH, DENSE = 1 << 16, 64, 1 << 20
+SOME = 0.02
+
+
+def job(filled: tuple[float, ...] = ()) -> Job:
+    """An embedding, and something behind it."""
+    return Job((TensorInfo("words", (ROWS, WIDTH)), TensorInfo("behind", (DENSE,)), TensorInfo("bias", (64,))),
+               timing=Timing((0.1, 0.05, 0.05), (0.0, 0.02, 0.02), 0.1, 0.05, 0.005, filled=filled))
+
+
+THIN = job((SOME, 1.0, 1.0))
+
+
+def bucket(codec: str = "fp16()", path: str = "service", down: str = "", tensor: int = 0) -> Bucket:
+    numel = THIN.tensors[tensor].numel
+    return Bucket(0, (Slice(tensor, 0, numel),), path, codec, down=down)
+
+
+def test_a_thin_tensor_has_buckets_of_its_own_and_goes_over_servers_as_zeros_stay_zeros() -> None:
+    machines = at(100e6)
+    made = plan(THIN, machines, learnt(machines), EXACT)
+    of_words = [b for b in made.buckets if any(s.tensor == 0 for s in b.slices)]
+    assert of_words
+    assert all({s.tensor for s in b.slices} == {0} and plain(b) for b in of_words), of_words
+    assert all(b.why is not None and "zeros do not travel" in b.why.reason for b in of_words)
+    assert sum(b.why.nbytes for b in of_words if b.why) < 4 * 4 * ROWS * WIDTH * SOME
+
+
+def test_what_is_known_of_zeros_shortens_the_step_and_the_way_to_a_loss() -> None:
+    machines = at(100e6)
+    blind, seeing = (plan(each, machines, learnt(machines), EXACT) for each in (job(), THIN))
+    assert seeing.step_s * seeing.steps_high < 0.8 * blind.step_s * blind.steps_high
+
+
+@pytest.mark.parametrize("bps", [10e6, 100e6, 1e9])
+def test_what_is_predicted_is_what_the_written_plan_takes(bps: float) -> None:
+    machines = at(bps)
+    for policy in (EXACT, FREE):
+        made = plan(THIN, machines, learnt(machines), policy)
+        line = simulate(made, THIN, machines, learnt(machines), policy)
+        assert line.step_s / made.local_steps == pytest.approx(made.step_s, rel=1e-6)
+
+
+def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> None:
+    machines = at(2e6)
+    made = plan(THIN, machines, learnt(machines), FREE)
+    assert made.local_steps > 1
+    assert any(not plain(b) for b in made.buckets if b.slices[0].tensor == 0), "zeros are no reason to send it as it is"
+    assert simulate(made, THIN, machines, learnt(machines), FREE) == simulate(made, job(), machines, learnt(machines), FREE)
+
+
+@pytest.mark.parametrize(("codec", "path", "down", "codes", "every", "thin"), [
+    ("fp16()", "service", "", "gradients", 1, True),
+    ("identity()", "service", "", "gradients", 1, True),
+    ("bf16()", "encode@cpu net.push net.pull decode@cpu", "", "gradients", 1, True),
+    ("int4()", "service", "", "gradients", 1, False),  # keeps back, and sends it later
+    ("error_feedback(int4())", "service", "", "gradients", 1, False),
+    ("fp16()", "service", "int4()", "gradients", 1, False),
+    ("identity()", "allreduce", "", "gradients", 1, False),  # a collective sends zeros
+    ("fp16()", "service", "", "updates", 1, False),
+    ("fp16()", "service", "", "updates", 4, False),
+])
+def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: str, every: int, thin: bool) -> None:
+    one = bucket(codec, path, down)
+    made = Plan(THIN.digest(), (one,), 1, 1, every, codes)  # type: ignore[arg-type]
+    assert sent_numel(made, one, THIN) == (round(SOME * ROWS * WIDTH) if thin else ROWS * WIDTH)
+    assert sent_numel(made, one, job()) == ROWS * WIDTH
+    dense = bucket(codec, path, down, tensor=1)
+    assert sent_numel(made, dense, THIN) == DENSE
+
+
+def test_which_tensors_are_thin() -> None:
+    edge = job((MOST, 1.0, 0.0))
+    assert is_thin(edge, 0)
+    assert not is_thin(edge, 2), "a small one is worth no bucket"
+    assert not is_thin(job((MOST + 0.01, 1.0, 1.0)), 0)
+    assert not is_thin(job(), 0)
+    assert travels(job((0.0, 1.0, 1.0)), (Slice(0, 0, 64),)) == 1
+    assert full(THIN) == job()
+    assert full(job()) == job()
+
+
+def test_thin_and_dense_tensors_are_not_fused() -> None:
+    infos = tuple(TensorInfo(f"t{i}", (1 << 12,)) for i in range(4))
+    timing = Timing((0.1,) * 4, (0.0,) * 4, 0.1, 0.05)
+    together = list(fused(Job(infos, timing=timing), 1 << 20, 1 << 20, 1 << 22, 1, False))
+    thin = structs.replace(timing, filled=(1.0, 1.0, 0.1, 0.1))
+    apart = list(fused(Job(infos, timing=thin), 1 << 20, 1 << 20, 1 << 22, 1, False))
+    assert [[s.tensor for s in group] for group in together] == [[3, 2, 1, 0]]
+    assert [[s.tensor for s in group] for group in apart] == [[3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize("filled", [(1.0,), (1.5, 1.0, 1.0), (-0.1, 1.0, 1.0), (float("nan"), 1.0, 1.0)])
+def test_parts_that_cannot_be_are_one_line(filled: tuple[float, ...]) -> None:
+    machines = at(1e9)
+    with pytest.raises(ValueError, match=r"timing\.filled has \d parts, allowed: one of 0 to 1 for each tensor, or none"):
+        plan(job(filled), machines, learnt(machines), EXACT)
+
+
+def test_what_no_row_named_is_seen_in_gradients() -> None:
+    """Two of 256 rows for this rank, at most eight for all four."""
+    infos = (TensorInfo("words", (256, 64)), TensorInfo("behind", (4096,)))
+    made = default_plan(Job(infos), codec="error_feedback(int4())", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
+                        cut_nbytes=1 << 24)
+    worker = Worker(Job(infos), made, {b.id: codec_of(b) for b in made.buckets}, torch.device("cpu"))
+    gradients = torch.zeros(256, 64), torch.ones(4096)
+    gradients[0][[3, 77]] = 1.0
+    for each in worker.buckets:
+        each.sources = [gradients[s.tensor] for s in each.slices]
+        each.gather(1.0, 1.0)
+    assert filled_of(worker, 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
+    gradients[0][:] = 1.0
+    worker.buckets[-1].gather(1.0, 1.0)
+    assert filled_of(worker, 4) == ()
+    worker.close()
