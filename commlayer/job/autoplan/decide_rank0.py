@@ -36,8 +36,9 @@ TRIED = 5
 SLOWER = 0.02
 """Where the loss comes later than under the plan before by more than this fraction, all go back. Medians of so few steps under
 one plan differ by as much, and going back is not for nothing: servers drop what they owe."""
-PLAIN = 0.5
-"""The plan without compression is tried where the loss would come later by at most this fraction, for prices err by as much.
+PLAIN = 0.18
+"""The plan without compression is tried where the loss would come later by at most this fraction: in trials it took up to 16 %
+less than its prices, which know least of plans that go another way than what was measured.
 Local steps are where they would be taken, had it been known how slow averaged gradients are."""
 STALE = LIMIT
 """Relative error from which steps are not what was expected of the plan in force."""

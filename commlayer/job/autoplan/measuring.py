@@ -19,11 +19,11 @@ from commlayer.observe import Rates, RecordedStep
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker
 
-PROBE_S = 1.6
+PROBE_S = 1.0
 """Of all probes together, besides waiting for each other."""
 GROUPS_SHARE = 0.2
 """Part of the probes' time that is for collectives."""
-SLOW_BPS = 50e6
+SLOW_BPS = 200e6
 """Over links as slow as that collectives between nodes take what the links take, and measuring them would take long."""
 WAITED = 0.5
 """Part of a step."""
