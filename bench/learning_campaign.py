@@ -60,7 +60,6 @@ SECOND: tuple[dict[str, Any], ...] = (
     {"codec": TOP(0.01), "every": 4, "overlap": "round"},
     {"every": 4, "overlap": "round"},
     {"codec": INT4, "codes": "updates", "overlap": "round"},
-    {"codec": INT4, "every": 4, "overlap": "round", "fragments": 2},
     {"codec": TOP(0.01), "ratio_over": "plan"},
     {"codec": TOP(0.01), "codes": "updates", "ratio_over": "plan"},
     {"codec": "terngrad()"},

@@ -88,7 +88,7 @@ class Training:
         return np.stack([s.numpy().copy() for s in self.local.starts])
 
 
-def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bool) -> Any:
+def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bool, every: int = H) -> Any:
     """All workers' weights behind each step, and what they have in common. `fragments`: tensors, or which elements of all."""
     common = np.stack([np.full(SIZE, float(t)) for t in range(TENSORS)])
     workers, velocity = [common.copy() for _ in range(WORLD)], np.zeros_like(common)
@@ -105,7 +105,7 @@ def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bo
     for step in range(steps):
         for rank, w in enumerate(workers):
             w -= RATE * SLOPE * (w - points(rank, step))
-        if (step + 1) % (H // len(fragments)) == 0:
+        if (step + 1) % (every // len(fragments)) == 0:
             if sent is not None:
                 merge(*sent)
             part, turn = fragments[turn], (turn + 1) % len(fragments)
@@ -118,7 +118,7 @@ def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bo
 
 
 def follow(rank: int, address: str, steps: int, how: dict[str, Any]) -> dict[str, Any]:
-    training = Training(rank, address, every=H, **how)
+    training = Training(rank, address, **{"every": H} | how)
     rows = [(training.step(step), training.starts()) for step in range(steps)]
     under_way = training.local.under_way
     if under_way:
@@ -152,21 +152,24 @@ def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
     ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, turned([1100])),
     ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, turned([1100])),
     ({"fragments": 4, "ends": ENDS}, turned([700, 1100, 1900])),
+    ({"every": 1, "codes": "updates", "overlap": "round"}, [[0, 1, 2, 3]]),
+    ({"every": 1, "codes": "updates", "overlap": "round", "outer": NESTEROV, "per_node": 2}, [[0, 1, 2, 3]]),
 ], ids=["whole", "halves, nesterov", "allreduce", "two ranks to a node", "staged", "one after the other",
         "cut tensors, nesterov", "cut tensors, two ranks to a node", "cut tensors, allreduce", "cut tensors, staged",
-        "cut tensors, waited for"])
+        "cut tensors, waited for", "each step", "each step, two ranks to a node"])
 def test_it_is_what_the_reference_says(how: dict[str, Any], parts: Sequence[Any]) -> None:
     steps = 4 * H + 1
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(follow, servers.address, steps, how)
-    wanted = reference(steps, parts, how.get("outer", Outer()), overlap="overlap" in how)
+    every = how.get("every", H)
+    wanted = reference(steps, parts, how.get("outer", Outer()), overlap="overlap" in how, every=every)
     for step, (workers, common) in enumerate(wanted):
         for rank, result in enumerate(results):
             weights, starts = result["rows"][step]
             np.testing.assert_allclose(weights, workers[rank], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(starts, common, rtol=1e-4, atol=1e-5)
             assert (starts == results[0]["rows"][step][1]).all(), "what ranks have in common is the same to the bit"
-    turns = steps // (H // len(parts))
+    turns = steps // (every // len(parts))
     assert all(result["under way"] == ("overlap" in how or turns % len(parts) > 0) for result in results)
     assert (results[0]["end"] == results[1]["end"]).all(), "drained, weights are the same"
     assert {result["stats"]["steps"] for result in results} == {-(-turns // len(parts)) + 1}
@@ -328,7 +331,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
 def test_what_cannot_be_is_one_line() -> None:
     with Servers(WORLD, 1) as servers:
         said_in_lines(pool(WORLD).call(refused, servers.address), {
-            "word": "overlap: got 'always', allowed: 'round'", "one": "every=1: an exchange runs while",
+            "word": "overlap: got 'always', allowed: 'round'", "one": "overlap='round' with every=1: a step on averaged gradients waits for them",
             "open": "every=2 or more", "more": "fragments: got 4 with every=2, allowed: a divisor",
             "uneven": "fragments: got 3", "none": "fragments: got 0", "few": "fragments=8: the plan's buckets make 4 at most",
         })

@@ -59,10 +59,10 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
         raise ValueError(f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
                          "take every=1")
     if overlap not in (None, *OVERLAPS):
-        raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more, or 'forward'")
+        raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more or codes='updates', or 'forward'")
     if overlap == "forward" and (several or codes == "updates"):
         raise ValueError("overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
-                         "codes='updates', which exchange weights; every=2 or more has overlap='round'")
+                         "codes='updates', which exchange weights; these have overlap='round'")
     if fragments is not None and not _whole(fragments):
         raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
                          "exchanged every H / fragments steps")
@@ -95,9 +95,9 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     if asked.codes == "gradients" and (every > 1 or plan.codes == "updates"):
         what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
         raise ValueError(f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
-    if asked.overlap == "round" and every == 1:
-        raise ValueError(f"overlap='round' with every={asked.every}: an exchange runs while a round of several local steps "
-                         "computes; allowed: every=2 or more")
+    if asked.overlap == "round" and every == 1 and "updates" not in (asked.codes, plan.codes):
+        raise ValueError(f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: every=2 "
+                         "or more, or codes='updates'")
     if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
         raise ValueError(f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
     if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, asked.fragments)):

@@ -179,7 +179,8 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> Best:
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
-        how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next are taken"
+        how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next "
+        how += "are taken" if other.local_steps > 1 else "is taken"
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
     return (f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "

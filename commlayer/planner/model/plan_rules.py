@@ -52,9 +52,9 @@ def _steps(plan: Plan) -> Iterator[str]:
         yield f"codes is {plan.codes!r}, allowed: 'gradients' or 'updates'"
     if plan.overlap not in ("", "round", "forward"):
         yield f"overlap is {plan.overlap!r}, allowed: 'round', 'forward', or nothing"
-    if plan.overlap == "round" and plan.local_steps == 1:
-        yield ("overlap is 'round' with local_steps 1: an exchange runs while a round of several local steps computes; "
-               "allowed: local_steps of 2 or more")
+    if plan.overlap == "round" and not plan.steps_locally:
+        yield ("overlap is 'round' with local_steps 1: a step on averaged gradients waits for them; allowed: local_steps of 2 or "
+               "more, or codes 'updates'")
     if plan.overlap == "forward" and (plan.steps_locally or late):
         what = "results that are a step late" if not plan.steps_locally else \
             f"{plan.local_steps} local steps" if plan.local_steps > 1 else "coded updates"

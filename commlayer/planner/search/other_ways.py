@@ -155,7 +155,7 @@ def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int, parts: int)
     """Those that the policy allows, the plainest first; `most`: local steps, where it does not say; `parts`: fragments."""
     found = [plain._replace(overlap="forward")] if policy.forward else []
     if freely:
-        found += [plain._replace(codes="updates")]  # a round of one step has nothing to run beside
+        found += [plain._replace(codes="updates"), plain._replace(codes="updates", overlap="round")]
     for every in local_steps(policy.max_local_steps or (most if freely else 1)):
         found += [plain._replace(codes="updates", every=every)]
         whole = plain._replace(codes="updates", every=every, overlap="round")
