@@ -28,7 +28,8 @@ SLOW_S, HANG_S = 0.5, 60.0
 WARM = 0.2
 """The part of a run behind which memory must stay as it is."""
 MOST_FINDINGS = 20
-WEIGHTS = {"frames": 24.0, "acceptor's greeting": 12.0, "dialler's greeting": 8.0, "sums": 4.0, "control decisions": 4.0}
+WEIGHTS = {"frames": 24.0, "acceptor's greeting": 12.0, "dialler's greeting": 8.0, "sums": 4.0, "zeros": 4.0,
+           "control decisions": 4.0}
 """How often a target is chosen; others once."""
 
 

@@ -24,8 +24,9 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Hello
 from commlayer.transport.parts import Assembly, cut
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, proof
+from commlayer.transport.zero_chunks import left_out, put_back
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
@@ -51,8 +52,8 @@ class Target(NamedTuple):
 
 
 def targets() -> list[Target]:
-    return [frames(), dialler(), acceptor(), *control(), calls(), joining(), parts_of_plans(), plans(), sums(), *payloads(),
-            *states()]
+    return [frames(), zeros(), dialler(), acceptor(), *control(), calls(), joining(), parts_of_plans(), plans(), sums(),
+            *payloads(), *states()]
 
 
 def frame(header: Header, body: bytes = b"") -> bytes:
@@ -71,7 +72,11 @@ def frames() -> Target:
     large = Header(Kind.PUSH, 1, 6, 4, parts=len(cut(len(body), 1000)), order=9)
     pieces = [frame(large._replace(part=i), body[a:b]) for i, (a, b) in enumerate(cut(len(body), 1000))]
     urgent = frame(Header(Kind.PUSH, 1, 6, 5, order=1), b"between")
-    examples = [*some, frame(Header(Kind.STALLED, 1), stalled), b"".join(pieces), pieces[0] + urgent + pieces[1] + pieces[2]]
+    flagged = Header(Kind.RESULT, 1, 6, 6, sender=SERVER_BASE, flags=Flag.WITHOUT_ZEROS)
+    short = _without_zeros()[-1]
+    halves = [frame(flagged._replace(part=i, parts=2), short[a:b]) for i, (a, b) in enumerate(cut(len(short), 600))]
+    examples = [*some, frame(Header(Kind.STALLED, 1), stalled), b"".join(pieces), pieces[0] + urgent + pieces[1] + pieces[2],
+                *(frame(flagged, one) for one in _without_zeros()), b"".join(halves)]
 
     def read(data: bytes, rng: random.Random) -> None:
         reader = Reader(CAP_NBYTES)
@@ -90,6 +95,38 @@ def frames() -> Target:
                     summation_server.read_stalled(Message(SERVER_BASE, whole.header, whole.body))
 
     return Target("frames", examples, read, frames=True)
+
+
+def _without_zeros() -> list[bytes]:
+    """Of bodies of several sizes: all of zeros, with some chunks, with an odd end."""
+    some = [bytearray(nbytes) for nbytes in (4096, 5000, 4097, 12_345)]
+    some[1][100:170] = random.Random(6).randbytes(70)
+    some[2][-1] = 7
+    some[3][3000:3500] = random.Random(7).randbytes(500)
+    return [short for one in some if (short := left_out(memoryview(one))) is not None]
+
+
+def zeros() -> Target:
+    """What is read has the size that it says, in the memory that was asked for, and would be the same sent again."""
+
+    def read(data: bytes, _: random.Random) -> None:
+        asked: list[int] = []
+
+        def allocate(nbytes: int) -> memoryview:
+            asked.append(nbytes)
+            return memoryview(bytearray(b"\xa5" * nbytes))
+
+        try:
+            whole = put_back(memoryview(data), CAP_NBYTES, allocate)
+        except CorruptFrame:
+            assert not asked, "allocated for what was refused"
+            raise
+        assert asked == [len(whole)]
+        assert len(whole) <= CAP_NBYTES
+        short = left_out(whole)
+        assert short is None or put_back(memoryview(short), CAP_NBYTES, allocate) == whole
+
+    return Target("zeros", _without_zeros(), read)
 
 
 class Canned:

@@ -47,7 +47,8 @@ def measure(sizes: Sequence[int] = SIZES, steps: int = STEPS) -> Overheads:
 
 
 class _Idle:
-    """A server's codec that does nothing, so that what is left of its work is taking and sending. Results are zeros."""
+    """A server's codec that does nothing, so that what is left of its work is taking and sending. Results are ones: zeros
+    would not travel."""
 
     rounds = 1
     in_means = means = False
@@ -55,8 +56,8 @@ class _Idle:
     def __init__(self, spec: Spec) -> None:
         codec = identity()
         self.codec, self.bound = codec.id, codec.bound(spec)
-        self._zeros = memoryview(bytearray(self.bound))
-        codec.start(torch.zeros(spec.numel), codec.init(spec), self._zeros)
+        self._ones = memoryview(bytearray(self.bound))
+        codec.start(torch.ones(spec.numel), codec.init(spec), self._ones)
 
     def zeros(self, r: int) -> None:
         """There is no accumulator."""
@@ -66,8 +67,8 @@ class _Idle:
 
     def emit(self, r: int, acc: None, out: memoryview) -> int:
         """The server writes into the same few buffers in turn."""
-        if out[:HEADER_NBYTES] != self._zeros[:HEADER_NBYTES]:
-            out[: self.bound] = self._zeros
+        if out[:HEADER_NBYTES] != self._ones[:HEADER_NBYTES]:
+            out[: self.bound] = self._ones
         return self.bound
 
     def undo(self, slices: int) -> None:

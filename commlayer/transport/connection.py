@@ -19,7 +19,8 @@ from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.pacing import Pacer
 from commlayer.transport.parts import Assembly, cut
-from commlayer.transport.protocol import Header, Kind, Message, peer_name
+from commlayer.transport.protocol import MAY_LACK_ZEROS, Flag, Header, Kind, Message, peer_name
+from commlayer.transport.zero_chunks import left_out
 
 INLINE_NBYTES = 64 << 10
 """On an idle wire, bodies up to this go out on the caller's thread, as far as they go without blocking."""
@@ -79,13 +80,18 @@ class _Outgoing:
     def __init__(self, operation: Operation, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
         self._body = memoryview(body).cast("B")
-        self._packed = framing.pack(header, len(self._body))
+        self._wire_header = header
+        if header.kind in MAY_LACK_ZEROS and (short := left_out(self._body)) is not None:
+            self._body = memoryview(short)
+            self._wire_header = header._replace(flags=header.flags | Flag.WITHOUT_ZEROS)
+        self._packed = framing.pack(self._wire_header, len(self._body))
         self._parts = [(0, len(self._body))]
         self._next = 0
         self._left: list[memoryview] | None = None
 
     @property
     def nbytes(self) -> int:
+        """Of the body, as it travels."""
         return len(self._body)
 
     @property
@@ -119,7 +125,7 @@ class _Outgoing:
         start, stop = self._parts[self._next]
         body, packed = self._body[start:stop], self._packed
         if len(self._parts) > 1:
-            packed = framing.pack(self.header._replace(part=self._next, parts=len(self._parts)), len(body))
+            packed = framing.pack(self._wire_header._replace(part=self._next, parts=len(self._parts)), len(body))
         head = memoryview(framing.seal(packed, crc32c(body)))
         return [head, body] if body else [head]
 
@@ -175,7 +181,7 @@ class Connection:
             over = self._over
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
-            inline = over is None and not (self._busy or self._queue) and len(body) <= inline_nbytes and not last
+            inline = over is None and not (self._busy or self._queue) and frame.nbytes <= inline_nbytes and not last
             if inline:
                 self._busy = True
                 self._users += 1

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from commlayer.errors import CorruptFrame, Damaged
 from commlayer.records import MAX_FRAME_NBYTES
 from commlayer.transport.crc import crc32c
-from commlayer.transport.protocol import Flag, Header, Kind
+from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 6
+VERSION = 7
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
@@ -106,6 +106,8 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
         raise CorruptFrame(f"unknown kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
     if flags & ~Flag.ALL or any(reserved) or part >= parts:
         raise CorruptFrame(f"flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
+    if flags & Flag.WITHOUT_ZEROS and kind not in MAY_LACK_ZEROS:
+        raise CorruptFrame(f"{KIND_NAMES[kind]} without its zeros, allowed in {_MAY_LACK_ZEROS} alone")
     if nbytes > max_nbytes:
         raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")
     header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used, total,
@@ -114,6 +116,7 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
 
 
 _KINDS = frozenset(Kind)
+_MAY_LACK_ZEROS = " and ".join(KIND_NAMES[kind] for kind in sorted(MAY_LACK_ZEROS))
 
 
 def _check_magic(data: memoryview, *, begun: bool) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from commlayer.errors import CorruptFrame
 from commlayer.transport.framing import Frame
-from commlayer.transport.protocol import Header
+from commlayer.transport.protocol import Flag, Header
+from commlayer.transport.zero_chunks import put_back
 
 MOST_PARTS = 0xFFFF
 UNDER_WAY_NBYTES = 512
@@ -72,9 +73,10 @@ class Assembly:
         self._stack.append(_Body(header, self._take(total), nbytes))
 
     def whole(self, frame: Frame) -> Frame | None:
-        """The frame itself, or the body that it was the last part of; None while parts are missing."""
+        """The frame itself, or the body that it was the last part of, as it was given to be sent; None while parts are
+        missing."""
         if frame.header.parts == 1:
-            return frame
+            return self._as_given(frame)
         body = self._stack[-1]
         body.next += 1
         body.filled += len(frame.body)
@@ -82,7 +84,17 @@ class Assembly:
             return None
         self._stack.pop()
         self._held -= len(body.room) + UNDER_WAY_NBYTES
-        return Frame(body.header._replace(parts=1), body.room[: body.filled])
+        return self._as_given(Frame(body.header._replace(parts=1), body.room[: body.filled]))
+
+    def _as_given(self, frame: Frame) -> Frame:
+        h, body = frame
+        if not h.flags & Flag.WITHOUT_ZEROS:
+            return frame
+        try:
+            body = put_back(body, self._max_nbytes(), self._take)
+        except CorruptFrame as error:
+            raise CorruptFrame(error.what, step=h.step, bucket=h.bucket) from None
+        return Frame(h._replace(flags=h.flags & ~Flag.WITHOUT_ZEROS), body)
 
 
 def _rank(header: Header) -> tuple[int, int]:

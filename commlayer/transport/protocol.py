@@ -50,7 +50,8 @@ class Flag:
     PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
     REFUSED = 8  # RESULT: it was the receiver's
     MEAN = 16  # PUSH: what the body holds counts `weight` times in a mean, which is the result, rounded once
-    ALL = AGAIN | ABANDON | PARTIAL | REFUSED | MEAN
+    WITHOUT_ZEROS = 32  # PUSH, RESULT: the body travels without its chunks of zeros. Carriers put it there, and take it off
+    ALL = AGAIN | ABANDON | PARTIAL | REFUSED | MEAN | WITHOUT_ZEROS
 
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
@@ -59,6 +60,8 @@ ANSWERED_BY: dict[int, Kind] = {
     Kind.PLAN: Kind.PLAN_OK,
 }
 """Of a worker's requests. Its other kinds have no answer."""
+MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT))
+"""Gradients have them: of embeddings, and of experts. What is sent to measure a link must stay as large as it is."""
 NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
 """Requests whose `used` is their number, from 1 for each worker and server, so that a repeated one is known; 0: none."""
 
