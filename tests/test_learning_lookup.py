@@ -252,7 +252,7 @@ def test_a_codec_that_was_measured_elsewhere_costs_no_less_here_than_a_finer_one
         for codec in ("topk(ratio=0.001)", "dgc(ratio=0.001)", "randomk(ratio=0.001)", "onebit()", "terngrad()"):
             elsewhere = excess(shipped_rows(), codec, Recipe(optimizer))
             here = excess(shipped_rows(), codec, recipe)
-            assert here.high > excess(shipped_rows(), "int4()", recipe).high
+            assert here.high >= excess(shipped_rows(), "int4()", recipe).high
             assert recipe.every > 1 or here.high >= elsewhere.high, codec
 
 

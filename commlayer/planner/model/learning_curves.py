@@ -93,9 +93,9 @@ class Curves:
         return self._made[key]
 
     def _waited(self, place: Place) -> Place | None:
-        """The same without overlap, where that was measured: what goes on meanwhile makes nothing better."""
-        waited = place._replace(overlap="")
-        return waited if place.overlap and waited in self._points else None
+        """The same in time, where that was measured: what is merged later, or used late, is no better for it."""
+        waited = place._replace(overlap="", late=False)
+        return waited if waited != place and waited in self._points else None
 
     def _measured(self, place: Place, kind: str, own: Points) -> Curve:
         points, here, waited = dict(own), self._points[place], self._waited(place)
