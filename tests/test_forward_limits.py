@@ -212,7 +212,8 @@ def replaced(model: nn.Module) -> torch.optim.Optimizer:
 
 
 MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
-    "a word": (sgd, {"overlap": "both"}, "overlap: got 'both', allowed: 'round', with every=2 or more or codes='updates', or 'forward'"),
+    "a word": (sgd, {"overlap": "both"},
+               "overlap: got 'both', allowed: 'round', with every=2 or more or codes='updates', or 'forward'"),
     "no optimizer": (lambda m: None, {}, "overlap='forward' steps with the optimizer .*attach.model, optimizer"),
     "lbfgs": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "a trial step of LBFGS alone, without a closure"),
     "mixes": (lambda m: CountsItself(m.parameters(), lr=0.1), {}, "CountsItself mixes parameters, or counts its steps"),

@@ -331,7 +331,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
 def test_what_cannot_be_is_one_line() -> None:
     with Servers(WORLD, 1) as servers:
         said_in_lines(pool(WORLD).call(refused, servers.address), {
-            "word": "overlap: got 'always', allowed: 'round'", "one": "overlap='round' with every=1: a step on averaged gradients waits for them",
+            "word": "overlap: got 'always', allowed: 'round'", "one": "every=1: a step on averaged gradients waits for them",
             "open": "every=2 or more", "more": "fragments: got 4 with every=2, allowed: a divisor",
             "uneven": "fragments: got 3", "none": "fragments: got 0", "few": "fragments=8: the plan's buckets make 4 at most",
         })

@@ -96,8 +96,8 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
         what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
         raise ValueError(f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
     if asked.overlap == "round" and every == 1 and "updates" not in (asked.codes, plan.codes):
-        raise ValueError(f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: every=2 "
-                         "or more, or codes='updates'")
+        raise ValueError(f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: "
+                         "every=2 or more, or codes='updates'")
     if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
         raise ValueError(f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
     if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, asked.fragments)):

@@ -53,8 +53,8 @@ def _steps(plan: Plan) -> Iterator[str]:
     if plan.overlap not in ("", "round", "forward"):
         yield f"overlap is {plan.overlap!r}, allowed: 'round', 'forward', or nothing"
     if plan.overlap == "round" and not plan.steps_locally:
-        yield ("overlap is 'round' with local_steps 1: a step on averaged gradients waits for them; allowed: local_steps of 2 or "
-               "more, or codes 'updates'")
+        yield ("overlap is 'round' with local_steps 1: a step on averaged gradients waits for them; allowed: local_steps of "
+               "2 or more, or codes 'updates'")
     if plan.overlap == "forward" and (plan.steps_locally or late):
         what = "results that are a step late" if not plan.steps_locally else \
             f"{plan.local_steps} local steps" if plan.local_steps > 1 else "coded updates"
