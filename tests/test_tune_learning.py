@@ -80,13 +80,14 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
     assert (code, errors) == (0, "")
     made = read(out)
     assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in made.rows] == [
-        ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 2, ""),
-        ("adam", "updates", "int4()", 2, "round"), ("adam", "gradients", "identity()", 1, "")]
-    assert [row.workers for row in made.rows] == [0, 0, 0, 0, 1]
+        ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 1, "round"),
+        ("adam", "updates", "int4()", 2, ""), ("adam", "updates", "int4()", 2, "round"),
+        ("adam", "gradients", "identity()", 1, "")]
+    assert [row.workers for row in made.rows] == [0, 0, 0, 0, 0, 1]
     assert "one worker by itself" in said
     assert made.provenance.tasks[0].startswith("your proxy: ")
-    assert made.provenance.runs == 6
-    assert f"5 rows in {out}" in said
+    assert made.provenance.runs == 7
+    assert f"6 rows in {out}" in said
     code, said, errors = told(["plan", "make", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")

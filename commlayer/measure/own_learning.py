@@ -29,7 +29,7 @@ Tell = Callable[[Way, float, LearningTable | None], None]
 
 def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Way]:
     """What is worth knowing first: each codec of gradients and of updates; and with the finest one that is no sparse one, local
-    steps, waited for and overlapped."""
+    steps, waited for and overlapped, and where these are asked for updates of each step that overlap."""
     dense = Way("", "")
     yield dense
     yield structs.replace(dense, workers=ALONE)
@@ -39,6 +39,8 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
     for every in sorted({n for n in local_steps if n > 1}):
         yield from (structs.replace(dense, codec=fine, every=every, overlap=overlap) for overlap in ("", "round"))
     yield from (structs.replace(dense, codec=codec, codes="updates") for codec in codecs)
+    if max(local_steps, default=1) > 1:
+        yield structs.replace(dense, codec=fine, codes="updates", overlap="round")
     if late:
         yield structs.replace(dense, codec=fine, late=True)
 

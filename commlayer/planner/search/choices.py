@@ -97,6 +97,11 @@ def priced(space: Space, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
     return _Search(space, False).priced(starts)
 
 
+def repriced(space: Space, found: ChoiceFound) -> ChoiceFound:
+    """The same choice by the prices of another space."""
+    return _Search(space, False).price(found.choice)
+
+
 def best(states: Sequence[ChoiceFound]) -> ChoiceFound:
     return min(states, key=_order)
 

@@ -19,7 +19,7 @@ from commlayer.planner.pricing.hidden_links import hidden
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Load
 from commlayer.planner.pricing.steps_needed import weights
-from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, finest, priced, search
+from commlayer.planner.search.choices import WORTH, ChoiceFound, Space, best, finest, priced, repriced, search
 from commlayer.planner.search.layout import Kind, Layout, Piece
 from commlayer.planner.search.option_prices import SHARED, CandidatePart, OptionPrices
 from commlayer.planner.search.ways import Ways, free
@@ -146,10 +146,12 @@ class LayoutCandidate:
         return entry, found
 
     def finest(self, found: ChoiceFound) -> ChoiceFound:
-        """With everything as fine as it can be at nearly that price, also as written."""
+        """With everything as fine as it can be at nearly that price, also as written; and by links that carry no more than what
+        is to hide can count on, for that is what finer options lean on."""
         if not self.ways.steps_count:
             return found
-        finer = finest(self.space._replace(slack=FINEST), found)
+        leaning = (self if self.recipe.overlap == "round" else self.hidden).space
+        finer = repriced(self.space, finest(leaning._replace(slack=FINEST), repriced(leaning, found)))
         return finer if self.exact(finer) <= self.exact(found) * (1 + FINEST) else found
 
     @cached_property
