@@ -178,7 +178,8 @@ class Plan(Record, frozen=True):
     codes: Literal["gradients", "updates"] = "gradients"
     """What an exchange is of; with several local steps it is of updates, whatever stands here: see `steps_locally`."""
     overlap: Literal["", "round", "forward"] = ""
-    """What goes on while an exchange is under way: nothing; the next round of local steps; the next forward pass."""
+    """What goes on while an exchange is under way: nothing; the next round of local steps, or step; the next
+    forward pass."""
     fragments: int = 1
     """In so many parts, one after the other, a round's changes are exchanged."""
     step_s: float = 0.0

@@ -104,22 +104,27 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
 
 def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
     """By tensor, the part of its gradient in the last step that was no zeros, of what this rank gave and of what came back on
-    average: at most what all gave, since an answer has what any of them had. None: all of everything."""
+    average. One of the two is still there: all gave as much, and an answer has at most what they gave together. None: all of
+    everything."""
     found = [0.0] * len(worker.job.tensors)
     for bucket in worker.buckets:
         at = 0
         for s in bucket.slices:
-            mine = 1.0 if bucket.buffer or not bucket.coded else _nonzero(bucket.x[at : at + s.numel])
-            found[s.tensor] += s.numel * (mine + min(1.0, workers * mine)) / 2
+            part = 1.0 if bucket.buffer else _nonzero(bucket.x[at : at + s.numel])
+            # What codes nothing back has its answer in the place of its gradient.
+            gave, came = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
+            found[s.tensor] += s.numel * (1.0 if part == 1.0 else (gave + came) / 2)
             at += s.numel
-    parts = tuple(part / max(1, info.numel) for part, info in zip(found, worker.job.tensors, strict=True))
+    parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(found, worker.job.tensors, strict=True))
     return parts if min(parts, default=1.0) < 1.0 else ()
 
 
 def _nonzero(x: torch.Tensor) -> float:
-    """By some of its chunks, all of which are looked at where there are few."""
+    """By some of its chunks, all of which are looked at where there are few. 1 where all of it is zero: then this step says
+    nothing of others, for it had no gradient, or this rank no samples."""
     chunks = x[: x.numel() // CHUNK * CHUNK].view(-1, CHUNK)
-    if not len(chunks):
-        return 1.0
-    looked = chunks[:: max(1, len(chunks) // LOOKED_AT)]
-    return float((looked != 0).any(1).float().mean())
+    looked = chunks[:: (len(chunks) // LOOKED_AT) | 1]  # an odd stride: else it could meet the same place of each row
+    part = float((looked != 0).any(1).float().mean()) if len(looked) else 1.0
+    if part:
+        return part
+    return 1 / len(looked) if bool(x.any()) else 1.0

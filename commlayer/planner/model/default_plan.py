@@ -157,7 +157,7 @@ def fused(
     gradients = [pair for pair in numbered if not pair[1].buffer]
     buffers = [pair for pair in numbered if pair[1].buffer]
     for tensor, info in [*reversed(gradients), *buffers]:
-        kind = (info.dtype, info.buffer, is_thin(job, tensor))
+        kind = (info.dtype, info.buffer, not collective and is_thin(job, tensor))
         nbytes = info.numel * ELEMENT_NBYTES
         # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
         parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1

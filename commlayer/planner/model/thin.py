@@ -19,7 +19,7 @@ MOST = 0.25
 """A tensor is thin if no more of it travels. Then rounded to 16 bits it is no longer than in int4."""
 LEAST_NUMEL = 1 << 12
 """Less is not worth a bucket of its own."""
-PLAIN = ("identity", "fp16", "bf16")
+KEEP_ZEROS = ("identity", "fp16", "bf16")
 """Codecs whose payloads are zeros where gradients are, in every step."""
 
 
@@ -36,15 +36,15 @@ def travels(job: Job, slices: Sequence[Slice]) -> int:
     return max(1, round(sum([s.numel * filled[s.tensor] for s in slices])))
 
 
-def plain(option: Option | Bucket) -> bool:
+def keeps_zeros(option: Option | Bucket) -> bool:
     """Whether zeros that are sent and answered so stay out of frames: between workers and servers, not in collectives."""
-    return option.served and all(named(codec).family in PLAIN
+    return option.served and all(named(codec).family in KEEP_ZEROS
                                  for codec in (option.codec, option.down, *option.by_node) if codec)
 
 
 def sent_numel(plan: Plan, bucket: Bucket, job: Job) -> int:
     """Elements that a bucket of a plan sends."""
-    thin = plan.codes == "gradients" and plan.local_steps == 1 and plain(bucket)
+    thin = plan.codes == "gradients" and plan.local_steps == 1 and keeps_zeros(bucket)
     return travels(job, bucket.slices) if thin else bucket.numel
 
 

@@ -14,8 +14,7 @@ from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.matrix_shapes import shaped
 from commlayer.planner.model.option import DENSE, Option
-from commlayer.planner.model.thin import plain
-from commlayer.planner.pricing.hidden_links import hidden
+from commlayer.planner.model.thin import keeps_zeros
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Load
 from commlayer.planner.pricing.steps_needed import weights
@@ -157,9 +156,8 @@ class LayoutCandidate:
     @cached_property
     def hidden(self) -> LayoutCandidate:
         """The same with links that carry what transfers can count on that are to hide."""
-        prices = self.ways.prices
-        ways = self.ways.at(Prices(hidden(self.inputs.cluster), prices.profile, prices.hosts, spread=prices.spread))
-        return LayoutCandidate(self.inputs, ways, self.layout, self.recipe, self.useful)
+        hidden = self._prices.hidden
+        return LayoutCandidate(self.inputs, hidden.ways, self.layout, self.recipe, self.useful, hidden)
 
     def sent(self, found: ChoiceFound) -> tuple[int, ...]:
         """By bucket the option, by its number in `ways`."""
@@ -254,7 +252,7 @@ class LayoutCandidate:
             sort, octave = kind
             found = [] if sort else ways.useful(1 << (octave - 1), 1 << octave)
             only = {Sort.DOUBLES: [o for o in dense if self.options[o].path == EXACT],
-                    Sort.THIN: [o for o, option in enumerate(self.options) if plain(option)]}.get(sort, [])
+                    Sort.THIN: [o for o, option in enumerate(self.options) if keeps_zeros(option)]}.get(sort, [])
             of[kind] = only or sorted({*dense, *found})
         return [of[kind] for kind in self.layout.kinds]
 

@@ -16,6 +16,8 @@ from commlayer.codec_name import named
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES, least_spread_nbytes, spread
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.pricing.batched import alone_s, stack
+from commlayer.planner.pricing.hidden_links import hidden
+from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.pricing.problem import Load
 from commlayer.planner.search.layout import Layout, Piece
 from commlayer.planner.search.placement import assign
@@ -46,7 +48,7 @@ class OptionPrices:
     """What options cost by bucket, however steps are taken."""
 
     def __init__(self, ways: Ways, layout: Layout, useful: list[list[int]]) -> None:
-        self._ways, self._layout, self._useful = ways, layout, useful
+        self.ways, self._layout, self._useful = ways, layout, useful
         ranks = {node.ranks for node in ways.prices.cluster.nodes if node.ranks}
         self.per_node = ranks.pop() if len(ranks) == 1 else 1
         self._weights: dict[tuple[int, int], int] = {}
@@ -54,9 +56,16 @@ class OptionPrices:
         self._placed: dict[tuple[tuple[int, ...], int, int], list[Load]] = {}
 
     @cached_property
+    def hidden(self) -> OptionPrices:
+        """The same with links that carry what transfers can count on that are to hide."""
+        prices = self.ways.prices
+        made = Prices(hidden(prices.cluster), prices.profile, prices.hosts, spread=prices.spread)
+        return OptionPrices(self.ways.at(made), self._layout, self._useful)
+
+    @cached_property
     def loads(self) -> tuple[list[Load], list[list[float]]]:
         """And seconds on lanes."""
-        return loads_of(self._ways, [[(option, 0, 0) for option in mine] for mine in self._useful], self._layout.pieces)
+        return loads_of(self.ways, [[(option, 0, 0) for option in mine] for mine in self._useful], self._layout.pieces)
 
     @cached_property
     def alone_s(self) -> list[float]:
@@ -64,7 +73,7 @@ class OptionPrices:
         found = [0.0] * len(self._useful)
         for options, buckets in _alike(self._useful):
             numels = np.array([float(self._layout.pieces[b].numel) for b in buckets])
-            soonest = np.min([alone_s(self._ways.template(option), numels) for option in options], axis=0)
+            soonest = np.min([alone_s(self.ways.template(option), numels) for option in options], axis=0)
             for b, seconds in zip(buckets, soonest, strict=True):
                 found[b] = float(seconds)
         return found
@@ -87,11 +96,11 @@ class OptionPrices:
         if key not in self._placed:
             parts = self.parts(*key)
             ways = [((part.option, part.server, part.owner),) for part in parts]
-            self._placed[key], _ = loads_of(self._ways.placed, ways, [part.piece for part in parts])
+            self._placed[key], _ = loads_of(self.ways.placed, ways, [part.piece for part in parts])
         return self._placed[key]
 
     def _cut(self, sent: tuple[int, ...], finely: int, turns: int) -> list[CandidatePart]:
-        ways, layout = self._ways, self._layout
+        ways, layout = self.ways, self._layout
         hosts, bound_for = len(ways.prices.hosts), ways.prices.spread
         made, total = list[CandidatePart](), sum(piece.numel for piece in layout.pieces)
         least_nbytes = least_spread_nbytes(turns) if finely == SHARED else LEAST_NBYTES
@@ -121,7 +130,7 @@ class OptionPrices:
     def _weight(self, option: int, numel: int) -> int:
         """Bytes on all links."""
         if (option, numel) not in self._weights:
-            self._weights[option, numel] = sum(self._ways.template(option).sent(numel))
+            self._weights[option, numel] = sum(self.ways.template(option).sent(numel))
         return self._weights[option, numel]
 
 

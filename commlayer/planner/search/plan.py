@@ -12,6 +12,7 @@ from commlayer.planner.model.cluster import Cluster, Node, Policy, Profile
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.model.similar_nodes import condensed
+from commlayer.planner.model.thin import full
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices, bare
 from commlayer.planner.search.candidates import allowed_codecs, options
@@ -85,7 +86,9 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
 def plain(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> PlainFound:
     """For who wants plans of several ways: what they have in common, which takes most of a search."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    inputs = SearchInputs(job, timing, condensed(cluster), profile, policy)
+    # Zeros stay out of what goes between a node's only rank and a server.
+    thin = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
+    inputs = SearchInputs(job if thin else full(job), timing, condensed(cluster), profile, policy)
     tried = _tried(inputs)
     finalists = _finalists(tried)
     choices = [(entry, entry.searched) for entry in finalists if _promising(entry, finalists)]
