@@ -176,7 +176,7 @@ def attach(
     codecs that correct for its changes.
     `every`: each rank takes so many steps on its own gradients, then the changes of weights are exchanged and averaged.
     `codes`: "updates" does that with every=1, too: for optimizers like Adam under sparse codecs. Otherwise "gradients".
-    `overlap`: "round" lets such an exchange run while the next step or `every` steps are taken. `fragments`: by parts, in turns.
+    `overlap`: "round" lets such an exchange run while the next step, or `every`, are taken. `fragments`: by parts, in turns.
     "forward", without `every`, lets backward() return at once and results come in until the next forward pass needs them, with
     the same weights bit for bit. `max_norm`: clips as the optimizer's step begins, as clip_grad_norm_ ahead of it would.
     `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is, except under
