@@ -61,7 +61,7 @@ def test_what_was_searched_is_what_the_written_plan_takes(bps: float) -> None:
     machines = at(bps)
     for policy in (EXACT, FREE):
         found = plain_found(THIN, machines, learnt(machines), policy).best(exact=policy.exact)
-        written_s = exact_s(found.plan, THIN, machines, learnt(machines), policy)
+        written_s = exact_s(found.entry.emit(found.choice), THIN, machines, learnt(machines), policy)
         assert found.entry.exact_s(found.choice) == pytest.approx(written_s, rel=1e-9)
 
 
