@@ -223,6 +223,8 @@ def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: 
     end = StreamTransport(Hello("test", SERVER_BASE))
     try:
         sock = raw_peer(end.listen(FAR), 5)
+        sock.sendall(frame(Header(Kind.DATA, 1)))
+        end.wait(end.recv(5), soon())  # a peer that has been welcomed is known a moment later
         sent = end.send(5, Header(kind, step=3, order=2), body)
         reader, frames, counted = Reader(), list[Frame](), 0
         assembly = Assembly(fresh, lambda: len(body), lambda: 2 * len(body))
@@ -240,6 +242,7 @@ def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: 
         sock.close()
     finally:
         end.close()
+    assert sent.error() is None
     assert whole.body == body
     assert len(frames) > 1
     shorter = kind in (Kind.PUSH, Kind.RESULT)
