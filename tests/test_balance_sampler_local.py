@@ -17,8 +17,13 @@ def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_ste
     session.plan = Plan("", (), local_steps=4)
     assert len([*loop]) == 4
     assert sampler.step == 5
-    with pytest.raises(ValueError, match=r"Controller: the plan averages weights every 4 steps \(local_steps\), allowed: 1"):
-        Controller(session, sampler)  # type: ignore[arg-type]
+    for plan, line in (
+        (Plan("", (), local_steps=4), r"the plan averages weights every 4 steps \(local_steps\), allowed: 1"),
+        (Plan("", (), codes="updates", overlap="round"), "the plan has overlap='round', allowed: updates that are waited for"),
+    ):
+        session.plan = plan
+        with pytest.raises(ValueError, match=f"Controller: {line}"):
+            Controller(session, sampler)  # type: ignore[arg-type]
 
 
 def test_a_step_without_samples_moves_no_weights_where_others_get_a_part_of_them() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transport_kit import FAR, PATIENCE_S, SMALL_BUFFERS, connect_all, data, frame, raw_peer, soon
+from transport_kit import PATIENCE_S, data, far_pair, frame, raw_peer, soon
 
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.transport import credit
@@ -110,11 +110,8 @@ def test_no_more_is_allocated_than_bodies_and_what_is_kept_may_have() -> None:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
-    ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
-    connect_all(list(ends), FAR)
-    yield ends
-    for end in ends:
-        end.close()
+    with far_pair() as ends:
+        yield ends
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runtime_kit import Rig, job, on_ranks, step
-from transport_kit import FAR, SMALL_BUFFERS, connect_all, frame, raw_peer, soon
+from transport_kit import FAR, far_pair, frame, raw_peer, soon
 
 from commlayer.errors import CorruptFrame
 from commlayer.planner import default_plan
@@ -196,11 +196,8 @@ def mostly_zero(nbytes: int, every: int = 4) -> bytes:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
-    ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
-    connect_all(list(ends), FAR)
-    yield ends
-    for end in ends:
-        end.close()
+    with far_pair() as ends:
+        yield ends
 
 
 @pytest.mark.parametrize("nbytes", [5000, 300_001, 20_000_003])

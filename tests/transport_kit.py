@@ -199,6 +199,16 @@ def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIR
     return channel
 
 
+@contextlib.contextmanager
+def far_pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
+    """Two ends that take each other to be on other machines, so that bodies go in parts."""
+    ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
+    connect_all(list(ends), FAR)
+    yield ends
+    for end in ends:
+        end.close()
+
+
 def frame(header: Header, body: bytes = b"") -> bytes:
     return framing.encode(header, len(body), crc32c(body)) + body
 

@@ -185,8 +185,9 @@ class Connection:
         self.on_shares: list[Callable[[float], None]] = []
         """Who wants to hear, on all ranks after the same step, that work moves: by what part a step's computing changes."""
         self.catch_up: list[Callable[[], object]] = []
-        self.end_rounds: list[Callable[[], object]] = []
         """Called ahead of all that ranks do together between two steps: does what others may have done already."""
+        self.end_rounds: list[Callable[[], object]] = []
+        """Called on all ranks behind the same step: exchanges until all steps are in what all ranks have."""
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
         """Called on all ranks between the same two steps, when it is known that all can go over, and when they have."""

@@ -18,6 +18,7 @@ from commlayer.measure.model_times import timing_of
 from commlayer.observe import Rates, RecordedStep
 from commlayer.records import Job
 from commlayer.runtime.worker import Worker
+from commlayer.transport.zero_chunks import CHUNK_NBYTES
 
 PROBE_S = 1.0
 """Of all probes together, besides waiting for each other."""
@@ -29,8 +30,8 @@ WAITED = 0.5
 """Part of a step."""
 PROBE_AGAIN_S = 1.2
 """Of all probes of links that may have become faster."""
-CHUNK = 16
-"""Elements that travel or do not, together: those of 32 bytes, rounded to 16 bits (docs/wire.md, "Zeros")."""
+CHUNK = CHUNK_NBYTES // 2
+"""Elements that travel or do not, together, rounded to 16 bits."""
 LOOKED_AT = 4096
 """Chunks of a slice."""
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.balance import Communication
 from commlayer.planner import simulate
 from commlayer.planner.model.cluster import Cluster, Node, Policy, Profile
-from commlayer.records import Job, Plan, Timing
+from commlayer.records import Job, Plan
 
 
 def communication(
@@ -26,7 +26,7 @@ def communication(
     ranks = tuple(place for place, node in enumerate(cluster.nodes) for _ in range(node.ranks))
 
     def exposed_s(active: tuple[int, ...], part: float) -> float:
-        scaled = structs.replace(job, timing=_scaled(timing, part))
+        scaled = structs.replace(job, timing=timing.scaled(part))
         line = simulate(plan, scaled, _only(cluster, [ranks[rank] for rank in active]), profile, policy)
         return line.exposed_s / plan.local_steps
 
@@ -46,10 +46,3 @@ def _only(cluster: Cluster, places: Collection[int]) -> Cluster:
         return structs.replace(node, ranks=sum(one == place for one in places), speed=1.0)
 
     return structs.replace(cluster, nodes=tuple(left(place, node) for place, node in enumerate(cluster.nodes)))
-
-
-def _scaled(timing: Timing, part: float) -> Timing:
-    return Timing(
-        tuple(at * part for at in timing.ready_s), tuple(at * part for at in timing.needed_s), timing.backward_s * part,
-        timing.forward_s * part, timing.update_s * part, filled=timing.filled,
-    )

@@ -227,16 +227,16 @@ class Controller:
 
 
 def _check_plan(session: Session | None) -> None:
-    """Refuses local steps: what is measured is the time from one averaging to the end of the next backward pass, and there is
-    none in most steps of such a plan."""
+    """Refuses local steps and rounds of one: what is measured is the time from one averaging to the end of the next backward
+    pass, and there is none in most steps of such a plan, or it goes on beside the next."""
     plan = None if session is None else session.inspect.plan
-    if plan is not None and plan.overlap == "round" and plan.local_steps == 1:
-        raise ValueError("Controller: the plan exchanges changes of weights while the next step is taken (overlap='round'), "
-                         "allowed: without, since shares follow what each step takes")
-    if plan is not None and plan.local_steps > 1:
-        raise ValueError(f"Controller: the plan averages weights every {plan.local_steps} steps (local_steps), allowed: 1, "
-                         "since shares follow what each step takes; make the plan with max_local_steps=1, or leave shares as "
-                         "they are: sampler.follow(loader, session)")
+    if plan is None or (plan.local_steps == 1 and plan.overlap != "round"):
+        return
+    how, remedy = f"averages weights every {plan.local_steps} steps (local_steps), allowed: 1", "with max_local_steps=1"
+    if plan.local_steps == 1:
+        how, remedy = "has overlap='round', allowed: updates that are waited for", "without overlap"
+    raise ValueError(f"Controller: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or leave "
+                     "shares as they are: sampler.follow(loader, session)")
 
 
 def _lookahead(loader: Iterable[Any]) -> int:

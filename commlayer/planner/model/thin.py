@@ -44,8 +44,8 @@ def keeps_zeros(option: Option | Bucket) -> bool:
 
 def sent_numel(plan: Plan, bucket: Bucket, job: Job) -> int:
     """Elements that a bucket of a plan sends."""
-    thin = plan.codes == "gradients" and plan.local_steps == 1 and keeps_zeros(bucket)
-    return travels(job, bucket.slices) if thin else bucket.numel
+    zeros = not plan.steps_locally and keeps_zeros(bucket)
+    return travels(job, bucket.slices) if zeros else bucket.numel
 
 
 def full(job: Job) -> Job:

@@ -74,15 +74,11 @@ def on_reference(job: Job) -> Job:
     """The job with times as on the GPU that the tables tell speeds against."""
     if job.timing is None or not job.timing.device:
         return job
-    timing = job.timing
     try:
-        factor = speed(timing.device)
+        factor = speed(job.timing.device)
     except ValueError as error:
         raise ValueError(f"job {job.name!r}: timing.device: {error}") from None
-    return structs.replace(job, timing=Timing(
-        tuple(s * factor for s in timing.ready_s), tuple(s * factor for s in timing.needed_s), timing.backward_s * factor,
-        timing.forward_s * factor, timing.update_s * factor, filled=timing.filled,
-    ))
+    return structs.replace(job, timing=job.timing.scaled(factor))
 
 
 def timing(parts: tuple[Layer, ...], backward_s: float, forward_s: float, update_s: float) -> Timing:
