@@ -83,6 +83,8 @@ class Rank:
         self.in_force, self.now = in_force, 0.0
         self.told_s = 0.0
         """What all tell that their first steps take, whatever its own did."""
+        self.told_waited = 1.0
+        """The part of that in which all of them wait."""
 
     def feed(self, fact: Fact) -> list[Action]:
         self.state, actions = decide(self.state, fact, self.now)
@@ -93,7 +95,7 @@ class Rank:
         for _ in range(times):
             actions = self.feed(StepOver(self.state.step + 1, seconds, Meanwhile(self.in_force, news)))
             if pick(actions, TellPace):
-                actions = [*actions, *self.feed(PaceTold(self.told_s))]
+                actions = [*actions, *self.feed(PaceTold(self.told_s, self.told_waited * self.told_s))]
             news = ()
         return actions
 
@@ -120,7 +122,7 @@ def planning(step_s: float = 1.0, **setting: Any) -> tuple[Rank, StartPlanning]:
     """Rank 0 behind the first measuring, and what its thread plans."""
     rank = Rank(**setting)
     assert rank.step(step_s, times=FIRST_PLANNING) == [Measure()]
-    (order,) = pick(rank.feed(Measured(LINKS, step_s)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, step_s, step_s)), StartPlanning)
     return rank, order
 
 

@@ -27,7 +27,7 @@ from msgspec import structs
 
 from commlayer.job.autoplan.actions import Describe, Report, Say, StartPlanning, Switch, Word
 from commlayer.job.autoplan.candidate import LEAVES, ReplanVerdict
-from commlayer.job.autoplan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
+from commlayer.job.autoplan.decide_rank0 import FASTER, PLAIN, SLOWER, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import InForce, Measured, Planned
 from commlayer.job.autoplan.measuring import Measurements
@@ -36,7 +36,8 @@ from commlayer.job.connection import Connection
 from commlayer.job.ways import WAYS
 from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import StalePlan
-from commlayer.observe.prediction_check import PATIENCE
+from commlayer.observe.link_watch import SETTLED
+from commlayer.observe.prediction_check import PATIENCE, PredictionCheck
 from commlayer.planner.model.cluster import Line
 from commlayer.records import Plan
 
@@ -93,7 +94,7 @@ def test_what_was_found_for_another_plan_than_the_one_in_force_is_dropped() -> N
 
 def test_what_was_found_for_links_that_have_changed_since_is_dropped() -> None:
     rank, old = planning()
-    (order,) = pick(rank.feed(Measured(LINKS, 2.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 2.0, 2.0)), StartPlanning)
     rank.step(1.0, Planned(old, candidate(plan_of(0.1))))
     assert rank.state.lead.phase == Planning(order)
 
@@ -101,11 +102,11 @@ def test_what_was_found_for_links_that_have_changed_since_is_dropped() -> None:
 def test_a_plan_of_its_own_is_known_as_the_planner_has_it() -> None:
     as_planned, as_run = plan_of(0.5), plan_of(0.5, "int8()")
     rank = trying(candidate(as_planned)._replace(runnable=as_run))
-    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning)
     assert order == StartPlanning(as_run, as_planned, LINKS, 1.0)
     rank.in_force = InForce(START)  # somebody else has changed it
     rank.step(0.5)
-    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning)
     assert order == StartPlanning(START, None, LINKS, 1.0)
 
 
@@ -157,7 +158,7 @@ def test_plans_are_compared_by_the_clock_of_the_steps_and_not_by_what_was_record
     """What is recorded leaves out what goes on between two steps."""
     rank = Rank()
     rank.step(1.0, times=FIRST_PLANNING)
-    (order,) = pick(rank.feed(Measured(LINKS, 0.7)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 0.7, 0.7)), StartPlanning)
     assert order.step_s == 0.7
     rank.step(5.0, Planned(order, candidate(plan_of(0.5))))  # planning goes on beside it
     over(rank)
@@ -184,7 +185,7 @@ def test_all_keep_their_plan_where_the_new_one_fits_some_rank_ill() -> None:
 def test_a_plan_that_took_longer_than_predicted_makes_the_next_prediction_count_longer(predicted_s: float, worth: bool) -> None:
     rank = trying(candidate(plan_of(0.5)), 1.0)
     rank.step(0.9, times=BY_PACE)
-    (order,) = pick(rank.feed(Measured(LINKS, 0.9)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 0.9, 0.9)), StartPlanning)
     rank.step(0.9, Planned(order, candidate(plan_of(predicted_s), current_s=1.0)))
     assert isinstance(rank.state.lead.phase, Proposing) is worth, "0.9 for 0.5 makes 1.44 of 0.8, and 0.72 of 0.4"
 
@@ -247,7 +248,7 @@ def local(step_s: float) -> Plan:
 def test_averaged_gradients_that_are_slower_than_predicted_are_left_for_local_steps(
     kept: bool, takes_s: float, tried: bool,
 ) -> None:
-    """0.6 s for 0.8 s of averaged gradients is what they would have been left for, had it been predicted."""
+    """0.8 s of averaged gradients are what they would have been left for, had it been predicted."""
     rank = proposing(candidate(plan_of(2.0 if kept else 0.5), local=local(0.8 * LEAVES)))
     if kept:
         rank.in_force = InForce(START, basis_of(START))
@@ -256,7 +257,7 @@ def test_averaged_gradients_that_are_slower_than_predicted_are_left_for_local_st
     actions = [action for _ in range(BY_PACE) for action in rank.step(takes_s)]
     assert rank.word() == (Word.SWITCH if tried else Word.NOTHING)
     if tried:
-        assert "tries local steps, too, 600.0 ms by the same prices" in said(actions)
+        assert f"tries local steps, too, {800 * LEAVES:.1f} ms by the same prices" in said(actions)
         (switch,) = rank.hear(row(word=Word.SWITCH), row())
         warned = rank.switched(switch.candidate.runnable)
         assert [action.text for action in pick(warned, Say) if action.warning] == [LEAVING]
@@ -306,12 +307,39 @@ def test_steps_other_than_predicted_make_a_plan_stale(seconds: float, stale: boo
     rank = trying(candidate(plan_of(0.5)))
     actions = rank.step(seconds, times=PATIENCE)
     assert bool(pick(actions, Report)) is stale
-    assert rank.word() == (Word.MEASURE if stale and seconds > 0.5 else Word.NOTHING), "quicker steps are no reason to measure"
+    assert rank.word() == (Word.MEASURE if stale and seconds > 0.5 else Word.NOTHING), "a little quicker is no reason"
     if stale:
         (report,) = pick(actions, Report)
         assert said(actions) == report.event.reason
         assert (report.event.predicted_s, report.event.measured_s) == (0.5, seconds)
         assert rank.word() == Word.NOTHING, "it asks once"
+
+
+@pytest.mark.parametrize(("seconds", "waited_s", "word"), [
+    (0.5 / FASTER, 0.1, Word.MEASURE),
+    (0.5 / FASTER * 1.01, 0.1, Word.NOTHING),
+    (0.5 / FASTER, 0.0, Word.NOTHING),
+])
+def test_steps_much_quicker_than_predicted_are_measured_again_where_they_wait(
+    seconds: float, waited_s: float, word: Word,
+) -> None:
+    """The plan was found for others: the first steps of a job compute longer, and shares move."""
+    rank = trying(candidate(plan_of(0.5)))
+    rank.step(seconds, times=PATIENCE)
+    for _ in range(SETTLED):
+        rank.hear(*[row(seconds, waited_s=waited_s)] * 2)
+    assert rank.word() == word
+    assert rank.word() == Word.NOTHING, "it asks once"
+
+
+def test_what_is_quicker_than_usual_is_no_reason_to_measure() -> None:
+    """What made it slow for a while is over, and the plan in force is the one that was found for such steps."""
+    rank, order = planning(2.0)
+    rank.step(2.0, Planned(order, candidate(plan_of(3.0))))
+    rank.step(2.0, times=BY_PACE)
+    assert rank.state.lead.check == PredictionCheck(2.0, limit=STALE, usual=True)
+    assert any(pick(rank.step(0.5), Report) for _ in range(PATIENCE + 3))
+    assert rank.word() == Word.NOTHING
 
 
 def test_that_a_plan_is_stale_is_among_a_sessions_events_and_decisions() -> None:
@@ -349,5 +377,5 @@ def test_a_plan_that_was_kept_is_expected_at_the_pace_it_has() -> None:
 
 def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
     rank = trying(candidate(plan_of(0.5)))
-    rank.feed(Measured(LINKS, 1.0))
+    rank.feed(Measured(LINKS, 1.0, 1.0))
     assert not pick(rank.step(9.0, times=PATIENCE), Report)

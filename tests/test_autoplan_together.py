@@ -98,9 +98,10 @@ class Together:
         """What all ranks do together, and what they hear of it."""
         first = actions[0]
         if isinstance(first, TellPace):
-            self.all(PaceTold(sorted(self.seconds)[len(self.ranks) // 2]))
+            pace_s = sorted(self.seconds)[len(self.ranks) // 2]
+            self.all(PaceTold(pace_s, pace_s))
         elif isinstance(first, Measure):
-            self.all(Measured(self.links, 1.0))
+            self.all(Measured(self.links, 1.0, 1.0))
         elif isinstance(first, Hear):
             rows, self.rows = self.rows, ()
             self.all(Heard(rows))

@@ -35,6 +35,8 @@ class TellPace(Record, frozen=True):
 
     step_s: float
     """This rank's."""
+    waited_s: float
+    """Of it, for communication."""
 
 
 class Measure(Record, frozen=True):

@@ -15,8 +15,9 @@ Price = tuple[float, float]
 """Seconds of communication, and the part of computing that hides it."""
 
 
-LEAVES = 0.75
-"""Averaged gradients are left for what is at the loss in this part of the time, or sooner."""
+LEAVES = 0.85
+"""Averaged gradients are left for what is at the loss in this part of the time, or sooner. What local steps cost is counted at
+its cautious figure already."""
 WAY = ("codes", "overlap", "local_steps", "fragments")
 """What of a plan says how steps are exchanged."""
 

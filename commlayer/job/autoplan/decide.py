@@ -52,9 +52,10 @@ from commlayer.records import digest
 WARM_STEPS = 2
 """They find thresholds, buffers and the forward order: their times are no model of later ones."""
 MEASURED_STEPS = 5
-SOON_S = 0.75
-"""Where the last of the first steps takes that long, it is enough: the plan that shortens steps is worth more than what others
-would tell."""
+SOON_S, HELD_UP = 0.75, 1 / 3
+"""Where the last of the first steps takes that long, and all ranks wait for communication in that part of it, it is enough: the
+plan that shortens steps is worth more than what others would tell. No plan shortens computing, and that takes longest in the
+first steps."""
 UNEVEN = 1.5
 """Times what the fastest rank computes: longer than busy processors make it look."""
 WAITED_STEPS = 2
@@ -75,7 +76,7 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
         case Meanwhile():
             return _meanwhile(state, fact)
         case PaceTold():
-            return (state, [Measure()]) if fact.step_s >= SOON_S else _record(state)
+            return (state, [Measure()]) if _held_up(fact) else _record(state)
         case Measured():
             return _measured(state, fact, now)
         case Heard():
@@ -108,7 +109,7 @@ def _step_over(state: State, fact: StepOver) -> Decided:
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
         if state.links is None:  # of the first steps, which are recorded, too
-            return state, [*actions, TellPace(fact.seconds)]
+            return state, [*actions, TellPace(fact.seconds, fact.waited_s)]
         state, more = _record(state)
         return state, [*actions, *more]
     if isinstance(phase, Measuring) and state.step >= phase.until:
@@ -148,7 +149,12 @@ def _measured(state: State, fact: Measured, now: float) -> Decided:
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
     # A slow step that goes on beside the search costs more than the wait.
-    return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if fact.step_s >= SOON_S and not state.keep else actions
+    return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if _held_up(fact) and not state.keep else actions
+
+
+def _held_up(fact: PaceTold | Measured) -> bool:
+    """Whether steps are slow, and by what plans can mend."""
+    return fact.step_s >= SOON_S and fact.waited_s >= HELD_UP * fact.step_s
 
 
 def _uneven(computing_s: Sequence[float]) -> list[Say]:

@@ -135,7 +135,7 @@ class AutoPlan:
         begin = time.perf_counter()
         self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
-            self._feed(StepOver(self._connection.steps, step_s, self._meanwhile()))
+            self._feed(StepOver(self._connection.steps, step_s, self._meanwhile(), waited_s))
         except CommError as error:
             self._connection.broke(error)
         finally:
@@ -200,9 +200,9 @@ class AutoPlan:
             case RecordSteps():
                 self._record()
             case TellPace():
-                groups = self._groups()
-                told = groups.gather_all(torch.tensor([action.step_s], dtype=torch.float64, device=groups.device))
-                self._feed(PaceTold(float(told.median())))
+                groups, pace_s = self._groups(), [action.step_s, action.waited_s]
+                told = groups.gather_all(torch.tensor(pace_s, dtype=torch.float64, device=groups.device))
+                self._feed(PaceTold(float(told[:, 0].median()), float(told[:, 1].min())))
             case Measure():
                 self._measure()
             case Hear():
@@ -236,7 +236,7 @@ class AutoPlan:
         # Where workers may leave no Controller is taken.
         follows = made.members is not None or any(row.balanced for row in rows)
         computing_s = () if follows else tuple(row.compute_s for row in rows)
-        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, computing_s))
+        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, measurements.waited_s, computing_s))
         if self._reports is None and not self._state.keep:
             assert made.rows is not None
             self._reports = StepReports(made.rows.rows(), self._meter)

@@ -76,6 +76,8 @@ class StepOver(Record, frozen=True):
     seconds: float
     """Since the step before ended; 0 for the first."""
     meanwhile: Meanwhile
+    waited_s: float = 0.0
+    """Of them, for communication."""
 
 
 class PaceTold(Record, frozen=True):
@@ -83,6 +85,8 @@ class PaceTold(Record, frozen=True):
 
     step_s: float
     """The median, the same on all of them."""
+    waited_s: float
+    """Of a step, the least that one of them waited for communication: who waits for a slower rank waits longer."""
 
 
 class Measured(Record, frozen=True):
@@ -90,6 +94,8 @@ class Measured(Record, frozen=True):
 
     links: tuple[Link, ...]
     step_s: float
+    waited_s: float
+    """Of a step, the least that one of them waited for communication."""
     computing_s: tuple[float, ...] = ()
     """Of each rank; none where shares of the batch follow that already, or cannot."""
 
