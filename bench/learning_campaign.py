@@ -78,6 +78,9 @@ CROWDS: tuple[dict[str, Any], ...] = (
     {"codec": TOP(0.01), "codes": "updates"},
 )
 """Measured with 2 and with 8 workers, too."""
+LARGER: tuple[dict[str, Any], ...] = tuple(way | {"batches": times} for times in (4, 16) for way in (
+    *CROWDS, {"codec": INT4, "every": 16}))
+"""Where a worker's batch is so many times as large."""
 ALONE: dict[str, Any] = {"workers": 1}
 """What one worker learns without the others: no way of a job, and what every way is up against."""
 SEEDS = 3
@@ -92,6 +95,7 @@ def campaign() -> Iterator[Way]:
     yield from _everywhere(FIRST, 1)
     yield from _everywhere(tuple(way | {"workers": n} for n in (8, 2) for way in CROWDS), 0)
     yield from rates()
+    yield from _everywhere(LARGER, 0)
     for seed in range(1, SEEDS):
         yield from _everywhere((*FIRST, ALONE, *LONG, *COARSE, *OUTER, *SECOND), seed)
 

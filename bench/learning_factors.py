@@ -15,8 +15,10 @@ from commlayer.measure import learning_costs
 from commlayer.measure.learning_costs import MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 
-__all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "cost", "costs", "held_out", "rows", "with_outer"]
+__all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",
+           "with_outer"]
 
+WORKERS = 4
 LEAST_TASKS = 3
 """On fewer nobody has measured it."""
 
@@ -37,6 +39,34 @@ def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
 def with_outer(found: Mapping[Way, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
     """As `rows`, of ways with that outer optimizer alone. No plan says such a one, so no planner is to look these up."""
     return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == outer})
+
+
+def with_batches(found: Mapping[Way, Cost]) -> dict[int, tuple[LearningRow, ...]]:
+    """As `rows`, by how many times as large a worker's batch was; of 4 workers."""
+    mine = {way: one for way, one in found.items() if way.workers == WORKERS}
+    return {times: rows({structs.replace(way, batches=1): one for way, one in mine.items() if way.batches == times})
+            for times in sorted({way.batches for way in mine})}
+
+
+class Phases(NamedTuple):
+    """Factors of a way in early steps and, in its row, in the second half of a run; medians over tasks."""
+
+    row: LearningRow
+    early: float
+
+
+def by_phase(curves: Mapping[Way, Curve]) -> list[Phases]:
+    """Of the ways that rows are made of, with 4 workers."""
+    mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS}
+    found = costs(mine)
+    early: dict[tuple[object, ...], dict[str, list[float]]] = {}
+    for way in found:
+        early.setdefault(key_of(way), {}).setdefault(way.task, []).append(learning_costs.early(mine[way], mine[way.dense]))
+    return [Phases(row, max(1.0, median(fmean(each) for each in early[_key(row)].values()))) for row in rows(found)]
+
+
+def _key(row: LearningRow) -> tuple[object, ...]:
+    return row.optimizer, row.codes, row.codec, row.every, row.overlap, row.late
 
 
 class Foretold(NamedTuple):
@@ -61,7 +91,7 @@ def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
         table = rows({way: one for way, one in found.items() if way.task != task})
         for optimizer in sorted({row.optimizer for row in table}):
             mine = _of_task(found, task, optimizer)
-            known = {(row.optimizer, row.codes, row.codec, row.every, row.overlap, row.late) for row in table}
+            known = {*map(_key, table)}
             mine = {way: steps for way, steps in mine.items() if key_of(way) in known}
             if len(mine) < LEAST_TASKS:
                 continue

@@ -8,23 +8,26 @@ from __future__ import annotations
 import datetime
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 import torch
 
 from bench import Unmeasurable, learning, learning_factors, report
-from bench.learning_factors import Foretold
+from bench.learning_factors import Cost, Foretold
 from bench.learning_run import Way
 from bench.learning_store import Store
 from commlayer.files import between, write_whole
 from commlayer.measure import learning_costs
+from commlayer.measure.learning_costs import Curve
 from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 
 PAGE = report.ROOT / "docs" / "learning.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 NAMES = {"adam": "AdamW", "sgd": "SGD with momentum"}
+NOTABLE = 0.25
+"""Less, between two parts of a run, is not told."""
 
 
 def table(store: Store, date: str) -> LearningTable:
@@ -75,6 +78,7 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
             lines += [f"**{name}**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
                       "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
                       *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in others), ""]
+    lines += [*_by_batch(found), *_by_phase(curves)]
     told = learning_factors.held_out(found)
     heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
     lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -84,6 +88,28 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
                   f"figures {fmean(one.cautious_rank for one in told):.2f}; the median error of the factor is "
                   f"{median(one.error for one in told):.0%}."]
     return "\n".join(lines)
+
+
+def _by_batch(found: Mapping[Way, Cost]) -> list[str]:
+    by_times = learning_factors.with_batches(found)
+    larger = {times: {(row.optimizer, _way(row)): row for row in rows} for times, rows in by_times.items()}
+    most = larger.get(max(larger, default=1), {})
+    if len(larger) < 2:
+        return []
+    return ["**With larger batches of a worker**", "",
+            f"| optimizer | way | {' | '.join(f'steps, {times} times' if times > 1 else 'steps' for times in larger)} |",
+            f"| --- | --- |{' ---: |' * len(larger)}",
+            *(f"| {NAMES[optimizer]} | {way} | {' | '.join(f'{rows[optimizer, way].steps:.2f}' for rows in larger.values())} |"
+              for optimizer, way in most), ""]
+
+
+def _by_phase(curves: Mapping[Way, Curve]) -> list[str]:
+    told = [one for one in learning_factors.by_phase(curves) if abs(one.early / one.row.steps - 1) >= NOTABLE]
+    if not told:
+        return []
+    return [f"**Early steps**, where they differ by {NOTABLE:.0%} or more", "",
+            "| optimizer | way | steps, from the 40th to the 80th | from the 120th on |", "| --- | --- | ---: | ---: |",
+            *(f"| {NAMES[one.row.optimizer]} | {_way(one.row)} | {one.early:.2f} | {one.row.steps:.2f} |" for one in told), ""]
 
 
 def _figures(row: LearningRow) -> str:

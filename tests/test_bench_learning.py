@@ -3,8 +3,9 @@ a store or a task that it cannot use."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from msgspec import structs
 from runtime_kit import Rig, ToldRows, on_ranks, step
+from torch import nn
 
 import bench.__main__ as program
 from bench import Unmeasurable, learning, learning_campaign, learning_run
 from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
-from commlayer.measure.learning import outer_of
+from commlayer.measure import learning as learning_steps
+from commlayer.measure.learning import Task, outer_of
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.model_job import job_of
 
@@ -107,6 +110,38 @@ def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
         assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
     with pytest.raises(Unmeasurable, match="outer: got 'none', allowed: 'plain', 'diloco', or ''"):
         train(structs.replace(way, outer="none"))
+
+
+def numbered(seed: int) -> Task:
+    """One line through numbers that all workers together draw in order."""
+    torch.manual_seed(seed)
+    model = nn.Linear(1, 1)
+
+    def loss(model: nn.Module, x: float) -> torch.Tensor:
+        return (model(torch.tensor([x])) - math.sin(x)).square().sum()
+
+    def batches(rank: int, world: int) -> Iterator[float]:
+        return (float(n % 3) for n in itertools.count(rank, world))
+
+    return Task(model, lambda model: torch.optim.SGD(model.parameters(), 1e-2), batches, loss,
+                lambda model: float(model.weight.detach()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"every": 4}], ids=["averaged", "local"])
+def test_a_worker_with_several_batches_learns_of_all_of_them(fields: dict[str, Any]) -> None:
+    """One that has the batches of four takes the steps that the four take together."""
+    one = learning_steps.train(Way("", "sgd", workers=1, batches=4, **fields), numbered, steps=24, looks=24)
+    four = learning_steps.train(Way("", "sgd", workers=4), numbered, steps=24, looks=24)
+    assert one == pytest.approx(four, rel=1e-5)
+    assert one != pytest.approx(learning_steps.train(Way("", "sgd", workers=1), numbered, steps=24, looks=24), rel=1e-3)
+
+
+def test_batches_that_end_within_a_step_are_said() -> None:
+    def few(seed: int) -> Task:
+        return numbered(seed)._replace(batches=lambda rank, world: iter([1.0] * 7))
+
+    with pytest.raises(ValueError, match="the batches of rank 0 ended after 1, needed are batches without end"):
+        learning_steps.train(Way("t", "sgd", workers=1, batches=4), few)
 
 
 @pytest.mark.parametrize("task", TASKS)

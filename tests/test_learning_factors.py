@@ -13,7 +13,19 @@ import pytest
 from msgspec import structs
 
 from bench import Unmeasurable, learning_table
-from bench.learning_factors import LEAST_TASKS, MOST, Cost, alone, cost, costs, held_out, rows, with_outer
+from bench.learning_factors import (
+    LEAST_TASKS,
+    MOST,
+    Cost,
+    alone,
+    by_phase,
+    cost,
+    costs,
+    held_out,
+    rows,
+    with_batches,
+    with_outer,
+)
 from bench.learning_run import LOOKS, STEPS, Way
 from bench.learning_store import Run, Store
 from commlayer.codec_name import named
@@ -126,6 +138,24 @@ def test_what_rows_cannot_say_is_in_none() -> None:
     assert rows(outer) == ()
     shown = with_outer(outer | measured("int4()", 1.0, every=32))
     assert [(row.every, row.steps, row.runs) for row in shown] == [(32, 1.65, 4)]
+
+
+def test_what_is_early_is_told_apart_from_what_a_row_says() -> None:
+    """One that learns half as fast in the first steps, and from then on is 42 steps behind dense training."""
+    slow = curve(lambda step: falling(step / 2 if step <= 84 else step - 42))
+    curves = {way: slow if way.codec == "int4()" else DENSE
+              for task in TASKS for way in (Way(task, "adam", "int4()"), Way(task, "adam"))}
+    curves |= {structs.replace(way, workers=8): DENSE for way in curves}  # of so many it says nothing
+    (told,) = by_phase(curves)
+    assert told.row.codec == "int4()"
+    assert told.early == pytest.approx(2.0, rel=0.05)
+    assert told.row.steps == pytest.approx(fmean(n / (n - 42) for n in range(STEPS // 2 + 8, STEPS + 8, 8)), rel=0.03)
+
+
+def test_larger_batches_are_rows_of_their_own() -> None:
+    found = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int4()", 2.0, batches=16, workers=8)
+    assert [row.steps for row in rows(found)] == [1.15]
+    assert {times: [row.steps for row in found] for times, found in with_batches(found).items()} == {1: [1.15], 16: [1.65]}
 
 
 def test_tasks_of_one_order_foretell_each_other() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,11 +54,13 @@ class Way(Record, frozen=True):
     """The optimizer's; 0: the task's own."""
     outer: str = ""
     """What an exchange does with the mean change: one of `OUTERS`; or "", what it does under that optimizer by itself."""
+    batches: int = 1
+    """Of the task's, that a worker takes in a step: its batch is so many times as large."""
 
     @property
     def dense(self) -> Way:
         """What it is compared with."""
-        return Way(self.task, self.optimizer, workers=self.workers, seed=self.seed)
+        return Way(self.task, self.optimizer, workers=self.workers, seed=self.seed, batches=self.batches)
 
     @property
     def updates(self) -> bool:
@@ -107,9 +110,10 @@ def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> li
     return curve
 
 
-def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> Any:
-    for batch in feed:
-        return batch
+def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
+    drawn = list(islice(feed, way.batches))
+    if len(drawn) == way.batches:
+        return drawn
     raise ValueError(f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
 
 
@@ -122,8 +126,13 @@ def _validated(way: Way, found: Any) -> float:
         raise ValueError(f"task {way.task}: validation returned {what}, needed is one number") from None
 
 
-def losses(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of that batch; one line if the task gives none."""
+def losses(task: Task, way: Way, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
+    """The mean loss of these batches."""
+    return torch.stack([_loss(task, way, model, batch) for batch in batches]).mean()
+
+
+def _loss(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
+    """One line if the task gives none."""
     found: Any = task.loss(model, batch)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
         raise ValueError(f"task {way.task} returned {type(found).__name__} as its loss, needed is one number with a gradient")
@@ -164,9 +173,10 @@ class _Averaged:
         self._workers = VirtualWorkers(job_of(self._model), plan_of(way, self._model), way.workers)
         self._late: list[torch.Tensor] | None = None
 
-    def step(self, batches: Sequence[Any], part: float) -> None:
+    def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
+        """`batches`: of each worker."""
         parameters = list(self._model.parameters())
-        gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, batch), parameters) for batch in batches]
+        gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, each), parameters) for each in batches]
         mean: list[torch.Tensor] | None = self._workers.average(gradients)[0]
         if self._way.late:
             mean, self._late = self._late, mean
@@ -192,10 +202,11 @@ class _Local:
                                    fragments=way.fragments, overlap=True, lengths=self._sums.lengths(rank))
                         for rank, model in enumerate(self._models)]
 
-    def step(self, batches: Sequence[Any], part: float) -> None:
-        for model, optimizer, local, batch in zip(self._models, self._optimizers, self._locals, batches, strict=True):
+    def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
+        """`batches`: of each worker."""
+        for model, optimizer, local, mine in zip(self._models, self._optimizers, self._locals, batches, strict=True):
             optimizer.zero_grad()
-            losses(self._task, self._way, model, batch).backward()
+            losses(self._task, self._way, model, mine).backward()
             local.count()
             optimizer.step(part)
         if self._locals[0].due:

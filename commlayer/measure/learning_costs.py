@@ -20,6 +20,8 @@ from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
 MOST = 20.0
 """What has learnt as good as nothing costs so much."""
 CAUTIOUS = 0.8
+EARLY = (40, 80)
+"""Steps that are early in a run, behind its warm-up."""
 
 
 Curve = Sequence[float]
@@ -41,18 +43,26 @@ def cost(curve: Curve, dense: Curve) -> Cost:
     """`dense` was shown to be finite. Over what dense training costs against itself, which noise puts a little above 1."""
     if not all(map(math.isfinite, curve)):
         return Cost(MOST, MOST)
-    mine, own = _against(curve, dense), _against(dense, dense)
-    return Cost(min(MOST, mine.steps / own.steps), min(MOST, mine.loss / own.loss - 1))
+    mine, best = smooth(curve), smooth(dense)
+    late = range(len(dense) // 2, len(dense))
+    return Cost(_over(mine, best, late), min(MOST, mine[-1] / best[-1] - 1))
 
 
-def _against(curve: Curve, dense: Curve) -> Cost:
-    """As it stands, with the loss as a part of dense training's."""
-    best, mine, each = np.minimum.accumulate(smooth(dense)), smooth(curve), STEPS / len(dense)
-    factors = []
-    for look in range(len(dense) // 2, len(dense)):
-        place = _when(best, mine[look])
-        factors.append(min(MOST, (look + 1) * each / max(place * each, 1.0)))
-    return Cost(fmean(factors), mine[-1] / float(best[-1]))
+def early(curve: Curve, dense: Curve) -> float:
+    """The factor of early steps. Of single looks: means over several would know nothing of what dense training has in the first
+    steps, and that is what a slow way has by then."""
+    looks = range(EARLY[0] * len(dense) // STEPS, EARLY[1] * len(dense) // STEPS)
+    return _over(curve, dense, looks) if all(map(math.isfinite, curve)) else MOST
+
+
+def _over(mine: Curve, dense: Curve, looks: range) -> float:
+    """At these looks, over what dense training comes to against itself."""
+    return min(MOST, _factor(mine, dense, looks) / _factor(dense, dense, looks))
+
+
+def _factor(mine: Curve, dense: Curve, looks: range) -> float:
+    best, each = np.minimum.accumulate(dense), STEPS / len(dense)
+    return fmean(min(MOST, (look + 1) * each / max(_when(best, mine[look]) * each, 1.0)) for look in looks)
 
 
 def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
@@ -124,7 +134,7 @@ def key_of(way: Way) -> _Key:
 
 def told(way: Way) -> bool:
     """Whether rows have words for it."""
-    return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer
+    return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer and way.batches == 1
 
 
 def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
