@@ -19,6 +19,7 @@ __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", 
            "with_outer"]
 
 WORKERS = 4
+"""So many, where nothing else is said."""
 LEAST_TASKS = 3
 """On fewer nobody has measured it."""
 
@@ -42,8 +43,9 @@ def with_outer(found: Mapping[Way, Cost], outer: str = "diloco") -> tuple[Learni
 
 
 def with_batches(found: Mapping[Way, Cost]) -> dict[int, tuple[LearningRow, ...]]:
-    """As `rows`, by how many times as large a worker's batch was; of 4 workers."""
-    mine = {way: one for way, one in found.items() if way.workers == WORKERS}
+    """As `rows`, by how many times as large a worker's batch was; of 4 workers, with the seeds of larger batches."""
+    seeds = {way.seed for way in found if way.batches > 1}
+    mine = {way: one for way, one in found.items() if way.workers == WORKERS and way.seed in seeds}
     return {times: rows({structs.replace(way, batches=1): one for way, one in mine.items() if way.batches == times})
             for times in sorted({way.batches for way in mine})}
 
@@ -56,8 +58,9 @@ class Phases(NamedTuple):
 
 
 def by_phase(curves: Mapping[Way, Curve]) -> list[Phases]:
-    """Of the ways that rows are made of, with 4 workers."""
-    mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS}
+    """Of the ways that rows are made of, with 4 workers, where what workers exchange is merged in early steps at all."""
+    mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS
+            and way.every * (2 if way.overlap else 1) <= learning_costs.EARLY[0]}
     found = costs(mine)
     early: dict[tuple[object, ...], dict[str, list[float]]] = {}
     for way in found:

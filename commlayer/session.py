@@ -182,7 +182,7 @@ def attach(
     `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is, except under
     Adam and its like, where it is made as long as the changes that it is of (Outer(matched=True)).
     `exact`: keeps plan="auto" to averaged gradients in every step, whatever the links; otherwise it goes over to local steps
-    where these are at the loss in three quarters of the time, and says so.
+    where these are at the loss in 85 % of the time, and says so.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 

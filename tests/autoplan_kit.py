@@ -85,6 +85,8 @@ class Rank:
         """What all tell that their first steps take, whatever its own did."""
         self.told_waited = 1.0
         """The part of that in which all of them wait."""
+        self.waited_s = 0.0
+        """What its own steps wait."""
 
     def feed(self, fact: Fact) -> list[Action]:
         self.state, actions = decide(self.state, fact, self.now)
@@ -93,7 +95,7 @@ class Rank:
     def step(self, seconds: float = 1.0, *news: Any, times: int = 1) -> list[Action]:
         """What is done behind the last of so many steps."""
         for _ in range(times):
-            actions = self.feed(StepOver(self.state.step + 1, seconds, Meanwhile(self.in_force, news)))
+            actions = self.feed(StepOver(self.state.step + 1, seconds, Meanwhile(self.in_force, news), self.waited_s))
             if pick(actions, TellPace):
                 actions = [*actions, *self.feed(PaceTold(self.told_s, self.told_waited * self.told_s))]
             news = ()
@@ -122,7 +124,7 @@ def planning(step_s: float = 1.0, **setting: Any) -> tuple[Rank, StartPlanning]:
     """Rank 0 behind the first measuring, and what its thread plans."""
     rank = Rank(**setting)
     assert rank.step(step_s, times=FIRST_PLANNING) == [Measure()]
-    (order,) = pick(rank.feed(Measured(LINKS, step_s, step_s)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, step_s)), StartPlanning)
     return rank, order
 
 

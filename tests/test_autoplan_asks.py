@@ -63,7 +63,7 @@ def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
     rank = trying(candidate(plan_of(0.5)))
     told(rank, 0.5, waited_s)
     if slower:
-        (order,) = pick(rank.feed(Measured(tuple(type(link)(1e7, 1e7) for link in LINKS), 1.0, 1.0)), StartPlanning)
+        (order,) = pick(rank.feed(Measured(tuple(type(link)(1e7, 1e7) for link in LINKS), 1.0)), StartPlanning)
         rank.feed(Meanwhile(rank.in_force, (Planned(order, None, "no reason"),)))
     rank.now = after_s
     assert rank.word() == word
@@ -108,7 +108,7 @@ def test_slow_steps_are_measured_again_only_where_a_plan_could_win_something(wai
 def test_other_ranks_look_for_nothing() -> None:
     rank = Rank(1)
     rank.step(1.0, times=8)
-    assert not pick(rank.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning)
+    assert not pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
     rank.step(9.0, SharesMoved(1.0), times=50)
     rank.now = 1e6
     assert rank.word() == Word.NOTHING

@@ -27,7 +27,7 @@ from commlayer.job.autoplan.actions import (
     TellPace,
     Word,
 )
-from commlayer.job.autoplan.decide import HELD_UP, MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
+from commlayer.job.autoplan.decide import LINKS_HOLD, MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
 from commlayer.job.autoplan.facts import (
     Awaited,
     Due,
@@ -52,7 +52,7 @@ def watching(rank: int = 0) -> Rank:
     """A rank that knows the links and what steps usually take."""
     made = Rank(rank)
     made.step(1.0, times=FIRST_PLANNING)
-    for order in pick(made.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning):
+    for order in pick(made.feed(Measured(LINKS, 1.0)), StartPlanning):
         made.step(1.0, Planned(order, None, "no reason"))
     for _ in range(4):
         assert made.hear(*QUICK) == []
@@ -87,7 +87,7 @@ def test_decisions_are_pure() -> None:
 def test_what_no_plan_mends_is_said_with_what_would(computing_s: tuple[float, ...], line: str) -> None:
     made = Rank(1)
     made.step(1.0, times=FIRST_PLANNING)
-    lines = said(made.feed(Measured(LINKS, 1.0, 1.0, computing_s)))
+    lines = said(made.feed(Measured(LINKS, 1.0, computing_s)))
     assert [each for each in lines.split(" | ") if "computes" in each] == ([line] if line else [])
 
 
@@ -107,7 +107,7 @@ def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
     made = Rank(rank)
     did = {step: actions for step in range(1, FIRST_PLANNING + 1) if (actions := made.step())}
     assert did == {WARM_STEPS: [TellPace(1.0, 0.0), RecordSteps()], WARM_STEPS + MEASURED_STEPS + 1: [Measure()]}
-    actions = made.feed(Measured(LINKS, 1.0, 1.0))
+    actions = made.feed(Measured(LINKS, 1.0))
     assert actions[:2] == [Pace(LINKS), Afresh()]
     assert said(actions) == "links carry 100/100 Mb/s up/down"
     assert pick(actions, StartPlanning) == ([StartPlanning(START, None, LINKS, 1.0)] if rank == 0 else [])
@@ -116,28 +116,31 @@ def test_the_first_steps_warm_up_and_are_measured(rank: int) -> None:
 
 @pytest.mark.parametrize(("step_s", "waited", "then"), [
     (SOON_S, 1.0, Measure()),
-    (SOON_S, HELD_UP, Measure()),
-    (SOON_S, 0.99 * HELD_UP, RecordSteps()),  # they compute, which no plan shortens
+    (SOON_S, LINKS_HOLD, Measure()),
+    (SOON_S, 0.99 * LINKS_HOLD, RecordSteps()),  # they compute, which no plan shortens
     (0.99 * SOON_S, 1.0, RecordSteps()),
 ])
 def test_steps_that_links_hold_up_are_measured_soon_and_by_all(step_s: float, waited: float, then: Action) -> None:
     """What counts is what all have heard, whatever this rank's own step took."""
     made = Rank(1)
-    made.told_s, made.told_waited = step_s, waited
-    assert made.step(0.1, times=WARM_STEPS) == [TellPace(0.1, 0.0), then]
+    made.told_s, made.told_waited, made.waited_s = step_s, waited, 0.03
+    assert made.step(0.1, times=WARM_STEPS) == [TellPace(0.1, 0.03), then]
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("step_s", "waited"), [(SOON_S, HELD_UP), (0.99 * SOON_S, 1.0), (SOON_S, 0.99 * HELD_UP)])
-def test_where_links_hold_steps_up_all_wait_for_the_first_plan_a_while(
-    step_s: float, waited: float, rank: int, keep: bool,
-) -> None:
+def test_where_links_hold_steps_up_all_wait_for_the_first_plan_a_while(rank: int, keep: bool) -> None:
     made = Rank(rank, keep=keep)
-    made.step(step_s, times=FIRST_PLANNING)
-    waits = (step_s, waited) == (SOON_S, HELD_UP) and not keep
-    actions = made.feed(Measured(LINKS, step_s, waited * step_s))
-    assert pick(actions, AwaitPlan) == ([AwaitPlan(WAITED_STEPS * SOON_S)] if waits else [])
+    made.told_s = SOON_S
+    assert made.step(SOON_S, times=WARM_STEPS)[-1] == Measure()
+    waits = [] if keep else [AwaitPlan(WAITED_STEPS * SOON_S)]
+    assert pick(made.feed(Measured(LINKS, SOON_S)), AwaitPlan) == waits
+
+
+def test_nobody_waits_for_the_plan_where_all_first_steps_were_measured() -> None:
+    made = Rank(1)
+    assert made.step(SOON_S, times=FIRST_PLANNING) == [Measure()]
+    assert pick(made.feed(Measured(LINKS, SOON_S)), AwaitPlan) == []
 
 
 def test_who_keeps_the_plan_hears_nothing() -> None:
@@ -154,7 +157,7 @@ def test_measuring_again_begins_with_the_next_step(rank: int) -> None:
     assert made.feed(Due()) == [], "rows that are told now would be read behind steps that are measured"
     did = [action for _ in range(MEASURED_STEPS + 2) for action in made.step()]
     assert did == [RecordSteps(), Measure()]
-    made.feed(Measured(LINKS, 1.0, 1.0))
+    made.feed(Measured(LINKS, 1.0))
     assert isinstance(made.state.phase, Watching)
 
 
@@ -164,7 +167,7 @@ def test_measuring_again_begins_with_the_next_step(rank: int) -> None:
 def test_a_step_is_slow_by_what_is_usual() -> None:
     made = Rank(1)
     made.step(times=FIRST_PLANNING)
-    made.feed(Measured(LINKS, 1.0, 1.0))
+    made.feed(Measured(LINKS, 1.0))
     for _ in range(SETTLED):
         assert made.feed(Due()) == [Tell(Word.NOTHING, 0.0, float("inf"))]
         made.hear(*QUICK)
@@ -221,7 +224,7 @@ def test_all_go_over_where_rank_0_has_found_a_plan() -> None:
 def test_the_first_rank_of_a_node_tells_what_its_link_carried() -> None:
     made = Rank(1, per_node=2)
     made.step(times=FIRST_PLANNING)
-    made.feed(Measured(LINKS, 1.0, 1.0))
+    made.feed(Measured(LINKS, 1.0))
     silent = row(0.4)
     for _ in range(4):
         made.hear(QUICK[0], silent, QUICK[1], silent)

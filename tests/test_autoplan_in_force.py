@@ -59,7 +59,7 @@ def test_after_a_link_has_dropped_the_plan_in_force_is_as_fast_as_its_steps_sinc
     """A row is the mean of steps, some of which may have been before the drop."""
     rank = Rank()
     rank.step(1.0, times=FIRST_PLANNING)
-    (order,) = pick(rank.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
     rank.step(0.4, Planned(order, None, "no reason"))
     for _ in range(4):
         rank.step(0.4)

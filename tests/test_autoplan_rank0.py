@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from autoplan_kit import (
     FIRST_PLANNING,
     JOB,
@@ -25,19 +26,19 @@ from autoplan_kit import (
 )
 from msgspec import structs
 
-from commlayer.job.autoplan.actions import Describe, Report, Say, StartPlanning, Switch, Word
+from commlayer.job.autoplan.actions import Describe, Measure, Report, Say, StartPlanning, Switch, TellPace, Word
 from commlayer.job.autoplan.candidate import LEAVES, ReplanVerdict
-from commlayer.job.autoplan.decide_rank0 import FASTER, PLAIN, SLOWER, STALE, TRIED, WORTH
+from commlayer.job.autoplan.decide import begin, decide
+from commlayer.job.autoplan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.facts import InForce, Measured, Planned
+from commlayer.job.autoplan.facts import InForce, Measured, PaceTold, Planned
 from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
 from commlayer.job.ways import WAYS
 from commlayer.measure.collective_costs import Grouped
 from commlayer.observe import StalePlan
-from commlayer.observe.link_watch import SETTLED
-from commlayer.observe.prediction_check import PATIENCE, PredictionCheck
+from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner.model.cluster import Line
 from commlayer.records import Plan
 
@@ -94,7 +95,7 @@ def test_what_was_found_for_another_plan_than_the_one_in_force_is_dropped() -> N
 
 def test_what_was_found_for_links_that_have_changed_since_is_dropped() -> None:
     rank, old = planning()
-    (order,) = pick(rank.feed(Measured(LINKS, 2.0, 2.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 2.0)), StartPlanning)
     rank.step(1.0, Planned(old, candidate(plan_of(0.1))))
     assert rank.state.lead.phase == Planning(order)
 
@@ -102,11 +103,11 @@ def test_what_was_found_for_links_that_have_changed_since_is_dropped() -> None:
 def test_a_plan_of_its_own_is_known_as_the_planner_has_it() -> None:
     as_planned, as_run = plan_of(0.5), plan_of(0.5, "int8()")
     rank = trying(candidate(as_planned)._replace(runnable=as_run))
-    (order,) = pick(rank.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
     assert order == StartPlanning(as_run, as_planned, LINKS, 1.0)
     rank.in_force = InForce(START)  # somebody else has changed it
     rank.step(0.5)
-    (order,) = pick(rank.feed(Measured(LINKS, 1.0, 1.0)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
     assert order == StartPlanning(START, None, LINKS, 1.0)
 
 
@@ -158,7 +159,7 @@ def test_plans_are_compared_by_the_clock_of_the_steps_and_not_by_what_was_record
     """What is recorded leaves out what goes on between two steps."""
     rank = Rank()
     rank.step(1.0, times=FIRST_PLANNING)
-    (order,) = pick(rank.feed(Measured(LINKS, 0.7, 0.7)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 0.7)), StartPlanning)
     assert order.step_s == 0.7
     rank.step(5.0, Planned(order, candidate(plan_of(0.5))))  # planning goes on beside it
     over(rank)
@@ -185,7 +186,7 @@ def test_all_keep_their_plan_where_the_new_one_fits_some_rank_ill() -> None:
 def test_a_plan_that_took_longer_than_predicted_makes_the_next_prediction_count_longer(predicted_s: float, worth: bool) -> None:
     rank = trying(candidate(plan_of(0.5)), 1.0)
     rank.step(0.9, times=BY_PACE)
-    (order,) = pick(rank.feed(Measured(LINKS, 0.9, 0.9)), StartPlanning)
+    (order,) = pick(rank.feed(Measured(LINKS, 0.9)), StartPlanning)
     rank.step(0.9, Planned(order, candidate(plan_of(predicted_s), current_s=1.0)))
     assert isinstance(rank.state.lead.phase, Proposing) is worth, "0.9 for 0.5 makes 1.44 of 0.8, and 0.72 of 0.4"
 
@@ -307,7 +308,7 @@ def test_steps_other_than_predicted_make_a_plan_stale(seconds: float, stale: boo
     rank = trying(candidate(plan_of(0.5)))
     actions = rank.step(seconds, times=PATIENCE)
     assert bool(pick(actions, Report)) is stale
-    assert rank.word() == (Word.MEASURE if stale and seconds > 0.5 else Word.NOTHING), "a little quicker is no reason"
+    assert rank.word() == (Word.MEASURE if stale and seconds > 0.5 else Word.NOTHING), "quicker steps are no reason to measure"
     if stale:
         (report,) = pick(actions, Report)
         assert said(actions) == report.event.reason
@@ -315,30 +316,13 @@ def test_steps_other_than_predicted_make_a_plan_stale(seconds: float, stale: boo
         assert rank.word() == Word.NOTHING, "it asks once"
 
 
-@pytest.mark.parametrize(("seconds", "waited_s", "word"), [
-    (0.5 / FASTER, 0.1, Word.MEASURE),
-    (0.5 / FASTER * 1.01, 0.1, Word.NOTHING),
-    (0.5 / FASTER, 0.0, Word.NOTHING),
-])
-def test_steps_much_quicker_than_predicted_are_measured_again_where_they_wait(
-    seconds: float, waited_s: float, word: Word,
-) -> None:
-    """The plan was found for others: the first steps of a job compute longer, and shares move."""
-    rank = trying(candidate(plan_of(0.5)))
-    rank.step(seconds, times=PATIENCE)
-    for _ in range(SETTLED):
-        rank.hear(*[row(seconds, waited_s=waited_s)] * 2)
-    assert rank.word() == word
-    assert rank.word() == Word.NOTHING, "it asks once"
-
-
-def test_what_is_quicker_than_usual_is_no_reason_to_measure() -> None:
-    """What made it slow for a while is over, and the plan in force is the one that was found for such steps."""
-    rank, order = planning(2.0)
-    rank.step(2.0, Planned(order, candidate(plan_of(3.0))))
-    rank.step(2.0, times=BY_PACE)
-    assert rank.state.lead.check == PredictionCheck(2.0, limit=STALE, usual=True)
-    assert any(pick(rank.step(0.5), Report) for _ in range(PATIENCE + 3))
+def test_what_was_seen_of_a_plan_says_nothing_of_the_next_one() -> None:
+    """Steps turn out slow, and with the next row all go over to a plan that was found beside."""
+    rank = trying(candidate(plan_of(0.5), plain=plan_of(0.8, "identity()")))
+    assert any(pick(rank.step(0.9), Report) for _ in range(PATIENCE + 1))
+    assert rank.word() == Word.SWITCH
+    (switch,) = rank.hear(row(word=Word.SWITCH), row())
+    rank.switched(switch.candidate.runnable)
     assert rank.word() == Word.NOTHING
 
 
@@ -351,6 +335,29 @@ def test_that_a_plan_is_stale_is_among_a_sessions_events_and_decisions() -> None
         auto.carry_out(action)
     assert (connection.events, connection.decisions) == ([event], [f"step 0: {event.reason}"])
     assert (connection.terms.basis, connection.terms.price) == (basis_of(START), (0.3, 0.1))
+
+
+@pytest.mark.parametrize(("others", "soon"), [
+    ([(0.9, 0.5), (1.2, 0.4)], True),
+    ([(0.9, 0.5), (1.2, 0.1)], False),  # the slowest computes, and the others wait for it
+    ([(0.5, 0.4), (0.5, 0.4)], False),
+])
+def test_the_pace_of_all_is_the_median_and_what_all_have_waited(others: list[tuple[float, float]], soon: bool) -> None:
+    class Groups:
+        device, ranks_per_node = torch.device("cpu"), 1
+
+        def gather_all(self, mine: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([mine.tolist(), *others], dtype=torch.float64)
+
+    connection, fed = Connection(), []
+    connection.plan, connection.groups = START, Groups()
+    auto = AutoPlan(connection, JOB)
+    auto._feed = fed.append
+    auto.carry_out(TellPace(1.0, 0.6))
+    (told,) = fed
+    assert told == PaceTold(sorted([1.0, *(step_s for step_s, _ in others)])[1], min(0.6, *(waited for _, waited in others)))
+    _, actions = decide(begin(0), told, 0.0)
+    assert (actions == [Measure()]) is soon
 
 
 def test_what_the_script_allows_is_asked_on_its_own_thread() -> None:
@@ -377,5 +384,5 @@ def test_a_plan_that_was_kept_is_expected_at_the_pace_it_has() -> None:
 
 def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
     rank = trying(candidate(plan_of(0.5)))
-    rank.feed(Measured(LINKS, 1.0, 1.0))
+    rank.feed(Measured(LINKS, 1.0))
     assert not pick(rank.step(9.0, times=PATIENCE), Report)

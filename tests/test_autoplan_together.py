@@ -101,7 +101,7 @@ class Together:
             pace_s = sorted(self.seconds)[len(self.ranks) // 2]
             self.all(PaceTold(pace_s, pace_s))
         elif isinstance(first, Measure):
-            self.all(Measured(self.links, 1.0, 1.0))
+            self.all(Measured(self.links, 1.0))
         elif isinstance(first, Hear):
             rows, self.rows = self.rows, ()
             self.all(Heard(rows))

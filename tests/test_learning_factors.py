@@ -146,6 +146,7 @@ def test_what_is_early_is_told_apart_from_what_a_row_says() -> None:
     curves = {way: slow if way.codec == "int4()" else DENSE
               for task in TASKS for way in (Way(task, "adam", "int4()"), Way(task, "adam"))}
     curves |= {structs.replace(way, workers=8): DENSE for way in curves}  # of so many it says nothing
+    curves |= {Way(task, "adam", "int4()", every=32, overlap="round"): slow for task in TASKS}  # nothing is merged by then
     (told,) = by_phase(curves)
     assert told.row.codec == "int4()"
     assert told.early == pytest.approx(2.0, rel=0.05)
@@ -155,6 +156,7 @@ def test_what_is_early_is_told_apart_from_what_a_row_says() -> None:
 def test_larger_batches_are_rows_of_their_own() -> None:
     found = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int4()", 2.0, batches=16, workers=8)
     assert [row.steps for row in rows(found)] == [1.15]
+    found |= measured("int4()", 3.0, seed=1)  # which larger batches were not measured with
     assert {times: [row.steps for row in found] for times, found in with_batches(found).items()} == {1: [1.15], 16: [1.65]}
 
 

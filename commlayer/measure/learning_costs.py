@@ -49,8 +49,7 @@ def cost(curve: Curve, dense: Curve) -> Cost:
 
 
 def early(curve: Curve, dense: Curve) -> float:
-    """The factor of early steps. Of single looks: means over several would know nothing of what dense training has in the first
-    steps, and that is what a slow way has by then."""
+    """The factor of early steps, unsmoothed: a mean over five looks blurs the first, steep steps of dense training."""
     looks = range(EARLY[0] * len(dense) // STEPS, EARLY[1] * len(dense) // STEPS)
     return _over(curve, dense, looks) if all(map(math.isfinite, curve)) else MOST
 

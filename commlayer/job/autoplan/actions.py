@@ -31,7 +31,7 @@ class RecordSteps(Record, frozen=True):
 
 
 class TellPace(Record, frozen=True):
-    """All ranks together: tell each other what a step took. Answered by `PaceTold`."""
+    """All ranks together: tell each other what a step took, and how long it waited. Answered by `PaceTold`."""
 
     step_s: float
     """This rank's."""

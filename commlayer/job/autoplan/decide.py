@@ -52,10 +52,10 @@ from commlayer.records import digest
 WARM_STEPS = 2
 """They find thresholds, buffers and the forward order: their times are no model of later ones."""
 MEASURED_STEPS = 5
-SOON_S, HELD_UP = 0.75, 1 / 3
-"""Where the last of the first steps takes that long, and all ranks wait for communication in that part of it, it is enough: the
-plan that shortens steps is worth more than what others would tell. No plan shortens computing, and that takes longest in the
-first steps."""
+SOON_S, LINKS_HOLD = 0.75, 1 / 3
+"""The last of the first steps is measured, and no more of them, if it takes so many seconds and all ranks wait for
+communication in this part of it: the plan that shortens such steps is worth more than what others would tell. Computing no plan
+shortens, and it takes longest in the first steps."""
 UNEVEN = 1.5
 """Times what the fastest rank computes: longer than busy processors make it look."""
 WAITED_STEPS = 2
@@ -76,7 +76,7 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
         case Meanwhile():
             return _meanwhile(state, fact)
         case PaceTold():
-            return (state, [Measure()]) if _held_up(fact) else _record(state)
+            return (state, [Measure()]) if _links_hold(fact) else _record(state)
         case Measured():
             return _measured(state, fact, now)
         case Heard():
@@ -144,17 +144,18 @@ def _meanwhile(state: State, fact: Meanwhile) -> Decided:
 
 def _measured(state: State, fact: Measured, now: float) -> Decided:
     """What was measured is planned for. Rank 0 goes on alone."""
+    soon = isinstance(state.phase, Warming)
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
     actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact.computing_s)]
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
     # A slow step that goes on beside the search costs more than the wait.
-    return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if _held_up(fact) and not state.keep else actions
+    return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if soon and not state.keep else actions
 
 
-def _held_up(fact: PaceTold | Measured) -> bool:
+def _links_hold(fact: PaceTold) -> bool:
     """Whether steps are slow, and by what plans can mend."""
-    return fact.step_s >= SOON_S and fact.waited_s >= HELD_UP * fact.step_s
+    return fact.step_s >= SOON_S and fact.waited_s >= LINKS_HOLD * fact.step_s
 
 
 def _uneven(computing_s: Sequence[float]) -> list[Say]:

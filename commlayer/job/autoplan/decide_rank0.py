@@ -42,9 +42,6 @@ less than its prices, which know least of plans that go another way than what wa
 Local steps are where they would be taken, had it been known how slow averaged gradients are."""
 STALE = LIMIT
 """Relative error from which steps are not what was expected of the plan in force."""
-FASTER = 1.5
-"""Where steps are so many times as fast as predicted, they are not what plans were looked for with: the first ones computed
-longer, or work has moved between ranks. Less may be an error of prices, and is no reason to hold steps up."""
 
 Decided = tuple[Lead, list[Action]]
 
@@ -138,11 +135,10 @@ def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decide
         lead, actions = _judged(lead, in_force)
     if lead.check is not None:
         check, stale = lead.check.observe(median(lead.recent[-3:]), step)
-        if stale is not None:
-            slower, times = stale.measured_s > stale.predicted_s, stale.predicted_s / stale.measured_s
-            check = check if slower else _expects(stale.measured_s, usual=True)
-            lead = structs.replace(lead, stale=lead.stale or slower or (not stale.usual and times >= FASTER))
-        lead = structs.replace(lead, check=check)
+        slower = stale is not None and stale.measured_s > stale.predicted_s
+        if stale is not None and not slower:  # a plan that does better is no reason to hold steps up
+            check = _expects(stale.measured_s, usual=True)
+        lead = structs.replace(lead, check=check, stale=lead.stale or slower)
         actions += [Report(stale), Say(stale.reason)] if stale is not None else []
     return lead, actions
 
@@ -185,7 +181,8 @@ def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
     assert proposed is not None, "rank 0 has no plan that others could go over to"
     candidate = proposed.candidate.as_run(plan)
     substituted = candidate is not proposed.candidate
-    lead = structs.replace(lead, recent=(), known=(plan, candidate.plan), steps=candidate.steps)
+    # What was seen of steps is the plan's that all have left.
+    lead = structs.replace(lead, recent=(), stale=False, known=(plan, candidate.plan), steps=candidate.steps)
     actions: list[Action] = [Describe(candidate.basis, candidate.price)]
     if proposed.back:
         return structs.replace(lead, phase=Settling()), actions

@@ -236,7 +236,7 @@ class AutoPlan:
         # Where workers may leave no Controller is taken.
         follows = made.members is not None or any(row.balanced for row in rows)
         computing_s = () if follows else tuple(row.compute_s for row in rows)
-        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, measurements.waited_s, computing_s))
+        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, computing_s))
         if self._reports is None and not self._state.keep:
             assert made.rows is not None
             self._reports = StepReports(made.rows.rows(), self._meter)

@@ -94,8 +94,6 @@ class Measured(Record, frozen=True):
 
     links: tuple[Link, ...]
     step_s: float
-    waited_s: float
-    """Of a step, the least that one of them waited for communication."""
     computing_s: tuple[float, ...] = ()
     """Of each rank; none where shares of the batch follow that already, or cannot."""
 

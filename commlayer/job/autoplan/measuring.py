@@ -54,11 +54,6 @@ class Measurements(NamedTuple):
         """Seconds of a step, on the median over ranks."""
         return median(row.step_s for row in self.rows)
 
-    @property
-    def waited_s(self) -> float:
-        """Of a step, the least that a rank did not compute."""
-        return max(0.0, min(row.step_s - row.compute_s for row in self.rows))
-
 
 def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None = None) -> Measurements:
     """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together. `seen`: of this
