@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from autoplan_kit import FIRST_PLANNING, LINKS, START, Rank, candidate, pick, plan_of, planning, proposing, row, said
+from msgspec import structs
 
 from commlayer.job.autoplan import decide as decide_module
 from commlayer.job.autoplan.actions import (
@@ -38,7 +39,7 @@ from commlayer.job.autoplan.facts import (
     Probed,
     StepOver,
 )
-from commlayer.job.autoplan.state import Warming, Watching
+from commlayer.job.autoplan.state import Proposing, Warming, Watching
 from commlayer.observe import Rates
 from commlayer.observe.link_watch import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Link
@@ -211,6 +212,23 @@ def test_slower_links_are_planned_for_and_all_wait_where_planning_is_quick(rank:
     assert made.state.links.best == (Rates(1e8, 1e8),) * 2
     assert made.state.links.reprobe.since_s == 100.0
     assert made.hear(*slow) == [], "that is known"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_what_was_usual_under_a_plan_is_usual_again_where_all_go_back_to_it(rank: int, meanwhile: bool) -> None:
+    """Links may have become slower while another was tried."""
+    made = watching(rank)
+    first = made.in_force.plan
+    for plan in (plan_of(0.3, "int8()"), first):
+        if rank == 0:
+            made.state = structs.replace(made.state, lead=structs.replace(made.state.lead, phase=Proposing(candidate(plan))))
+        made.switched(plan)
+        if meanwhile and plan != first:  # what is planned for is another since
+            made.feed(Probed((Link(4e8, 4e8), LINKS[1]), 0.5, 0.0, 0.4))
+    slow = [row(SLOW_S, bps=SLOW_BPS, share=0.9) for _ in range(2)]
+    actions = [action for _ in range(IN_A_ROW) for action in made.hear(*slow)]
+    assert bool(pick(actions, Pace)) is not meanwhile
 
 
 def test_all_go_over_where_rank_0_has_found_a_plan() -> None:

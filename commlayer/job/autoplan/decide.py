@@ -276,11 +276,14 @@ def _switch(state: State) -> Switch:
 
 
 def _switched(state: State, fact: Switched) -> Decided:
-    """Under another plan links carry other amounts, and steps take other times."""
+    """Under another plan links carry other amounts, and steps take other times; under the plan before, those of then."""
     known = state.links
     assert known is not None
-    state = structs.replace(state, links=structs.replace(known, watch=LinkWatch(decide_rank0.rates_of(known.links))),
-                            in_force=InForce(fact.plan))
+    watch = LinkWatch(decide_rank0.rates_of(known.links))
+    if known.before is not None and known.before[0] == fact.plan and known.before[1].planned == watch.planned:
+        watch = structs.replace(watch, seen=known.before[1].seen)
+    links = structs.replace(known, watch=watch, before=(fact.left, known.watch))
+    state = structs.replace(state, links=links, in_force=InForce(fact.plan))
     actions: list[Action] = []
     back = False
     if state.lead is not None:

@@ -136,6 +136,8 @@ class Links(Record, frozen=True):
     best: tuple[Rates, ...]
     """Best rates ever measured, per node."""
     reprobe: ReprobeSchedule
+    before: tuple[Plan, LinkWatch] | None = None
+    """The plan that all have left last, and what was seen under it."""
 
 
 class State(Record, frozen=True):
