@@ -222,7 +222,8 @@ def test_what_was_usual_under_a_plan_is_usual_again_where_all_go_back_to_it(rank
     first = made.in_force.plan
     for plan in (plan_of(0.3, "int8()"), first):
         if rank == 0:
-            made.state = structs.replace(made.state, lead=structs.replace(made.state.lead, phase=Proposing(candidate(plan))))
+            phase = Proposing(candidate(plan), back=plan == first)
+            made.state = structs.replace(made.state, lead=structs.replace(made.state.lead, phase=phase))
         made.switched(plan)
         if meanwhile and plan != first:  # what is planned for is another since
             made.feed(Probed((Link(4e8, 4e8), LINKS[1]), 0.5, 0.0, 0.4))
