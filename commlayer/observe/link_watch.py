@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from statistics import median
 from typing import NamedTuple
 
@@ -82,6 +83,10 @@ class LinkWatch(Record, frozen=True):
     """In a row, that were slow for whatever reason."""
     long_cost_s: float = 0.0
     """What those took longer than usual."""
+
+    def resumed(self) -> LinkWatch:
+        """Under the same plan once more: what is usual is known, by however few rows, for none of them warms up."""
+        return LinkWatch(self.planned, tuple(islice(cycle(self.seen), max(SETTLED, len(self.seen)))))
 
     @property
     def settled(self) -> bool:

@@ -281,7 +281,7 @@ def _switched(state: State, fact: Switched) -> Decided:
     assert known is not None
     watch = LinkWatch(decide_rank0.rates_of(known.links))
     if known.before is not None and known.before[0] == fact.plan and known.before[1].planned == watch.planned:
-        watch = structs.replace(watch, seen=known.before[1].seen)
+        watch = known.before[1].resumed()
     links = structs.replace(known, watch=watch, before=(fact.left, known.watch))
     state = structs.replace(state, links=links, in_force=InForce(fact.plan))
     actions: list[Action] = []
