@@ -12,7 +12,7 @@ from msgspec import structs
 from bench import Unmeasurable
 from bench.learning_run import Way
 from commlayer.measure import learning_costs
-from commlayer.measure.learning_costs import MOST, Cost, Curve, alone, cost, key_of, told
+from commlayer.measure.learning_costs import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 
 __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",
@@ -60,7 +60,7 @@ class Phases(NamedTuple):
 def by_phase(curves: Mapping[Way, Curve]) -> list[Phases]:
     """Of the ways that rows are made of, with 4 workers, where what workers exchange is merged in early steps at all."""
     mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS
-            and way.every * (2 if way.overlap else 1) <= learning_costs.EARLY[0]}
+            and way.every * (2 if way.overlap else 1) <= EARLY[0]}
     found = costs(mine)
     early: dict[tuple[object, ...], dict[str, list[float]]] = {}
     for way in found:

@@ -15,11 +15,11 @@ import torch
 
 from bench import Unmeasurable, learning, learning_factors, report
 from bench.learning_factors import Cost, Foretold
-from bench.learning_run import Way
+from bench.learning_run import STEPS, Way
 from bench.learning_store import Store
 from commlayer.files import between, write_whole
 from commlayer.measure import learning_costs
-from commlayer.measure.learning_costs import Curve
+from commlayer.measure.learning_costs import EARLY, Curve
 from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 
@@ -91,16 +91,16 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
 
 
 def _by_batch(found: Mapping[Way, Cost]) -> list[str]:
-    by_times = learning_factors.with_batches(found)
-    larger = {times: {(row.optimizer, _way(row)): row for row in rows} for times, rows in by_times.items()}
-    most = larger.get(max(larger, default=1), {})
-    if len(larger) < 2:
+    larger = {times: {(row.optimizer, _way(row)): row.steps for row in rows}
+              for times, rows in learning_factors.with_batches(found).items()}
+    everywhere = [way for way in larger.get(1, {}) if all(way in steps for steps in larger.values())]
+    if not everywhere:
         return []
     return ["**With larger batches of a worker**", "",
             f"| optimizer | way | {' | '.join(f'steps, {times} times' if times > 1 else 'steps' for times in larger)} |",
             f"| --- | --- |{' ---: |' * len(larger)}",
-            *(f"| {NAMES[optimizer]} | {way} | {' | '.join(f'{rows[optimizer, way].steps:.2f}' for rows in larger.values())} |"
-              for optimizer, way in most), ""]
+            *(f"| {NAMES[optimizer]} | {way} | {' | '.join(f'{steps[optimizer, way]:.2f}' for steps in larger.values())} |"
+              for optimizer, way in everywhere), ""]
 
 
 def _by_phase(curves: Mapping[Way, Curve]) -> list[str]:
@@ -108,7 +108,8 @@ def _by_phase(curves: Mapping[Way, Curve]) -> list[str]:
     if not told:
         return []
     return [f"**Early steps**, where they differ by {NOTABLE:.0%} or more", "",
-            "| optimizer | way | steps, from the 40th to the 80th | from the 120th on |", "| --- | --- | ---: | ---: |",
+            f"| optimizer | way | steps, from the {EARLY[0]}th to the {EARLY[1]}th | from the {STEPS // 2}th on |",
+            "| --- | --- | ---: | ---: |",
             *(f"| {NAMES[one.row.optimizer]} | {_way(one.row)} | {one.early:.2f} | {one.row.steps:.2f} |" for one in told), ""]
 
 

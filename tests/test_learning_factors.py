@@ -157,7 +157,14 @@ def test_larger_batches_are_rows_of_their_own() -> None:
     found = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int4()", 2.0, batches=16, workers=8)
     assert [row.steps for row in rows(found)] == [1.15]
     found |= measured("int4()", 3.0, seed=1)  # which larger batches were not measured with
-    assert {times: [row.steps for row in found] for times, found in with_batches(found).items()} == {1: [1.15], 16: [1.65]}
+    made = with_batches(found)
+    assert {times: [row.steps for row in made[times]] for times in made} == {1: [1.15], 16: [1.65]}
+
+
+def test_the_page_compares_batches_where_all_sizes_were_measured() -> None:
+    found = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int8()", 1.0, batches=16)
+    assert learning_table._by_batch(found)[-2:] == ["| AdamW | `int4()` | 1.15 | 1.65 |", ""]
+    assert learning_table._by_batch(measured("int4()", 1.0)) == []
 
 
 def test_tasks_of_one_order_foretell_each_other() -> None:
