@@ -20,7 +20,7 @@ from commlayer.files import write_whole
 COLUMNS = ("steps", "sent in\nall", "sent a\nstep", "test\naccuracy", "step\ntime", "exposed\ncomm.", "speed-\nup")
 NONE = "-"
 RUN_WIDTH = 16
-"""Wide enough for the halves of the usual codec."""
+"""Characters of the first column."""
 
 
 def table(settings: Settings, results: Mapping[str, Any]) -> Table:

@@ -7,7 +7,7 @@ import re
 from commlayer.records import Record
 
 DENSE = "fp16()"
-CODEC = "topk(ratio=0.01, values='int8')"
+CODEC = "int4()"
 BPS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SLOWEST_BPS, FASTEST_BPS = 1e6, 1e11
