@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from commlayer.session import attach as attach
     from commlayer.session import switch as switch
 
+    __version__: str
+
 _MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
@@ -38,6 +40,8 @@ __all__ = ["CommError", "Config", "Controller", "HookState", "Session", "attach"
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"commlayer.{name}")
+    if name == "__version__":
+        return importlib.import_module("commlayer.control.messages").version()
     if name in _MODULE_OF:
         return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'commlayer' has no attribute {name!r}")

@@ -39,7 +39,8 @@ def test_a_written_profile_is_read_again() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (NODE + 'link = { up_bps = 0, down_bps = 1e6 }', "c: node x: link.up_bps is 0, allowed: above 0 and finite"),
+        (NODE + 'link = { up_bps = 0, down_bps = 1e6 }', "c: node x: link.up_bps is 0, allowed: bits per second, 1000"),
+        (NODE + 'link = { up_bps = 20, down_bps = 100 }', "c: node x: link.up_bps is 20, allowed: bits per second, 1000"),
         (NODE + 'link = { up_bps = 1e6, down_bps = 1e6, alpha_s = -1 }', "c: node x: link.alpha_s is -1.0, allowed: 0 or more"),
         (NODE + 'link = "home-0/20"', "c: node x: link 'home-0/20': a link of 0"),
         (NODE + 'link = "1g"\nrank = 3', "unknown field `rank`"),

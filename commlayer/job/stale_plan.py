@@ -67,8 +67,10 @@ class StalePlanWatch:
         warming = plan is not None and made.worker is not None and made.worker.step < plan.warmup
         self._state, stale = decide(self._state, None if made.terms.auto or warming else plan, made.steps, step_s)
         if stale is not None:
-            made.events.append(stale)
-            said = f"step {stale.step}: {stale.reason}; {REMEDY}"
+            said = f"step {stale.step}: {stale.reason}"
+            if stale.slower:
+                made.events.append(stale)
+                said += f"; {REMEDY}"
             made.decisions.append(said)
-            log.log(logging.WARNING if stale.measured_s > stale.predicted_s else logging.INFO, said)
+            log.log(logging.WARNING if stale.slower else logging.INFO, said)
         self._ended = time.perf_counter()

@@ -28,10 +28,15 @@ class StalePlan(Record, frozen=True):
     """`predicted_s` is what steps took before: of a plan that was kept it is the better prediction."""
 
     @property
+    def slower(self) -> bool:
+        """Whether steps take longer than predicted. Only then is the plan stale."""
+        return self.measured_s > self.predicted_s
+
+    @property
     def reason(self) -> str:
         said = "usual" if self.usual else "predicted"
-        return (f"the plan is stale: steps take {1e3 * self.measured_s:.1f} ms, {1e3 * self.predicted_s:.1f} were {said}, "
-                f"{self.lasted} steps in a row")
+        return (f"{'the plan is stale: ' if self.slower else ''}steps take {1e3 * self.measured_s:.1f} ms, "
+                f"{1e3 * self.predicted_s:.1f} were {said}, {self.lasted} steps in a row")
 
 
 class PredictionCheck(Record, frozen=True):

@@ -135,11 +135,12 @@ def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decide
         lead, actions = _judged(lead, in_force)
     if lead.check is not None:
         check, stale = lead.check.observe(median(lead.recent[-3:]), step)
-        slower = stale is not None and stale.measured_s > stale.predicted_s
+        slower = stale is not None and stale.slower
         if stale is not None and not slower:  # a plan that does better is no reason to hold steps up
             check = _expects(stale.measured_s, usual=True)
         lead = structs.replace(lead, check=check, stale=lead.stale or slower)
-        actions += [Report(stale), Say(stale.reason)] if stale is not None else []
+        actions += [Report(stale)] if stale is not None and slower else []
+        actions += [Say(stale.reason)] if stale is not None else []
     return lead, actions
 
 

@@ -15,6 +15,8 @@ from commlayer.records import Job, Timing
 
 MOST_NUMEL = 1 << 36
 """Elements of a job: more than any one machine holds a replica of, and its buckets can still be searched."""
+LEAST_BPS = 1000.0
+"""Of a link: a smaller number is a rate in Mb/s."""
 
 
 def checked_inputs(
@@ -98,8 +100,9 @@ def cluster_problems(cluster: Cluster) -> Iterator[str]:
             yield f"node {node.name}: ranks is {node.ranks}, allowed: 0 or more"
         for field in ("up_bps", "down_bps"):
             value = getattr(node.link, field)
-            if not (value > 0 and math.isfinite(value)):
-                yield f"node {node.name}: link.{field} is {value:g}, allowed: above 0 and finite"
+            if not (value >= LEAST_BPS and math.isfinite(value)):
+                yield (f"node {node.name}: link.{field} is {value:g}, allowed: bits per second, {LEAST_BPS:g} or more; "
+                       "20 Mb/s is 20e6")
         if not _time(node.link.alpha_s):
             yield f"node {node.name}: link.alpha_s is {node.link.alpha_s}, allowed: 0 or more"
         if node.ranks > 1 and not node.intra_bps > 0:
