@@ -220,6 +220,11 @@ def launcher_says(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def has_proxy() -> bool:
+    """Whether gRPC may go through a proxy, which then resolves host names."""
+    return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))
+
+
 def use_interface(name: str) -> None:
     """Gloo, which would go by what the host name resolves to, goes by this network interface, unless somebody has chosen."""
     if name:

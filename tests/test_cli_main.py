@@ -24,6 +24,10 @@ def test_it_tells_its_version_and_loads_nothing_for_it() -> None:
     assert call("-c", LOOK.format(["--version"])).stdout.splitlines() == [f"commlayer {VERSION}", "0 []"]
 
 
+def test_the_package_has_its_version() -> None:
+    assert call("-c", "import commlayer; print(commlayer.__version__)").stdout == f"{VERSION}\n"
+
+
 def test_python_m_is_the_command() -> None:
     assert call("-m", "commlayer", "--version").stdout == f"commlayer {VERSION}\n"
     wrong = call("-m", "commlayer", "tune", "nothing")

@@ -51,6 +51,19 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
     assert {m.plan for m in members} == {PLAN}
 
 
+@pytest.mark.parametrize("who", ["worker", "home"])
+def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_channel, "RESOLVE_S", 0.3)
+    address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
+    attendance = Attendance(address, config, messages.attend(1, messages.ANY), lambda _: None)
+    meet = {"home": lambda: attendance.meet(60.0),
+            "worker": lambda: client.join(address, messages.worker("job", 0, 1), config, Failures())}[who]
+    with pytest.raises(CommError, match=r"'no-such-host.invalid' cannot be resolved") as told:
+        meet()
+    assert told.value.peer == f"coordinator {address}"
+    assert not isinstance(told.value, DeadlineExceeded)
+
+
 def test_a_large_plan_fits(opened: list[Any]) -> None:
     plan = bytes(24 << 20)
     coordinator = Coordinator(quick())

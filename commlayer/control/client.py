@@ -11,7 +11,7 @@ import msgspec
 
 from commlayer.config import Config
 from commlayer.control import heartbeat_child, messages
-from commlayer.control.coordinator_channel import CoordinatorChannel, fingerprint, options, shown
+from commlayer.control.coordinator_channel import CoordinatorChannel, check_name, fingerprint, options, shown
 from commlayer.control.tls_check import check
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 from commlayer.records import View
@@ -191,6 +191,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     heard = time.monotonic()
     deadline = heard + deadline_s
     ended = ended or threading.Event()
+    check_name(address)
     keys = Keys(config.keys) if config.keys else None
     link = CoordinatorChannel(address, config.token, keys)
     missing, pause_s, wrong_clock = "", POLL_S[0], False

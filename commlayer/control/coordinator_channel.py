@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import time
 from concurrent import futures
 from typing import Any, TypeVar
@@ -29,7 +31,40 @@ LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.S
 """It is not up yet, has too much to do, or was ended while it answered."""
 WATCHED_S = 1.0
 """gRPC's thread that watches a channel looks up every 0.2 s."""
+RESOLVE_S = 5.0
+RETRY_S = 0.25
 R = TypeVar("R", bound=Record)
+
+
+def check_name(address: str) -> None:
+    """CommError if the host of this address has a name that cannot be resolved within RESOLVE_S.
+
+    The name service is asked again until then: containers have names only after they have started. Behind a proxy, which
+    resolves names itself, nothing is checked.
+    """
+    host, port = settings.host_port(address)
+    if settings.has_proxy():
+        return
+    deadline, why = time.monotonic() + RESOLVE_S, ["no answer of the name service"]
+
+    def ask() -> None:
+        while True:
+            try:
+                socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                why.clear()
+                return
+            except OSError as error:
+                why[:] = [error.strerror or str(error)]
+            if time.monotonic() > deadline - RETRY_S:
+                return
+            time.sleep(RETRY_S)
+
+    asking = threading.Thread(target=ask, name="commlayer-resolve", daemon=True)  # a resolver may take a minute
+    asking.start()
+    asking.join(RESOLVE_S)
+    if why:
+        raise CommError(f"its host name {host!r} cannot be resolved ({why[0]}): correct the address, or give an IP address",
+                        peer=f"coordinator {address}")
 
 
 def options(address: str) -> list[tuple[str, Any]]:

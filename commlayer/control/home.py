@@ -13,7 +13,7 @@ import msgspec
 
 from commlayer.config import Config, reconnect_window_s
 from commlayer.control import messages
-from commlayer.control.coordinator_channel import CoordinatorChannel
+from commlayer.control.coordinator_channel import CoordinatorChannel, check_name
 from commlayer.control.tls_check import check
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.key_folder import Keys
@@ -99,6 +99,7 @@ class Attendance:
         """This home's ranks, once all homes are there. Refused, or DeadlineExceeded: the coordinator does not answer within
         join_deadline_s, or the others have not come within `wait_s`."""
         peer, join_s = f"coordinator {self.address}", self._config.join_deadline_s
+        check_name(self.address)
         begin = heard = time.monotonic()
         said, known = "", self._keys is None
         while True:
