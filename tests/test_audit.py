@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import pytest
 from control_kit import Failures, quick
 
 from commlayer.control import client, messages
+from commlayer.control import coordinator as coordinator_module
 from commlayer.control.audit import MOST_REFUSED, Audit
 from commlayer.control.coordinator import Coordinator
+from commlayer.control.coordinator_channel import CoordinatorChannel
 from commlayer.errors import RecordError, Refused
 from commlayer.transport.unproved_connections import Probe
 
@@ -35,13 +40,31 @@ def test_a_job_leaves_its_lines(tmp_path: Path) -> None:
     told = lines(path)
     kinds = [line["event"] for line in told if "does not prove" not in line.get("why", "")]
     assert kinds == ["refused", "joined", "begun", "left"]
-    assert told[0]["event"] == "refused"
-    assert "secret" in told[0]["why"]
+    assert [line["event"] for line in told if "does not prove the job's secret" in line.get("why", "")] == ["refused"]
     assert any("rank 5 is outside" in line.get("why", "") for line in told)
-    assert told[-1]["peer"] == "worker 0"
+    assert [line["peer"] for line in told if line["event"] == "left"] == ["worker 0"]
     assert all(line["time"].endswith("+00:00") for line in told)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "the-jobs-secret" not in path.read_text()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
+    knows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Several channels of a process share a connection, and each proves its next call by the challenge of the one before."""
+    monkeypatch.setattr(coordinator_module, "PROVE_S", 0.3)
+    coordinator = Coordinator(quick(token="the-jobs-secret"), workers=1)
+    channels = [CoordinatorChannel(coordinator.address, "the-jobs-secret" if knows else "another-secret") for _ in range(3)]
+    with caplog.at_level(logging.INFO, "commlayer"):
+        for channel in channels:
+            channel._asker._challenge = bytes(16)  # of a connection that is gone
+            with contextlib.suppress(Refused):
+                channel.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, 10.0)
+        time.sleep(0.6)
+    assert [r.levelno for r in caplog.records if "does not prove" in r.getMessage()] == [logging.WARNING] * (not knows)
+    for each in (*channels, coordinator):
+        each.close()
 
 
 def test_what_is_there_stays_and_many_may_write(tmp_path: Path) -> None:

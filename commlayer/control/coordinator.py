@@ -29,6 +29,7 @@ from commlayer.control.rpc_server import Answer, Host
 from commlayer.control.said import fit
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
+from commlayer.transport import event_loop
 from commlayer.transport.grpc_ends import Take
 from commlayer.transport.grpc_stream import GrpcStream
 from commlayer.transport.key_folder import Certified, Keys
@@ -37,6 +38,8 @@ from commlayer.transport.protocol import SERVER_BASE
 log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
+PROVE_S = 2.0
+"""How long a connection whose call was refused may take to prove one, before that is logged."""
 EACH_WORKER = 8
 """Control connections of one worker: its own, its heartbeat child's, a home's Desk and a gRPC stream; and as many that were cut
 off, until the kernel has missed them."""
@@ -78,6 +81,9 @@ class Coordinator:
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
+        self._suspects: dict[str, tuple[str, str]] = {}
+        """By connection: where it comes from, and its call that was not proved, in the last PROVE_S and with no proved one
+        since."""
         check_free(config.bind, config.port)
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
@@ -121,6 +127,8 @@ class Coordinator:
         self._closing.set()
         self._ticker.join(timeout=5.0)
         self._port.close()
+        for peer in tuple(self._suspects):
+            self._refuse(peer)
         self._audit.close()
 
     def serve_streams(self, take: Take) -> None:
@@ -173,7 +181,6 @@ class Coordinator:
     def _challenge(self, _: bytes, peer: str) -> bytes:
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
-        self._port.spare(peer)
         return self._judge.challenge(peer)
 
     def _count(self, who: str, peer: str) -> None:
@@ -370,13 +377,19 @@ class Coordinator:
         try:
             body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
         except Unproved:
-            # No warning: a member whose connection was made anew tries once, asks for a challenge, and is taken. Whose
-            # certificate is known may do so unnoted; who was given a challenge here has no such excuse.
-            if not self._port.spare(peer):
-                self._audit.refused(self._port.where(peer), f"its {name} does not prove the job's secret on this connection",
-                                    logging.INFO)
+            if peer not in self._suspects:
+                self._suspects[peer] = self._port.where(peer), name
+                event_loop.running().call_later(PROVE_S, self._refuse, peer)
             raise
+        self._suspects.pop(peer, None)
         return fit(messages.unpack(body, kind, peer)), caller
+
+    def _refuse(self, peer: str) -> None:
+        """Logs the refusal of a connection that has proved no call since. A member that reconnects proves its first calls by
+        the challenge of the connection before, is refused, and proves them again."""
+        if (suspect := self._suspects.pop(peer, None)) is not None:
+            where, name = suspect
+            self._audit.refused(where, f"its {name} does not prove the job's secret")
 
     def _broke(self, peer: str, error: CorruptFrame) -> str:
         """What whoever made a call that breaks the protocol hears ahead of the end of its connection."""

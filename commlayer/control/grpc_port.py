@@ -62,10 +62,6 @@ class GrpcPort:
 
         return grpc_ends.handler(take, certified)
 
-    def spare(self, peer: str) -> bool:
-        """Whether that connection may have one unproved call to spare, and has it now; False without TLS."""
-        return self._front is not None and self._front.spare(peer)
-
     def where(self, peer: str) -> str:
         """For errors and logs: whose connection that is, and the address of its other end. Behind TLS gRPC's name of it is the
         front's own end."""

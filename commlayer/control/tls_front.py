@@ -48,7 +48,6 @@ class Front:
         self._hall = Hall(hurry_s=2 * HURRY_S)
         self._lock = threading.Lock()
         self._known: dict[str, Known] = {}  # by what gRPC calls the connection
-        self._spent: set[str] = set()
         self._unheard: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._most = MOST_EACH
@@ -84,14 +83,6 @@ class Front:
         with self._lock:
             if peer in self._known:
                 self._unheard.add(peer)
-
-    def spare(self, peer: str) -> bool:
-        """Whether this is the first time that it is asked of that connection, which may have one unproved call to spare."""
-        with self._lock:
-            first = peer in self._known and peer not in self._spent
-            if first:
-                self._spent.add(peer)
-        return first
 
     def end(self, peer: str) -> None:
         """Of the connection that gRPC calls so."""
@@ -191,7 +182,6 @@ class Front:
                 back.join()
                 with self._lock:
                     del self._known[name]
-                    self._spent.discard(name)
                     self._unheard.discard(name)
                 drop(inner)
 
