@@ -97,30 +97,32 @@ class Session:
 
         Waits for results that are a step late and writes them into `.grad`; that of parameters without any becomes None. True
         if there are some. Under a plan of local steps it exchanges at once, and there is no step to make. For an evaluation
-        of all that was learnt, or at the end. `save` needs no drain, but between two exchanges models differ from rank to rank.
+        of all that was learnt, or at the end. `save_residuals` needs no drain, but between two exchanges models differ from
+        rank to rank.
         """
         return self._driver.drain()
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's codec state (residuals among it) and step; servers' state is in `save`."""
+        """This worker's codec state (residuals among it) and step; servers' state is in `save_residuals`."""
         return checkpoint.worker_state(self._driver.connection)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before training, or at the step that it was taken at; to go back in a running job all ranks call `load`."""
+        """Before training, or at the step that it was taken at; to go back in a running job all ranks call `load_residuals`."""
         if not self._fresh("load_state_dict()"):
             self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
 
-    def save(self, directory: str | Path) -> None:
-        """Writes a file per rank and per server into a folder of its own in `directory`. All ranks call it at the same step.
+    def save_residuals(self, directory: str | Path) -> None:
+        """Writes what codecs keep between steps (residuals, momenta), for each rank and server.
 
-        When it is whole on all ranks it takes the place of the save before, which is there until then, whatever breaks off.
+        The model and the optimizer are not in it: the script saves them itself, at the same step. All ranks call it. Each save
+        has its own folder; the save before is deleted once this one is complete on all ranks.
         """
-        if not self._fresh("save()"):
+        if not self._fresh("save_residuals()"):
             checkpoint.save(self._driver.connection, Path(directory))
 
-    def load(self, directory: str | Path) -> None:
-        """Takes up the newest whole save in `directory`, under the same plan and world. All ranks call it before training."""
-        if not self._fresh("load()"):
+    def load_residuals(self, directory: str | Path) -> None:
+        """Loads the newest complete save in `directory`, under the same plan and world. All ranks call it before training."""
+        if not self._fresh("load_residuals()"):
             self._driver.when_connected(lambda: checkpoint.load(self._driver.connection, Path(directory)))
 
     def _fresh(self, what: str) -> bool:

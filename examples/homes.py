@@ -1,4 +1,4 @@
-"""A script for several homes, or for one machine: its own GPU, its own part of the data, weights that it goes on from.
+"""A script for several homes, or for one machine: its own GPU, its own part of the data, a checkpoint that it resumes from.
 
     python examples/homes.py                                           # alone
     torchrun --standalone --nproc-per-node 2 examples/homes.py         # two workers on one machine
@@ -24,7 +24,7 @@ BATCH = 32
 """Of each worker: three of them take steps of 96 samples, so choose the learning rate for that."""
 SAMPLES, EPOCH = 4096, 40
 """Steps to an epoch: counted, not a pass through a worker's data, so that homes that leave and come stay in step."""
-WEIGHTS = Path("weights.pt")
+CHECKPOINT = Path("checkpoint.pt")
 
 
 def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
@@ -41,13 +41,21 @@ def data() -> TensorDataset:
     return TensorDataset(x, x[:, :10].argmax(1))
 
 
+def save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    unfinished = CHECKPOINT.with_suffix(".unfinished")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
+    os.replace(unfinished, CHECKPOINT)  # a crash leaves the old one whole
+
+
 def main(epochs: int) -> None:
     model, _ = make()
     device = next(model.parameters()).device
-    if WEIGHTS.exists():
-        model.load_state_dict(torch.load(WEIGHTS, map_location=device, weights_only=True))
-        print(f"goes on from {WEIGHTS}, where this is rank 0: its weights are given to all", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if CHECKPOINT.exists():
+        saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        print(f"resumes from {CHECKPOINT}; attach() gives rank 0's weights to all workers", flush=True)
     samples = data()
     with commlayer.attach(model, optimizer) as session:  # commlayer
         step = session.step  # commlayer: 0, but in a home that has joined a running job
@@ -66,7 +74,7 @@ def main(epochs: int) -> None:
             if step % EPOCH == 0:
                 session.drain()  # commlayer: local steps that are not shared yet, where the plan takes any: on all workers
                 if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # in each home, since another may be rank 0 next time
-                    torch.save(model.state_dict(), WEIGHTS)
+                    save(model, optimizer)
                 if session.rank == 0:
                     told = session.stats()
                     print(f"epoch {step // EPOCH}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "

@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
     session = commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05), scaler=accelerator.scaler)
-    accelerator.register_save_state_pre_hook(lambda models, weights, out: session.save(f"{out}/residuals"))
-    accelerator.register_load_state_pre_hook(lambda models, out: session.load(f"{out}/residuals"))
+    accelerator.register_save_state_pre_hook(lambda models, weights, out: session.save_residuals(f"{out}/residuals"))
+    accelerator.register_load_state_pre_hook(lambda models, out: session.load_residuals(f"{out}/residuals"))
     first = 0
     if asked.resume:
         accelerator.load_state(asked.out)

@@ -6,6 +6,7 @@ What commlayer adds is marked. `--resume` goes on from the checkpoint bit for bi
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> nn.Module:
         model.module.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         first = kept["step"]
-        session.load(asked.out / "residuals")  # commlayer: on all ranks
+        session.load_residuals(asked.out / "residuals")  # commlayer: on all ranks
     for step in range(first, asked.steps):
         for micro in range(MICRO):
             model.require_backward_grad_sync = micro == MICRO - 1
@@ -57,10 +58,11 @@ def main(arguments: list[str] | None = None) -> nn.Module:
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == asked.save_at:
-            session.save(asked.out / "residuals")  # commlayer: on all ranks
+            session.save_residuals(asked.out / "residuals")  # commlayer: on all ranks
             if dist.get_rank() == 0:
                 kept = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                torch.save(kept, checkpoint)
+                torch.save(kept, f"{checkpoint}.unfinished")
+                os.replace(f"{checkpoint}.unfinished", checkpoint)  # a crash leaves the old one whole
     if dist.get_rank() == 0:
         print(f"step {asked.steps}: loss {MICRO * loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
     session.close()  # commlayer

@@ -36,11 +36,11 @@ class Commlayer(DDPStrategy):
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.session = commlayer.attach(self.model, self.optimizers[0], plan=self.plan, scaler=scaler)
             if self.resumes is not None:
-                self.session.load(self.resumes)
+                self.session.load_residuals(self.resumes)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.session is not None:
-            self.session.save(beside(filepath))
+            self.session.save_residuals(beside(filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -28,10 +28,10 @@ class Commlayer(TrainerCallback):
         self.session = commlayer.attach(self.trainer.model_wrapped, optimizer, plan=self.plan,
                                         scaler=self.trainer.accelerator.scaler)
         if state.global_step:
-            self.session.load(self.place(args, state))
+            self.session.load_residuals(self.place(args, state))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.session.save(self.place(args, state))
+        self.session.save_residuals(self.place(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:

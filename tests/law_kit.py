@@ -288,12 +288,12 @@ def saved_and_loaded(s: Script) -> None:
     plain(s)
     s.backward(put=0.0, salt=1)
     s.optimizer.zero_grad()
-    s.session.save(s.folder)
+    s.session.save_residuals(s.folder)
     kept, put, step = [p.detach().clone() for p in s.model.parts], [p.clone() for p in s.put], s.step
     plain(s)
     s.backward(put=0.0, salt=1)
     s.optimizer.zero_grad()
-    s.session.load(s.folder)
+    s.session.load_residuals(s.folder)
     with torch.no_grad():
         for p, before in zip(s.model.parts, kept, strict=True):
             p.copy_(before)

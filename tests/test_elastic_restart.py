@@ -40,11 +40,11 @@ def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
             held = torch.load(whole, weights_only=True)
             model.load_state_dict(held["model"])
             optimizer.load_state_dict(held["optimizer"])
-            session.load(f"{folder}/session")
+            session.load_residuals(f"{folder}/session")
             first = held["step"]
         for step in range(first, STEPS):
             if step == SAVED and first == 0:
-                session.save(f"{folder}/session")
+                session.save_residuals(f"{folder}/session")
                 if rank == 0:
                     held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                     torch.save(held, f"{whole}.new")
@@ -109,7 +109,7 @@ def test_the_line_on_two_machines_goes_on_whoever_is_killed(killed: int, tmp_pat
 
 
 def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
-    """What session.load says in a world that did not save that, and whether a step goes on behind it."""
+    """What session.load_residuals says in a world that did not save that, and whether a step goes on behind it."""
     said = ""
     held = torch.load(Path(folder) / "model.pt", weights_only=True)
     model = mlp()
@@ -117,7 +117,7 @@ def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with commlayer.attach(model, optimizer, plan=topk(ratio=0.1), config=pool_kit.quick(ranks_per_node=1)) as session:
         try:
-            session.load(f"{folder}/session")
+            session.load_residuals(f"{folder}/session")
         except ValueError as error:
             said = str(error)
         x, y = data(rank, held["step"])

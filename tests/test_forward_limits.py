@@ -166,13 +166,13 @@ def saved(rank: int, address: str, overlap: str | None, folder: str) -> tuple[di
     if overlap == "forward":
         Held(training.worker, until_awaited=True)
     training.train(3, 6)
-    training.session.save(folder)
+    training.session.save_residuals(folder)
     state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
     training.train(6, 9)
     first = training.state()
     training.model.load_state_dict(state[0])
     training.optimizer.load_state_dict(state[1])
-    training.session.load(folder)
+    training.session.load_residuals(folder)
     for _ in range(3):
         training.schedule.last_epoch -= 1
     training.train(6, 9)

@@ -131,7 +131,7 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if step % 4 == 3 and what in ("save", "matched"):
-                session.save(directory)
+                session.save_residuals(directory)
             elif step % 4 == 3 and what == "drain":
                 session.drain()
             elif step % 4 == 3 and what in ("asked", "rank 0's"):

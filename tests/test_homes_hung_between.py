@@ -43,7 +43,7 @@ def main(what: str, hangs: str, directory: str) -> None:
             if found.get("!") == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step % 4 == 3 and what == "save":
-                session.save(directory)
+                session.save_residuals(directory)
             elif step % 4 == 3 and what == "switch":
                 commlayer.session.switch(session, default_plan(made.worker.job, codec=EXACT, path="service", servers=1,
                                                                ranks_per_node=1, fuse_nbytes=1, cut_nbytes=256 * step))

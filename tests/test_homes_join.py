@@ -53,7 +53,7 @@ def main(home: str, how: str, *more: str) -> None:
         scheduler.last_epoch = session.step
         first, again, worlds, invited_in_vain = session.step, MOST, list[int](), 0
         if first:
-            session.load("nothing is there")  # as in a script that begins with it
+            session.load_residuals("nothing is there")  # as in a script that begins with it
             if ahead is not None:
                 ahead.touch()
         for step in range(first, MOST + MORE):

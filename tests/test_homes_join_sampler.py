@@ -50,7 +50,7 @@ def main(home: str, workers: str, *more: str) -> None:
                 time.sleep(PAUSE_S)
             scheduler.step()
             if made.fresh:
-                session.save("nowhere")  # behind an epoch that the others are through with
+                session.save_residuals("nowhere")  # behind an epoch that the others are through with
         told = {"worlds": worlds, "weights": flat([p.detach() for p in model.parts]), "rate": group["lr"],
                 "rank": sampler.rank, "shares": sampler.announced[1]}
     print(json.dumps(told), flush=True)

@@ -53,11 +53,11 @@ def main(victim: int, name: str, number: int, directory: str) -> None:
 
         for step in range(SAVED):
             train(step)
-        session.save(directory)
+        session.save_residuals(directory)
         train(SAVED)
         if home == victim:
             dies({"gather_all": Groups, "put_state": Uplink, "_restore": checkpoint}[name], name, number)
-        for act in (lambda: session.load(directory), lambda: train(SAVED)):
+        for act in (lambda: session.load_residuals(directory), lambda: train(SAVED)):
             try:
                 act()
             except CommError as error:

@@ -71,7 +71,7 @@ def main(how: str, deaths: str, directory: str, number: str) -> None:
                 if joins:
                     time.sleep(PAUSE_S)
                 elif session.step % STEPS == 6:
-                    session.save(directory)
+                    session.save_residuals(directory)
         marks = model.marks.detach()[: last + 1]
         told = {"marks": marks.ne(0).int().tolist(), "sums": marks.sum(1).tolist(), "world": made.world,
                 "shares": sampler.announced[1]}

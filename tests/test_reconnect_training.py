@@ -53,7 +53,7 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
             continue
         optimizer.step()
         if how == "states" and number in (4, 6):
-            session.save(folder) if number == 4 else session.load(folder)
+            session.save_residuals(folder) if number == 4 else session.load_residuals(folder)
     session.drain()
     stats = session.stats()
     session.close()

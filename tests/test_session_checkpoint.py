@@ -1,4 +1,4 @@
-"""save() and load(): training goes on bit for bit, with what workers and servers kept back. Real ranks and two servers."""
+"""save_residuals() and load_residuals(): training resumes bit for bit. Real ranks and two servers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save_and_go_on(rank: int, setting: Setting, directory: str, skip: int) -> tu
     training = Training(run)
     training.train(0, HALF, skip)
     if directory:
-        training.session.save(directory)
+        training.session.save_residuals(directory)
     state = training.state()
     assert len(training.session.inspect.plan.buckets) > 4
     training.train(HALF, 2 * HALF)
@@ -74,7 +74,7 @@ def take_up(rank: int, setting: Setting, directory: str, states: list[dict[str, 
     training = Training(run)
     training.load(states[rank])
     if load:
-        training.session.load(directory)
+        training.session.load_residuals(directory)
     training.train(HALF, 2 * HALF)
     run.close()
     return training.weights()
@@ -97,7 +97,7 @@ def test_a_resumed_run_equals_the_one_that_went_on(how: str, skip: int, tmp_path
             again[load] = pool(WORLD).call(take_up, setting, str(tmp_path), [state for state, _ in saved], load)
     for rank in range(WORLD):
         assert all(torch.equal(a, b) for a, b in zip(again[True][rank], saved[rank][1], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(without[rank][1], saved[rank][1], strict=True)), "save() changed the run"
+        assert all(torch.equal(a, b) for a, b in zip(without[rank][1], saved[rank][1], strict=True)), "changed the run"
         # What was kept back matters: without it the run goes another way.
         assert not all(torch.equal(a, b) for a, b in zip(again[False][rank], saved[rank][1], strict=True))
 
@@ -106,14 +106,14 @@ def go_back(rank: int, setting: Setting, directory: str) -> list[list[torch.Tens
     run = Run(rank, WORLD, setting)
     training = Training(run)
     training.train(0, HALF)
-    training.session.save(directory)
+    training.session.save_residuals(directory)
     state = training.state()
     ways = []
     for skip in (2 * HALF - 1, -1):
         training.train(HALF, 2 * HALF, skip)
         ways.append(training.weights())
         training.load(state)
-        training.session.load(directory)
+        training.session.load_residuals(directory)
     training.train(HALF, 2 * HALF)
     ways.append(training.weights())
     run.close()
@@ -140,7 +140,7 @@ def state_dict_round_trip(rank: int, setting: Setting, file: str) -> int:
     training.train(HALF, HALF + 1)
     assert not all(torch.equal(t, training.session.state_dict()["tensors"][n]) for n, t in kept["tensors"].items())
     # Servers would answer the step before with the results that they have kept of it.
-    with pytest.raises(ValueError, match=rf"of step {HALF}, this job is at step {HALF + 1} .* session\.load\(\)"):
+    with pytest.raises(ValueError, match=rf"of step {HALF}, this job is at step {HALF + 1} .* session\.load_residuals\(\)"):
         training.session.load_state_dict(kept)
     kept["step"] += 1
     training.session.load_state_dict(kept)
@@ -165,7 +165,7 @@ def wrong_loads(rank: int, setting: Setting, directory: str, empty: str) -> list
     said = []
     for place in (directory, empty):
         try:
-            training.session.load(place)
+            training.session.load_residuals(place)
         except ValueError as error:
             said.append(str(error))
     run.close()
@@ -182,7 +182,7 @@ def test_a_save_under_another_plan_is_refused(tmp_path: Path) -> None:
     for plan, missing in said:
         assert f"{tmp_path}/save-1 is of plan " in plan
         assert "load it under the same plan and" in plan
-        assert f"{tmp_path}/empty: holds no save; save() writes one there" in missing
+        assert f"{tmp_path}/empty: holds no save; save_residuals() writes one there" in missing
 
 
 def said_by(action: Callable[[], None]) -> str:
@@ -208,24 +208,24 @@ def save_and_load_at_every_turn(rank: int, setting: Setting, folder: str) -> dic
     training = Training(run)
     session, early, late, broken = training.session, f"{folder}/early", f"{folder}/late", f"{folder}/broken"
     said: dict[str, Any] = {}
-    session.save(early)
-    session.load(early)
+    session.save_residuals(early)
+    session.load_residuals(early)
     training.train(0, 2)
     said["step after a load of step 0"] = int(session.state_dict()["step"])
-    session.save(late)
+    session.save_residuals(late)
     if rank == 0:
         for name in ("rank-0", "server-0", "server-1"):
             shutil.copytree(late, f"{folder}/{name}")
             shutil.copy(f"{early}/save-1/{name}.safetensors", f"{folder}/{name}/save-1")
     torch.distributed.barrier()
     for name in ("rank-0", "server-0", "server-1"):
-        said[name] = said_by(lambda name=name: session.load(f"{folder}/{name}"))
+        said[name] = said_by(lambda name=name: session.load_residuals(f"{folder}/{name}"))
     before = training.weights()
     training.train(2, 3, skip=2)
     assert all(torch.equal(a, b) for a, b in zip(training.weights(), before, strict=True)), "the step was to be skipped"
-    said["no directory"] = said_by(lambda: session.save(__file__ if rank == 1 else f"{folder}/none"))
+    said["no directory"] = said_by(lambda: session.save_residuals(__file__ if rank == 1 else f"{folder}/none"))
     with full_disk(200 if rank == 1 else None):
-        said["save"] = said_by(lambda: session.save(broken))
+        said["save"] = said_by(lambda: session.save_residuals(broken))
     torch.distributed.barrier()
     said["left"] = [path.name for path in Path(broken).iterdir()]
     training.train(3, 4)
@@ -247,7 +247,7 @@ def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -
             assert "of step 2" in said[name]
             assert "\n" not in said[name]
         assert said["left"] == []
-    assert results[0]["save"] == "save() failed on rank 1, whose own error says why"
+    assert results[0]["save"] == "save_residuals() failed on rank 1, whose own error says why"
     assert "Not a directory" in results[1]["no directory"]
     assert "File too large" in results[1]["save"]
     assert "-1.safetensors: cannot be written: " in results[1]["save"]

@@ -243,7 +243,7 @@ HOW = {"codec": "topk(ratio=0.05, values='int8', exact=False)", "outer": NESTERO
 def save_and_go_on(rank: int, address: str, folder: str, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
     training = Training(rank, address, dtype=dtype, **HOW)
     training.train(0, H + 2)
-    training.session.save(folder)
+    training.session.save_residuals(folder)
     state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
     training.train(H + 2, 3 * H)
     training.session.close()
@@ -254,7 +254,7 @@ def take_up(rank: int, address: str, folder: str, dtype: torch.dtype, states: li
     training = Training(rank, address, dtype=dtype, **HOW)
     training.model.load_state_dict(states[rank][0])
     training.optimizer.load_state_dict(states[rank][1])
-    training.session.load(folder)
+    training.session.load_residuals(folder)
     training.train(H + 2, 3 * H)
     training.session.close()
     return training.tensors()

@@ -265,7 +265,7 @@ def save_and_go_on(rank: int, address: str, folder: str) -> tuple[Any, Any]:
     for step in range(H + 3):  # a fragment of the second round is under way
         training.session.weight(1.0 + rank + step % 2)
         training.step(step)
-    training.session.save(folder)
+    training.session.save_residuals(folder)
     state = training.model.state_dict()
     kept = {name: tensor.clone() for name, tensor in state.items()}
     rows = [training.step(step) for step in range(H + 3, 3 * H)]
@@ -276,7 +276,7 @@ def save_and_go_on(rank: int, address: str, folder: str) -> tuple[Any, Any]:
 def take_up(rank: int, address: str, folder: str, states: list[Any]) -> Any:
     training = Training(rank, address, **MIDDLE)
     training.model.load_state_dict(states[rank])
-    training.session.load(folder)
+    training.session.load_residuals(folder)
     training.session.weight(1.0 + rank + (H + 2) % 2)
     rows = [training.step(step) for step in range(H + 3, 3 * H)]
     training.session.close()

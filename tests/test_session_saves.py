@@ -126,7 +126,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
 
     with pytest.MonkeyPatch.context() as patch, before_each(record):
         patch.setattr(checkpoint, "together", counted)
-        job.session.save(directory)
+        job.session.save_residuals(directory)
     record("end", ())
     return found
 
@@ -143,7 +143,7 @@ def crash_everywhere(rank: int, where: Setting, folder: str) -> tuple[int, int, 
     own = f"{folder}/disk-{rank}"
     job.train(0, 2)
     old = job.kept()
-    job.session.save(own)
+    job.session.save_residuals(own)
     job.train(2, 3)
     new = job.kept()
     assert not equal(old, new)
@@ -157,7 +157,7 @@ def crash_everywhere(rank: int, where: Setting, folder: str) -> tuple[int, int, 
         dist.barrier()
         for place in ((i, j)[rank].copy, shared):
             try:
-                job.session.load(place)
+                job.session.load_residuals(place)
             except Exception as error:
                 wrong.append(f"{place}: {error}")
                 continue
@@ -189,9 +189,9 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
         def count(*_: Any, counted: list[int] = counted) -> None:
             counted[0] += 1
 
-        job.session.save(place)
+        job.session.save_residuals(place)
         with before_each(count):
-            job.session.save(place)
+            job.session.save_residuals(place)
         for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
             for at in range(operations[0]):
                 left, before, there = [at if rank == victim else -1], job.kept(), checkpoint_files.numbers(Path(place))
@@ -204,7 +204,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                 failed = ""
                 try:
                     with before_each(fail):
-                        job.session.save(place)
+                        job.session.save_residuals(place)
                 except (OSError, ValueError) as error:
                     failed = str(error)
                 failures: list[Any] = [None] * WORLD
@@ -217,8 +217,8 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                     wrong.append(f"{at}: the failed save changed the state")
                 if failed and checkpoint_files.numbers(Path(place)) != there:
                     wrong.append(f"{at}: left {os.listdir(place)}")
-                job.session.load(place)
-        job.session.save(place)
+                job.session.load_residuals(place)
+        job.session.save_residuals(place)
         dist.barrier()
         if len(os.listdir(place)) != 1:
             wrong.append(f"the last save left {os.listdir(place)}")
@@ -240,19 +240,19 @@ def killed(rank: int, where: Setting, folder: str, victim: int, operation: str, 
         torch.save(job.kept(), f"{folder}/kept-{step}-{rank}.pt")
         dist.barrier()
         if step == 0:
-            job.session.save(f"{folder}/save")
+            job.session.save_residuals(f"{folder}/save")
 
     def kill(name: str, args: tuple[Any, ...]) -> None:
         if rank == victim and name == operation and str(args[-1]).endswith(file):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with before_each(kill):
-        job.session.save(f"{folder}/save")
+        job.session.save_residuals(f"{folder}/save")
 
 
 def which(rank: int, where: Setting, folder: str) -> list[bool]:
     job = Job(rank, where)
-    job.session.load(f"{folder}/save")
+    job.session.load_residuals(f"{folder}/save")
     now = job.kept()
     job.run.close()
     return [equal(now, torch.load(f"{folder}/kept-{step}-{rank}.pt", weights_only=True)) for step in range(2)]
@@ -271,14 +271,14 @@ def test_a_rank_that_is_killed(victim: int, operation: str, file: str, loads: in
 
 
 def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
-    """What load() says of directories that no save filled; the last one is as earlier versions wrote it."""
+    """What load_residuals() says of directories that no save filled; the last one is as earlier versions wrote it."""
     job = Job(rank, where)
     for name in ("first", "second", "same-step"):
         if name != "same-step":
             job.train(0, 1)
-        job.session.save(f"{folder}/{name}/{rank}")
-    job.session.save(f"{folder}/shared")
-    job.session.save(f"{folder}/shared")
+        job.session.save_residuals(f"{folder}/{name}/{rank}")
+    job.session.save_residuals(f"{folder}/shared")
+    job.session.save_residuals(f"{folder}/shared")
     old = Path(f"{folder}/old")
     old.mkdir(exist_ok=True)
     safetensors.torch.save_file({}, old / f"rank-{rank}.safetensors", metadata={"format": "commlayer-state-1", "step": "1"})
@@ -286,7 +286,7 @@ def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
     for place in (f"{folder}/{('first', 'second')[rank]}/{rank}", f"{folder}/{('second', 'same-step')[rank]}/{rank}",
                   f"{folder}/{('first', 'nowhere')[rank]}/{rank}", f"{folder}/old"):
         with pytest.raises(ValueError) as caught:
-            job.session.load(place)
+            job.session.load_residuals(place)
         said.append(str(caught.value))
     assert equal(job.kept(), before)
     job.run.close()
@@ -300,7 +300,7 @@ def test_files_of_different_saves_are_refused_in_a_line(tmp_path: Path) -> None:
         steps, same, missing, old = said
         for line, low, high in ((steps, 1, 2), (same, 2, 2)):
             assert f"files of different saves: rank 0 has one of step {low}, rank 1 one of step {high}" in line
-            assert line.endswith("load a directory that one save() has filled")
+            assert line.endswith("load a directory that one save_residuals() has filled")
         assert old.endswith("/old: holds a save of an earlier version, whose residuals have other units: begin without it")
         assert "not whole on all ranks, nor is an earlier save: rank 1 has nothing" in missing
         assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in said), rank
@@ -321,21 +321,21 @@ def nobody() -> Iterator[None]:
 
 
 def impossible(rank: int, where: Setting, folder: str) -> list[tuple[str, str]]:
-    """What save() and load() say of places where rank 1 can do neither; rank 0 could."""
+    """What save_residuals() and load_residuals() say of places where rank 1 can do neither; rank 0 could."""
     job, said = Job(rank, where), []
     job.train(0, 1)
     before = job.kept()
     for name in ("file", "file/below", "closed/below"):
         place = f"{folder}/{name}" if rank else f"{folder}/good"
         lines = []
-        for act in (job.session.save, job.session.load):
+        for act in (job.session.save_residuals, job.session.load_residuals):
             with pytest.raises((OSError, ValueError)) as caught, nobody() if rank else contextlib.nullcontext():
                 act(place)
             lines.append(str(caught.value))
         said.append((lines[0], lines[1]))
     assert equal(job.kept(), before)
-    job.session.save(f"{folder}/good")
-    job.session.load(f"{folder}/good")
+    job.session.save_residuals(f"{folder}/good")
+    job.session.load_residuals(f"{folder}/good")
     assert equal(job.kept(), before)
     job.run.close()
     return said
@@ -353,11 +353,11 @@ def test_a_directory_that_cannot_be_made_or_read_is_one_line_and_changes_nothing
         assert [path.name for path in (place / "good").iterdir()] == ["save-1"], "nothing was left of those that failed"
         assert list((place / "closed" / "below").iterdir()) == []
     for line in (line for pair in other for line in pair):
-        assert re.match(r"(save|load)\(\) failed on rank 1, whose own error says why|.*: holds no save", line), line
+        assert re.match(r"(save|load)_residuals\(\) failed on rank 1, whose own error says why|.*: holds no save", line), line
     cases = {"file": "Not a directory", "file/below": "Not a directory", "closed/below": "Permission denied"}
     for (name, seen), (saved, loaded) in zip(cases.items(), own, strict=True):
-        assert re.fullmatch(rf"{folder}/{name}: save\(\) cannot write there: .*({seen}).*; name a directory that this process "
-                            "may make and fill, on a disk with room", saved), saved
+        assert re.fullmatch(rf"{folder}/{name}: save_residuals\(\) cannot write there: .*({seen}).*; name a directory "
+                            "that this process may make and fill, on a disk with room", saved), saved
         assert loaded.startswith(f"{folder}/{name}: ")
         assert "\n" not in saved + loaded
-        assert re.search(r"name the directory that save\(\) was given|save\(\) writes one there", loaded), loaded
+        assert re.search(r"the directory that save_residuals\(\) was given|save_residuals\(\) writes one", loaded), loaded

@@ -225,12 +225,12 @@ def save_under_another(run: Run, directory: str) -> dict[str, Any]:
             optimizer.step()
 
     if saved.is_file():
-        session.load(directory)
+        session.load_residuals(directory)
     else:
         some(0)
         commlayer.switch(session, plan(job_of(model), "small topk"))
         some(STEPS)
-        session.save(directory)
+        session.save_residuals(directory)
     middle = [p.detach().clone() for p in model.parameters()]
     some(2 * STEPS)
     moved = [p.detach() - m for p, m in zip(model.parameters(), middle, strict=True)]

@@ -67,11 +67,11 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
         if training.step % 7 == 0:
             training.session.drain()
         if training.step % 5 == 0:
-            training.session.save(folder)
+            training.session.save_residuals(folder)
             kept = made.plan
     training.session.drain()
     found = {"gone": gone, "rows": training.tensors(buffers=False), "losses": training.seen}
-    training.session.load(folder)
+    training.session.load_residuals(folder)
     found["loaded"] = made.plan == kept
     training.session.close()
     return found

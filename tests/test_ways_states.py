@@ -229,7 +229,8 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     training.session._driver.observers.add(Observer(Place.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
     training.train(3)
     wanted[0] = "every"
-    for act in (lambda: training.session.save(folder), lambda: training.session.load(folder), training.session.drain):
+    session = training.session
+    for act in (lambda: session.save_residuals(folder), lambda: session.load_residuals(folder), session.drain):
         act()
         note()
     training.train(3)

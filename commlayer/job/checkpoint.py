@@ -59,7 +59,8 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     summed = any(b.served for b in worker.plan.buckets)
     if summed and worker.counters.steps > 0 and step != worker.step:
         raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
-                         "with session.load(), which takes what session.save() wrote and resets the servers, too")
+                         "with session.load_residuals(), which takes what session.save_residuals() wrote and resets the "
+                         "servers, too")
     _restore(connection, worker, state)
 
 
@@ -91,13 +92,13 @@ def _save(connection: Connection, directory: Path) -> None:
     worker, uplink = connection.worker, connection.uplink  # of the plan that stands then
     assert worker is not None
     files: _Files = {}
-    with together(connection.groups, "save()"):
+    with together(connection.groups, "save_residuals()"):
         with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply
             highest = max(checkpoint_files.numbers(directory), default=0)
             directory.mkdir(parents=True, exist_ok=True)
         worker.drain()
         undone = worker.undone()
-    with together(connection.groups, "save()"):
+    with together(connection.groups, "save_residuals()"):
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
@@ -113,11 +114,12 @@ def _save(connection: Connection, directory: Path) -> None:
                                  servers=worker.plan.servers, plan=records.digest(worker.plan))
     folder, first = checkpoint_files.folder_of(directory, number), connection.rank == 0
     try:
-        with together(connection.groups, "save()"):  # and the next step's frames would change what others still fetch
+        # The next step's frames would change what others still fetch.
+        with together(connection.groups, "save_residuals()"):
             files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
             with checkpoint_files.writing(directory):
                 checkpoint_files.write(folder, files, mark, records.encode(worker.plan) if first else b"")
-        with together(connection.groups, "save()"):
+        with together(connection.groups, "save_residuals()"):
             if first:
                 with checkpoint_files.writing(directory):
                     checkpoint_files.seal(folder, mark)
@@ -167,7 +169,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
     rank = connection.rank
     for act in connection.bring_in:
         act()
-    with together(connection.groups, "load()"), checkpoint_files.reading(directory):
+    with together(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
         mine = msgspec.json.encode(checkpoint_files.held(directory, rank))
     rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
     for held in [held for held in rows[0] if not held.fault][:1]:
@@ -175,12 +177,12 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
     chosen = checkpoint_files.newest(directory, rows)
     folder = checkpoint_files.folder_of(directory, chosen.number)
     if chosen != rows[0][0]:
-        log.warning("load(): takes %s, of step %d; what is newer was broken off", folder, chosen.step)
+        log.warning("load_residuals(): takes %s, of step %d; what is newer was broken off", folder, chosen.step)
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
     read: _Files = {}
-    with together(connection.groups, "load()"), checkpoint_files.reading(directory):
+    with together(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
         worker.drain()
         mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
@@ -192,7 +194,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
 def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> None:
     worker, uplink = connection.worker, connection.uplink
     assert worker is not None
-    with together(connection.groups, "load()"):  # nobody may push before every server has its state back
+    with together(connection.groups, "load_residuals()"):  # nobody may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
             for bucket in _summed_by(worker.plan, server):
@@ -206,7 +208,7 @@ def _take_plan(connection: Connection, folder: Path) -> None:
     if not connection.terms.auto:
         return
     saved: Plan | None = None
-    with together(connection.groups, "load()"), checkpoint_files.reading(folder.parent):
+    with together(connection.groups, "load_residuals()"), checkpoint_files.reading(folder.parent):
         file = folder / checkpoint_files.PLAN
         if connection.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
@@ -234,7 +236,7 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch
 def _refuse_under_way(connection: Connection, what: str) -> None:
     if connection.local is not None and connection.local.under_way:
         raise ValueError(f"{what}: an exchange of local steps is under way, which all ranks must bring in together: call "
-                         "session.drain() on all of them first, or take session.save() and load()")
+                         "session.drain() on all of them first, or take session.save_residuals() and load_residuals()")
 
 
 def _same(name: str, what: str, saved: object, here: object) -> None:

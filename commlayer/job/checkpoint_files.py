@@ -57,22 +57,22 @@ class Held(Record, frozen=True):
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """What the disk refuses to save() is one line."""
+    """What the disk refuses to save_residuals() is one line."""
     try:
         yield
     except OSError as error:
-        raise OSError(f"{directory}: save() cannot write there: {_seen(error)}; name a directory that this process may make "
-                      "and fill, on a disk with room") from None
+        raise OSError(f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a directory that this "
+                      "process may make and fill, on a disk with room") from None
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """The same for load()."""
+    """The same for load_residuals()."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{directory}: load() cannot read it: {_seen(error)}; name the directory that save() was "
-                         "given") from None
+        raise ValueError(f"{directory}: load_residuals() cannot read it: {_seen(error)}; name the directory that "
+                         "save_residuals() was given") from None
 
 
 def _seen(error: OSError) -> str:
@@ -167,7 +167,8 @@ def _why_none(directory: Path, rows: list[list[Held]]) -> str:
     if number is None and _path(directory, "rank-0").exists():
         return f"{directory}: holds a save of an earlier version, whose residuals have other units: begin without it"
     if number is None:
-        return f"{directory}: holds no save; save() writes one there, and load() on every rank names the same directory"
+        return (f"{directory}: holds no save; save_residuals() writes one there, and load_residuals() on every rank names the "
+                "same directory")
     of_it = [next((held for held in row if held.number == number), Held(number, fault="nothing")) for row in rows]
     faults = [f"rank {rank} has {held.fault}" for rank, held in enumerate(of_it) if held.fault == "nothing"]
     faults += [f"rank {rank}: {held.fault}" for rank, held in enumerate(of_it) if held.fault not in ("", "nothing")]
@@ -176,7 +177,7 @@ def _why_none(directory: Path, rows: list[list[Held]]) -> str:
         return f"{where}: not whole on all ranks, nor is an earlier save: {faults[0]}"
     other = next(rank for rank, held in enumerate(of_it) if (held.save, held.step) != (of_it[0].save, of_it[0].step))
     return (f"{where}: files of different saves: rank 0 has one of step {of_it[0].step}, rank {other} one of step "
-            f"{of_it[other].step}; load a directory that one save() has filled")
+            f"{of_it[other].step}; load a directory that one save_residuals() has filled")
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
@@ -190,7 +191,7 @@ def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
 def mark_of(path: Path) -> Mark:
     """From a file's header, which also tells whether all of the file is there."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; save() writes one per rank and per server")
+        raise ValueError(f"{path}: no such file; save_residuals() writes one per rank and per server")
     try:
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
@@ -209,7 +210,7 @@ def same(path: Path, mark: Mark) -> None:
     there = mark_of(path)
     if (there.save, there.step) != (mark.save, mark.step):
         raise ValueError(f"{path}: files of different saves: this one is of step {there.step}, the rank's own of step "
-                         f"{mark.step}; load a directory that one save() has filled")
+                         f"{mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _sealed(path: Path, mark: Mark) -> None:
@@ -221,7 +222,7 @@ def _sealed(path: Path, mark: Mark) -> None:
         raise ValueError(f"{error}: not a whole manifest") from None
     if there != mark:
         raise ValueError(f"{path}: files of different saves: the manifest is of step {there.step}, rank 0's file of step "
-                         f"{mark.step}; load a directory that one save() has filled")
+                         f"{mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _path(folder: Path, name: str) -> Path:
