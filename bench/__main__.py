@@ -19,6 +19,7 @@ MEASUREMENTS = {
     "fuzz": "bench.fuzz",
     "kernels": "bench.kernels",
     "learning": "bench.learning",
+    "memory": "bench.memory",
     "nodes": "bench.nodes",
     "overhead": "bench.overhead",
     "planner": "bench.planner",

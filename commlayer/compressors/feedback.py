@@ -14,6 +14,7 @@ from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
 from commlayer.compressors.one_round import accumulator, check_numel, spell
+from commlayer.compressors.tensors import fresh_zeros
 from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.records import Spec
 
@@ -79,7 +80,7 @@ class ErrorFeedback(Wrapper, frozen=True):
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        state: State = {"residual": torch.zeros(n), "inner": self.inner.init(spec), "_sent": None}
+        state: State = {"residual": fresh_zeros(n), "inner": self.inner.init(spec), "_sent": None}
         if not isinstance(self.inner, Fed):
             state["_scratch"] = torch.empty(n)
         return state

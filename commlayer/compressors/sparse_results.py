@@ -30,8 +30,14 @@ class Reads(Protocol):
         ...
 
 
-def reader_of(codec: Any) -> Reads | None:
-    """Who reads the results of this codec as entries; None where nobody can."""
+def result_codec(codec: Any) -> Any:
+    """The codec inside wrappers whose results `codec` reads."""
     while isinstance(codec, (*READ_AS_WRAPPED, TwoWay)):
         codec = codec.down if isinstance(codec, TwoWay) else codec.inner
-    return codec if isinstance(codec, Reads) else None
+    return codec
+
+
+def reader_of(codec: Any) -> Reads | None:
+    """Who reads the results of this codec as entries; None where nobody can."""
+    inner = result_codec(codec)
+    return inner if isinstance(inner, Reads) else None

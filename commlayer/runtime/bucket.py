@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,10 +12,12 @@ from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Buffer, Codec, State
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.sparse_results import Reads, reader_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 from commlayer.runtime.bucket_debts import BucketDebts, Entries
+from commlayer.runtime.coded_result import CodedResult, codec_of_results
 from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
 from commlayer.runtime.sparse_result import MOST_NUMEL, SparseResult
@@ -34,8 +36,9 @@ class WorkerBucket(BucketDebts):
     there is no twin, and only payloads cross, those that go and those that come each through pinned memory.
 
     The sum comes back into `y`. That is `x` again, unless the codec keeps something back: then what it was given stays, so
-    that a step whose average was not applied can be taken back without a copy of the residual. Where somebody wants results as
-    the entries that a sparse codec sends, they stay that (`sparse`), and y is made of them if it is asked for.
+    that a step whose average was not applied can be taken back without a copy of the residual. On a CPU the only rank of a node
+    has no y then: results stay as they came and are decoded where they are written (`coded_result`). Where somebody wants
+    results as the entries that a sparse codec sends, they stay that (`sparse`). y is made of either if it is asked for.
 
     An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result. So have buffers on
     the way over a server, which is sent their own mean over this node in float32, and makes the mean of all of these.
@@ -86,6 +89,9 @@ class WorkerBucket(BucketDebts):
         self._reader: Reads | None = None
         self.sparse: SparseResult | None = None
         """The last result, where it is kept as entries."""
+        self._decoder: OneRound | None = None
+        self.coded_result: CodedResult | None = None
+        """The last result, where it is kept as it came."""
         self.lie_in(every, every_y)
         self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
@@ -99,7 +105,7 @@ class WorkerBucket(BucketDebts):
                 self._there = [devices.words(self.bound, device) for _ in range(2)]
                 self.payload = self._pinned[0].numpy().data
             else:
-                self.payload = whole.numpy().data if codec.in_place else memoryview(bytearray(self.bound))
+                self.payload = whole.numpy().data if codec.in_place else torch.empty(self.bound, dtype=torch.uint8).numpy().data
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
@@ -133,17 +139,32 @@ class WorkerBucket(BucketDebts):
     @property
     def y(self) -> torch.Tensor:
         """The sum that came back."""
+        if self.coded_result is not None:
+            return self.coded_result.whole()
         if self.sparse is not None and not self._y.numel():
             self._y = self.sparse.whole()
         return self._y
+
+    def keep_coded(self, recycle: Callable[[memoryview], None]) -> None:
+        """From now on results stay as they came, where they can be decoded later. For the only rank of a node, before its first
+        step. `recycle` takes back their bodies."""
+        if self.coded and self.in_means and not self.late and not self.buffer and self.x.device.type == "cpu":
+            self._decoder = codec_of_results(self.codec)
+        if self._decoder is not None:
+            self._recycle = recycle
+            self._no_y()
+
+    def _no_y(self) -> None:
+        self._y = self.host_y = self.all_y = self.tail_y = torch.empty(0)
+        self._facts_y, self.views_y = None, []
 
     def keep_entries(self) -> None:
         """From now on results stay entries, where they come as that. For the only rank of a node, ahead of its first step."""
         if self.coded and not self.late and not self.buffer and self.x.device.type == "cpu" and self.numel <= MOST_NUMEL:
             self._reader = reader_of(self.codec)
         if self._reader is not None:
-            self._y = self.host_y = self.all_y = self.tail_y = torch.empty(0)
-            self._facts_y, self.views_y = None, []
+            self._decoder = None
+            self._no_y()
 
     def reset(self) -> None:
         """Before a step's gradients. What its exchange needs stays: a late bucket's goes on behind the step."""
@@ -260,6 +281,7 @@ class WorkerBucket(BucketDebts):
     def encode(self) -> int:
         """Round 0: x to payload."""
         self.started = self.codes = True
+        self._drop_result()
         if self.entries is not None:
             self.entries.begin(self.step)
         if not self.on_device:
@@ -288,7 +310,7 @@ class WorkerBucket(BucketDebts):
     @property
     def result(self) -> torch.Tensor:
         """What came back, where it is read at least cost."""
-        return self.host_y if self._reader is None and not self.on_device else self.y
+        return self.host_y if self._reader is None and self._decoder is None and not self.on_device else self.y
 
     def slice_of_result(self, number: int) -> torch.Tensor:
         """The values of a slice that came back, without those that are zeros where it came as entries."""
@@ -302,6 +324,11 @@ class WorkerBucket(BucketDebts):
         if self._reader is not None:
             self._read(self._reader, result)
             return
+        if self._decoder is not None:
+            self._drop_result()
+            self.coded_result = CodedResult(self._decoder, self.layout, result, self.numel)
+            self.finite = self.coded_result.finite
+            return
         if not self.on_device:
             self.finite = self.codec.decode(result, self.state, self.host_y)
             if self.means and self.y.device.type == "cpu":
@@ -313,6 +340,16 @@ class WorkerBucket(BucketDebts):
         self._pinned[1][:nbytes].numpy().data[:] = result
         self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
         self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
+
+    @property
+    def keeps_body(self) -> bool:
+        """Whether `decode` has kept the result's body: the bucket recycles that itself."""
+        return self.coded_result is not None
+
+    def _drop_result(self) -> None:
+        if self.coded_result is not None:
+            body, self.coded_result = self.coded_result.body, None
+            self._recycle(body)
 
     def _read(self, reader: Reads, result: memoryview) -> None:
         read = reader.read(result, self.numel)
@@ -331,8 +368,8 @@ class WorkerBucket(BucketDebts):
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
             return
-        if self.sparse is not None:
-            self.sparse.write(factor, targets)
+        if (kept := self.coded_result or self.sparse) is not None:
+            kept.write(factor, targets)
             return
         pairs = self.layout.pairs(targets, self.views_y)
         if self.numel <= SMALL_NUMEL * len(pairs):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 
 import torch
 
+from commlayer.transport.crc import crc32c
 from commlayer.transport.groups import Groups
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """63 bits of the SHA-256 of the elements, in logical order."""
+    """CRC-32C of the elements in logical order: it guards against no attacker, and is ten times as fast as SHA-256."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
-    data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
+    return crc32c(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 PIECE_NUMEL = 4 << 20

@@ -87,6 +87,9 @@ class Worker(Unapplied):
                          on_device=b.id in on_device)
             for i, b in enumerate(plan.buckets)
         ]
+        if plan.ranks_per_node == 1:
+            for bucket in self.buckets:
+                bucket.keep_coded(recycle)
         self.tracked = any(bucket.in_means for bucket in self.buckets)
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
         allot_entries(self.buckets)

@@ -93,9 +93,9 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
     for bucket in worker.buckets:
         if not bucket.buffer:
             at = 0
-            parts = []
+            parts, y = [], bucket.y
             for s in bucket.slices:
-                parts.append(bucket.y[at : at + s.numel].double().square().sum())
+                parts.append(y[at : at + s.numel].double().square().sum())
                 at += s.numel
             energy = torch.stack(parts).cpu() / float(bucket.scaled) ** 2
             found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)

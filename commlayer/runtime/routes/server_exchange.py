@@ -161,7 +161,8 @@ class ServerExchange:
         except CorruptFrame as error:
             who = peer_name(message.peer)
             raise CorruptFrame(error.what, peer=who, step=bucket.step, bucket=bucket.id) from None
-        self._recycle(message.body)
+        if not (last and bucket.keeps_body):
+            self._recycle(message.body)
         step.counters.decode_s += time.perf_counter() - begin
         step.recorder.add(bucket.op("decode"), bucket.id, begin, nbytes)
         if last:

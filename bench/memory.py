@@ -1,0 +1,125 @@
+"""Peak memory of a rank beside plain training, for GPT-2 small on two ranks on loopback: each way in fresh processes.
+
+Sizes are in units of the model's own bytes (float32 parameters). A peak is VmHWM over the whole life of a process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.baselines import launch_hosts
+from bench.report import Result
+
+RANKS = 2
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {}, "ddp": {}, "identity": {"plan": "identity()"}, "int4": {"plan": "int4()"},
+    "int4 under DDP": {"plan": "int4()"},
+    "every=16": {"plan": "int4()", "every": 16}, "auto": {"plan": "auto"}, "auto, exact=False": {"plan": "auto"},
+}
+"""What attach() is given."""
+STEPS = {"every=16": 34, "auto": 30, "auto, exact=False": 60}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ways", default=",".join(way for way in WAYS if way != "plain"), help=f"of: {','.join(WAYS)}")
+
+
+def run(quick: bool, args: argparse.Namespace) -> Result:
+    size = "small" if quick else "gpt2"
+
+    def measured(way: str) -> dict[str, Any]:
+        program = [sys.executable, "-m", "bench.memory", way, size, str(STEPS.get(way, 8))]
+        told = launch_hosts(None, RANKS, program, deadline_s=900)
+        return max(told, key=lambda t: int(t["peak"])) | {"server": max(t["server"] for t in told)}
+
+    base, rows, summary = measured("plain"), [], {}
+    for way in args.ways.split(","):
+        told = measured(way)
+        unit = told["nbytes"]
+        row = {"way": way, "x_model": (told["peak"] - base["peak"]) / unit, "at_end_x": (told["end"] - base["end"]) / unit,
+               "server_x": told["server"] / unit, "attach_s": told["attach_s"], "attach_x": told["attached"] / unit,
+               "exchange_s": told["longest_s"] - base["longest_s"], "close_s": told["close_s"]}
+        rows.append({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
+        summary[way] = row["x_model"]
+    return {"rows": rows, "summary": summary}
+
+
+def peak(pid: int | str = "self", field: str = "VmHWM") -> int:
+    line = next(text for text in Path(f"/proc/{pid}/status").read_text().splitlines() if text.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def main(way: str, size: str, steps: int) -> None:
+    """One rank: prints what it took as a line of JSON."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import commlayer
+
+    wide, layers, vocabulary = (768, 12, 50257) if size == "gpt2" else (384, 6, 20000)
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(vocabulary, wide), nn.Embedding(1024, wide)
+            layer = partial(nn.TransformerEncoderLayer, wide, wide // 64, 4 * wide, 0.0, "gelu", batch_first=True,
+                            norm_first=True)
+            self.blocks, self.norm = nn.ModuleList(layer() for _ in range(layers)), nn.LayerNorm(wide)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            length = tokens.shape[1]
+            x = self.words(tokens) + self.places(torch.arange(length))
+            mask = nn.Transformer.generate_square_subsequent_mask(length)
+            for block in self.blocks:
+                x = block(x, mask, is_causal=True)
+            logits = self.norm(x) @ self.words.weight.T
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = GPT()
+    nn.init.normal_(model.words.weight, std=0.02)
+    nbytes = sum(p.numel() * 4 for p in model.parameters())
+    module = DistributedDataParallel(model) if "ddp" in way.lower() else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    session, before, begin = None, peak(field="VmRSS"), time.perf_counter()
+    if options := dict(WAYS[way]):
+        if "exact=False" in way or way == "int4 under DDP":
+            options |= {} if "exact" not in commlayer.attach.__annotations__ or "DDP" in way else {"exact": False}
+        session = commlayer.attach(module, optimizer, config={"ranks_per_node": 1}, **options)
+    attach_s, attached = time.perf_counter() - begin, peak(field="VmRSS") - before
+    generator, times = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        module(torch.randint(0, vocabulary, (1, 64), generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    end, children = peak(field="VmRSS"), [] if session is None else session.inspect.connection.embedded
+    server = max((peak(child.pid) for child in children), default=0)
+    said = [] if session is None else session.inspect.decisions()
+    start = time.perf_counter()
+    if session is not None:
+        session.close()
+    close_s = time.perf_counter() - start
+    print(json.dumps({
+        "peak": peak(), "end": end, "nbytes": nbytes, "server": server, "attach_s": attach_s, "attached": attached,
+        "longest_s": max(times[2:]), "step_s": sorted(times)[steps // 2], "close_s": close_s, "decisions": said,
+        "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+    }), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
