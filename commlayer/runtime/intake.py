@@ -53,8 +53,8 @@ class Intake:
         """The gradient of that tensor is final."""
         if self._seen[tensor]:
             raise RuntimeError(
-                f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: activation "
-                "checkpointing with use_reentrant=True does this; pass use_reentrant=False"
+                f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: it is used outside and "
+                "inside of a reentrant checkpoint; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             )
         self._seen[tensor] = self.begun = True
         if self._step.recorder.on:
