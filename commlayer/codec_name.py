@@ -33,6 +33,7 @@ NAMES_NBYTES = 4096
 """Of the names and numbers of one codec's state, generously."""
 
 FEEDBACK = "error_feedback"
+TWO_WAY = "two_way"
 SPARSE = ("topk", "block_threshold", "randomk", "dgc", "chain")
 """Families that send some entries and not others."""
 
@@ -223,10 +224,13 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
 """By family its arguments, in the order of its factory."""
 
 
-def checked(family: str, **arguments: Any) -> None:
+_BOTH_WAYS = {**RULES, TWO_WAY: {"up": _INNER, "down": _INNER}}
+
+
+def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **arguments: Any) -> None:
     """ValueError in one line for the first of these arguments that no such codec can have."""
     for name, value in arguments.items():
-        rule = RULES[family][name]
+        rule = every[family][name]
         if not rule.fits(value):
             raise ValueError(f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
     if family == "partition":
@@ -239,6 +243,32 @@ def checked(family: str, **arguments: Any) -> None:
 @functools.lru_cache(4096)
 def named(text: str) -> CodecName:
     """What `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"; else a ValueError in one line."""
+    return _read(_call(text), text)
+
+
+def up_and_down(text: str) -> tuple[CodecName, CodecName | None]:
+    """The codec to the server, and the one back if `text` is "two_way(up, down)". Both stand apart in a plan's bucket.
+
+    >>> [str(way) for way in up_and_down("two_way(topk(0.01), down=int8())")]
+    ['topk(ratio=0.01)', 'int8()']
+    """
+    call = _call(text)
+    if not (isinstance(call.func, ast.Name) and call.func.id == TWO_WAY):
+        return named(text), None
+    both = _read(call, text, _BOTH_WAYS)
+    return both.get("up"), both.get("down")
+
+
+def misspelled(text: str) -> str:
+    """Why `text` is no codec; empty if it is one."""
+    try:
+        up_and_down(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _call(text: str) -> ast.Call:
     try:
         with _parsing:
             tree = ast.parse(text.strip(), mode="eval").body
@@ -246,23 +276,15 @@ def named(text: str) -> CodecName:
         tree = None
     if not isinstance(tree, ast.Call):
         raise ValueError(f"codec {text!r}: expected name(argument=value, ...), such as topk(ratio=0.01)")
-    return _read(tree, text)
+    return tree
 
 
-def misspelled(text: str) -> str:
-    """Why `text` is no codec; empty if it is one."""
-    try:
-        named(text)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _read(call: ast.Call, text: str) -> CodecName:
+def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecName:
     family = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
-    if family not in RULES:
-        raise ValueError(f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(RULES))}")
-    rules = RULES[family]
+    if family not in every:
+        inside = f"; {TWO_WAY} goes around all others" if family == TWO_WAY else ""
+        raise ValueError(f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(every))}{inside}")
+    rules = every[family]
     allowed = list(rules)
     given: dict[str, Any] = {}
     if len(call.args) > len(allowed):
@@ -280,7 +302,7 @@ def _read(call: ast.Call, text: str) -> CodecName:
     if missing:
         raise ValueError(f"codec {text!r}: {family} needs {', '.join(missing)}")
     arguments = {name: given.get(name, rule.default) for name, rule in rules.items()}
-    checked(family, **arguments)
+    checked(family, every, **arguments)
     return CodecName(family, tuple(arguments.items()))
 
 

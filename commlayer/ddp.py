@@ -26,7 +26,7 @@ from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.observers import Observers
-from commlayer.job.rendezvous import Start
+from commlayer.job.rendezvous import Start, group_of
 from commlayer.job.start import connect
 from commlayer.job.step_loop import StepLoop
 from commlayer.job.ways import read_ways
@@ -68,7 +68,7 @@ class HookState:
         """
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
         check_quarantine(self._config.quarantine, scaler)
-        self._process_group, self._asked = process_group, read_ways(None, None, exact=exact)
+        self._process_group, self._asked = group_of(process_group), read_ways(None, None, exact=exact)
         self.ways: DDPWays | None = None
         """What lets plans step locally, where attach() knows the module and its optimizer."""
         self._claim: Claim | None = None

@@ -25,7 +25,7 @@ from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
 from commlayer.job.observers import Observers
 from commlayer.job.quiet_ddp import QuietDDP, check_silenceable, silenceable
-from commlayer.job.rendezvous import Start
+from commlayer.job.rendezvous import Start, group_of
 from commlayer.job.replica import Replica
 from commlayer.job.start import connect
 from commlayer.job.step_in_backward import Averaged, refuse
@@ -186,11 +186,12 @@ def attach(
     `exact`: keeps plan="auto" to averaged gradients in every step, whatever the links; otherwise it goes over to local steps
     where these are at the loss in 85 % of the time, and says so.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
+    It may be a DeviceMesh of one dimension.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.
 
     >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
     """
-    ddp = isinstance(model, DistributedDataParallel)
+    ddp, process_group = isinstance(model, DistributedDataParallel), group_of(process_group)
     if ddp and process_group not in (None, model.process_group):
         raise ValueError("process_group: another one than that of the DistributedDataParallel module; leave it out")
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)

@@ -105,6 +105,14 @@ def test_require_backward_grad_sync_is_heard_on_a_plain_module() -> None:
     torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.LazyBatchNorm1d()], ids=lambda module: type(module).__name__)
+def test_a_lazy_module_without_shapes_is_refused_by_name(lazy: nn.Module) -> None:
+    model = nn.Sequential(lazy)
+    assert raised(lambda: commlayer.attach(model)).startswith("ValueError: 0.weight has no shape before the first forward pass")
+    model(torch.ones(4, 5))
+    commlayer.attach(model).close()
+
+
 # ---- DDP's hook
 
 def joined(rank: int, address: str, own: bool) -> tuple[list[torch.Tensor], str]:

@@ -236,6 +236,22 @@ def test_what_cannot_be_overlapped_is_refused_in_one_line(name: str) -> None:
     commlayer.attach(model).close()  # nothing was kept of it
 
 
+def converted(rank: int, address: str) -> str:
+    training = Training(rank, address, "forward")
+    training.train(0, 2)
+    training.model.double()
+    with pytest.raises(ValueError) as raised:
+        training.backward(2)
+    training.session.close()
+    return str(raised.value)
+
+
+def test_a_model_of_another_type_than_was_attached_is_refused_by_name() -> None:
+    with pool_kit.Servers(WORLD, 1) as servers:
+        for said in pool(WORLD).call(converted, servers.address):
+            assert said.startswith("parameter words.weight is torch.float64, and was torch.float32"), said
+
+
 def refused(rank: int, address: str) -> list[str]:
     """DDP, and plans of other ways, at the start and later."""
     said, model = [], Net()

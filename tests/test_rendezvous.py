@@ -13,6 +13,7 @@ import torch
 from attach_kit import data, mlp
 from pool_kit import Servers, pool, quick, rank_environment
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
@@ -287,6 +288,22 @@ def test_a_process_group_is_what_is_averaged_over(how: str, path: str) -> None:
         assert result["who"] == (number, 2)
         for got in result["got"]:
             torch.testing.assert_close(got, result["mean"])
+
+
+def meshes(rank: int, address: str) -> tuple[int, str]:
+    one, two = init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
+    refused = said_by(lambda: commlayer.attach(mlp(), process_group=two, config=quick(join=address)))[0]
+    session = commlayer.attach(mlp(), process_group=one, config=quick(join=address))
+    world = session.world
+    session.close()
+    return world, refused
+
+
+def test_a_device_mesh_of_one_dimension_is_a_process_group() -> None:
+    with Servers(WORLD, 1) as servers:
+        for world, refused in pool(WORLD).call(meshes, servers.address):
+            assert world == WORLD
+            assert "allowed: a DeviceMesh of one dimension" in refused
 
 
 def outside(rank: int) -> str:

@@ -11,7 +11,7 @@ from plan_kit import toy_job
 
 from commlayer import records
 from commlayer.codec_name import named
-from commlayer.compressors import codec_of, identity, parse, topk, wrap
+from commlayer.compressors import codec_of, identity, int8, parse, topk, two_way, wrap
 from commlayer.config import Config
 from commlayer.control.server_codecs import CodecOps
 from commlayer.job import requested_plan
@@ -78,6 +78,13 @@ def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch:
     assert basis_of(text) is None
 
 
+def test_a_plan_may_name_a_codec_for_each_way() -> None:
+    job = job_of((300, 20), (20,))
+    made = asked_for("two_way(topk(0.05), down=int8())", job)
+    assert made == asked_for(two_way(topk(0.05), int8()), job)
+    assert {(str(named(b.codec).core), str(named(b.down).core)) for b in made.buckets} == {("topk(ratio=0.05)", "int8()")}
+
+
 @pytest.mark.parametrize("kind", ["codec", "auto", "plan", "file"])
 def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_path: Path) -> None:
     job, settings = job_of((300, 20), (20,)), {"ratio_over": "plan", "warmup": 40}
@@ -104,6 +111,7 @@ def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("plan", "words"), [
     ("fp17()", "plan 'fp17()': codec 'fp17()': 'fp17' is unknown"), ("topk(ratio=2)", "topk: ratio is 2, allowed is"),
     ("missing.json", "no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)"),
+    ("two_way(fp16())", "two_way needs down"), ("error_feedback(two_way(fp16(), fp16()))", "two_way goes around all others"),
     (Path("fp16()"), "plan 'fp16()': no such file"), ("x" * 5000, "no such file"), ("a\0b", "no such file"),
 ])
 def test_what_is_neither_is_one_line(plan: str | Path, words: str) -> None:

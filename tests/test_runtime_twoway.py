@@ -5,8 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from pool_kit import Servers, pool, quick
 from runtime_kit import Rig, job, on_ranks, step
 
+import commlayer
+from commlayer.codec_name import named
 from commlayer.compressors import codec_of, error_feedback, int8, topk, two_way
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice
@@ -48,6 +51,28 @@ def test_the_mean_over_steps_tends_to_the_plain_mean(codec: str, fields: dict[st
         assert isinstance(mean, torch.Tensor)
         # What is owed at the end is bounded whatever the number of steps: some 1 / ratio of a gradient.
         assert (over_steps - mean).norm() <= 0.35 * mean.norm() + 1e-6
+
+
+def attached(rank: int, address: str, text: str) -> tuple[set[tuple[str, str]], torch.Tensor, torch.Tensor]:
+    """What the plan has, this rank's gradient, and what came back."""
+    model = torch.nn.Linear(64, 8, bias=False)
+    with commlayer.attach(model, plan=text, config=quick(join=address)) as session:
+        torch.manual_seed(rank)
+        x = torch.randn(4, 64)
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        ways = {(str(named(b.codec).core), str(named(b.down).core)) for b in session.inspect.connection.plan.buckets}
+        return ways, x.sum(0).expand(8, 64), model.weight.grad
+
+
+def test_a_script_may_ask_for_a_codec_for_each_way() -> None:
+    with Servers(2, 1) as servers:
+        results = pool(2).call(attached, servers.address, "two_way(fp16(), bf16())")
+    mean = sum(own for _, own, _ in results) / 2
+    for ways, _, got in results:
+        assert ways == {("fp16()", "bf16()")}
+        assert torch.equal(got, got.to(torch.bfloat16).float()), "as it came down"
+        torch.testing.assert_close(got, mean, rtol=2**-7, atol=1e-3)
 
 
 def test_each_part_is_checked() -> None:

@@ -323,7 +323,6 @@ def refused(rank: int, address: str) -> dict[str, str]:
     tries: dict[str, dict[str, Any]] = {
         "word": {"every": 4, "overlap": "always"}, "one": {"every": 1, "overlap": "round"}, "open": {"overlap": "round"},
         "more": {"every": 2, "fragments": 4}, "uneven": {"every": 4, "fragments": 3}, "none": {"every": 4, "fragments": 0},
-        "few": {"every": 8, "fragments": 8},
     }
     return refusals({name: partial(Training, rank, address, **how) for name, how in tries.items()})
 
@@ -333,8 +332,28 @@ def test_what_cannot_be_is_one_line() -> None:
         said_in_lines(pool(WORLD).call(refused, servers.address), {
             "word": "overlap: got 'always', allowed: 'round'", "one": "every=1: a step on averaged gradients waits for them",
             "open": "every=2 or more", "more": "fragments: got 4 with every=2, allowed: a divisor",
-            "uneven": "fragments: got 3", "none": "fragments: got 0", "few": "fragments=8: the plan's buckets make 4 at most",
+            "uneven": "fragments: got 3", "none": "fragments: got 0",
         })
+
+
+def few(rank: int, address: str) -> tuple[int, list[str], Any]:
+    training = Training(rank, address, every=6, fragments=6)
+    for step in range(12):
+        training.step(step)
+    training.session.drain()
+    fragments, said = training.session.inspect.connection.plan.fragments, training.session.inspect.decisions()
+    training.session.close()
+    return fragments, said, training.weights()
+
+
+def test_a_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(few, servers.address)
+    (fragments, said, first), (also, silent, second) = results
+    assert fragments == also == 3, "the largest divisor of 6 for 4 buckets"
+    assert [line for line in said if "fragments=6 becomes fragments=3" in line] == said
+    assert silent == []
+    assert (first == second).all()
 
 
 def bucket(number: int, *slices: tuple[int, int, int]) -> Bucket:

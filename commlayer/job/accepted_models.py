@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.records import Job
@@ -53,6 +54,10 @@ def check_model(model: nn.Module) -> None:
                 raise ValueError(f"{name or 'the model'} is under {called}: {SHARDED}")
     for name, p in model.named_parameters():
         check_parameter(name, p)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape before the first forward pass of its lazy module: run the model once on a "
+                             "batch, then attach it")
 
 
 def check_parameter(name: str, p: torch.Tensor) -> None:

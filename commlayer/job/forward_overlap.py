@@ -107,6 +107,10 @@ class ForwardOverlap:
     def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
         """Everything is on its way; nobody waits."""
         with self._lock:
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                if p.dtype != mark.dtype:
+                    raise ValueError(f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was attached: "
+                                     "overlap='forward' needs it as it was; convert the model before attach()")
             # Alike on all ranks or not: what is waited for here is observed where the others do.
             whole = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
             self._shared = False

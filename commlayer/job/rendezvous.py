@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
@@ -125,6 +126,16 @@ class Start:
         told = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
         # Another version may say more.
         return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in told]
+
+
+def group_of(process_group: Any) -> Any:
+    """The process group that a script means, which may be a DeviceMesh of one dimension."""
+    if not isinstance(process_group, DeviceMesh):
+        return process_group
+    if process_group.ndim != 1:
+        raise ValueError(f"process_group: got {process_group!r}, allowed: a DeviceMesh of one dimension, such as mesh['dp'] "
+                         "where dimensions have names")
+    return process_group.get_group()
 
 
 def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:

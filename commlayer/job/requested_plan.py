@@ -11,8 +11,8 @@ from msgspec import structs
 
 from commlayer import loss_budget, plan_file, planner
 from commlayer.balance import tuner_loss
-from commlayer.codec_name import misspelled
-from commlayer.compressors import parse, wrap
+from commlayer.codec_name import misspelled, up_and_down
+from commlayer.compressors import build, wrap
 from commlayer.config import Config
 from commlayer.planner.model.cluster import Basis
 from commlayer.planner.model.learning import Recipe, excess
@@ -62,8 +62,9 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, upd
         codec = str(plan)
         path_name = "service"
     servers = nodes if config.servers == "each" else 1
+    up, down = ("" if way is None else str(wrap(build(way))) for way in up_and_down(codec))
     return planner.default_plan(
-        job, codec=str(wrap(parse(codec))), path=path_name, servers=servers if path_name == "service" else 0,
+        job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
         fragments=fragments,
     )

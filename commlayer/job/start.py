@@ -94,6 +94,9 @@ def connect(
         made.plan = agreed_plan(lambda: stepping(_of(requested_plan.with_server_nodes(
             requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
         ), whole), asked), made.groups)
+        if made.rank == 0 and (asked.fragments or 1) > made.plan.fragments:
+            made.say(f"fragments={asked.fragments} becomes fragments={made.plan.fragments}: a round has at most as many as the "
+                     f"plan has buckets ({len(made.plan.buckets)})")
         if regroups and (why := unfit(made.plan)):
             raise ValueError(f"plan: {why}")
         check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from commlayer.planner.model.fragments import most_fragments
 from commlayer.records import Plan
 
 CODES = ("gradients", "updates")
@@ -100,13 +101,14 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
                          "every=2 or more, or codes='updates'")
     if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
         raise ValueError(f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
-    if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, asked.fragments)):
+    fragments = 1 if asked.fragments is None else most_fragments(asked.fragments, every, len(plan.buckets))
+    if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, fragments, asked.fragments)):
         has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
         raise ValueError(f"fragments: got {asked.fragments} with every={every}{has}, allowed: a divisor of every, since one "
                          "fragment is exchanged every H / fragments steps")
     laid = structs.replace(
         plan, local_steps=every, codes=asked.codes or plan.codes, overlap=asked.overlap or plan.overlap,
-        fragments=asked.fragments or plan.fragments)
+        fragments=plan.fragments if asked.fragments is None else fragments)
     asked_of = ("local_steps", "overlap", "fragments", "steps_locally")
     if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
         return laid

@@ -38,9 +38,11 @@ def least_spread_nbytes(turns: int) -> int:
 
 def default_plan(
     job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
-    forward: bool = False, fragments: int = 1,
+    forward: bool = False, fragments: int = 1, down: str = "",
 ) -> Plan:
     """One path for every bucket: "service" (spread over `servers` and local ranks by bytes) or "allreduce".
+
+    `down`: the codec that servers answer with, if it is not `codec`.
 
     `forward`: results are waited for layer by layer. Then what is fused is a small part of the model: the first layers'
     gradients are ready last and needed first, and wait for all that goes with them. `fragments`: a round's turns, in each of
@@ -83,8 +85,9 @@ def default_plan(
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
-        mine, shape = shaped(BUFFER_CODEC if _buffer(job, group) else codec, job, group)
-        buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape))
+        buffer = _buffer(job, group)
+        mine, shape = shaped(BUFFER_CODEC if buffer else codec, job, group)
+        buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
     return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
 
 

@@ -36,6 +36,15 @@ def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
     return [list(range(low, high)) for low, high in pairwise([*cuts, len(buckets)])]
 
 
+def most_fragments(count: int, every: int, buckets: int) -> int:
+    """The largest divisor of `every` that is at most `count` and at most the number of buckets.
+
+    >>> most_fragments(4, 12, 3), most_fragments(4, 8, 3), most_fragments(4, 8, 9)
+    (3, 2, 4)
+    """
+    return max(number for number in range(1, max(1, min(count, buckets)) + 1) if every % number == 0)
+
+
 def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
     """By tensor, which of its elements these buckets hold: from and to, neighbours as one."""
     found: dict[int, list[tuple[int, int]]] = {}
