@@ -13,7 +13,7 @@ from commlayer.job.connection import Connection
 from commlayer.job.quiet_ddp import check_silenceable
 from commlayer.job.ways import WAYS, Forbids
 from commlayer.optim.pieces import hooked, indivisible
-from commlayer.runtime.sparse_averages import stepped_lazily
+from commlayer.runtime.sparse_averages import sparse_weights, stepped_lazily
 
 SHARDED = "ZeroRedundancyOptimizer"
 """By name: torch has it only where torch.distributed is built, and imports much for it."""
@@ -115,6 +115,10 @@ def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimiz
     if missing := [name for name, p in named if id(p) not in held]:
         raise ValueError(f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first is "
                          f"{missing[0]}: one optimizer has to step all of them, or leave these out with requires_grad=False")
+    weights = sparse_weights(model)
+    if sparse := [name for name, p in named if id(p) in weights]:
+        raise ValueError(f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages come whole; pass "
+                         "sparse=False to its nn.Embedding, or leave overlap out")
     if stepped_lazily(optimizer, [p for _, p in named]):
         raise ValueError(f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which come whole; take "
                          "the dense optimizer, or leave overlap out")

@@ -29,7 +29,14 @@ from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agree
-from commlayer.runtime.sparse_averages import keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
+from commlayer.runtime.sparse_averages import (
+    SparseRows,
+    keep_entries,
+    make_dense,
+    make_sparse,
+    sparse_averages,
+    stepped_lazily,
+)
 from commlayer.runtime.write_gradients import targets_of
 
 
@@ -47,6 +54,7 @@ class ModuleDriver:
         self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
         self._buffers = [name for name, _ in buffers_of(model)]
         self._lazy = stepped_lazily(optimizer, self._parameters)
+        self._rows = SparseRows(model, self._parameters, self._lazy)
         self._sparse: dict[int, torch.Tensor] = {}
         """The averages of the step under way that came as entries."""
         self._syncing = True
@@ -152,7 +160,10 @@ class ModuleDriver:
     def drain(self) -> bool:
         self._complete()
         make_dense(self._lazy.values())
-        return self._loop.drain(self._parameters)
+        self._rows.make_dense()
+        found = self._loop.drain(self._parameters)
+        self._rows.make_sparse()
+        return found
 
     def detach(self) -> None:
         if self._hooks is not None:
@@ -167,6 +178,8 @@ class ModuleDriver:
         if self._order is not None:
             self._places, self._order = self._order.take(), None
             self._reorder()
+        if gradient.layout is torch.sparse_coo and not self._loop.local:
+            gradient = self._rows.dense(number, gradient)
         self._loop.ready(number, gradient)
 
     def _end(self) -> None:
@@ -179,6 +192,7 @@ class ModuleDriver:
         if self._overlap is not None:
             self._overlap.look()  # where no gradient came first: the step before is over
         make_dense(self._lazy.values())
+        self._rows.make_dense()
         buffers = self._buffers_now()
         if self._overlap is not None and self._overlap.takes():
             self._overlap.hand_in(buffers)
@@ -187,6 +201,7 @@ class ModuleDriver:
         for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):
             p.grad = self._sparse.pop(number, average)
         make_sparse(self._lazy.values())
+        self._rows.make_sparse()
         self._note()
         self._loop.written()
         self._loop.observe()

@@ -74,6 +74,51 @@ def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size
     return sparse_gradient(idx, values, shape) if bool(values.isfinite().all()) else None
 
 
+class SparseRows:
+    """Parameters whose gradients are sparse COO, as nn.Embedding(sparse=True) makes them.
+
+    They are averaged as dense ones. Then `.grad` is sparse again, of the rows in which the average is not zero: the same rows
+    on every rank. A rank without a gradient knows such a parameter by its module.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], lazily: Mapping[int, nn.Parameter]) -> None:
+        """`lazily`: those of a lazy optimizer, for which averages become sparse by elements."""
+        weights = sparse_weights(model)
+        self._parameters, self._lazily = parameters, lazily
+        self._numbers = {number for number, p in enumerate(parameters) if id(p) in weights}
+        self._dense: dict[int, torch.Tensor] = {}
+        """What was sent of this step."""
+
+    def dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """That sparse gradient as a dense one."""
+        self._numbers.add(number)
+        self._dense[number] = made = gradient.to_dense()
+        return made
+
+    def make_dense(self) -> None:
+        """Before an exchange ends: averages are written into `.grad`."""
+        for number in self._numbers:
+            p = self._parameters[number]
+            if p.grad is not None and p.grad.layout is torch.sparse_coo:
+                p.grad = self._dense.get(number, p.grad).to_dense()
+        self._dense.clear()
+
+    def make_sparse(self) -> None:
+        """After it."""
+        for number in self._numbers - self._lazily.keys():
+            p = self._parameters[number]
+            if p.grad is not None and p.grad.layout is torch.strided and p.dim():
+                rows = (p.grad != 0).flatten(1).any(1) if p.dim() > 1 else p.grad != 0
+                at = rows.nonzero().t()
+                p.grad = torch.sparse_coo_tensor(at, p.grad[at[0]], p.shape, is_coalesced=True, check_invariants=False)
+
+
+def sparse_weights(model: nn.Module) -> set[int]:
+    """The ids of weights whose modules make sparse gradients."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return {id(table.weight) for table in tables if table.sparse}
+
+
 def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
     """`.grad` becomes sparse COO where it has few entries and is finite."""
     for p in parameters:
