@@ -2,7 +2,7 @@
 
 The tuner calls proxy(settings) with settings["codec"] (spelled as in plans), ["ratio"] and ["batch"] (over all workers). A
 proxy trains for a short time, the same way each time, and returns what it took and the loss it reached. This one trains on the
-digits that come with scikit-learn, with four workers in one process, and counts the seconds that they would take at 5 Mb/s.
+digits of the demo, with four workers in one process, and counts the seconds that they would take at 5 Mb/s.
 """
 
 from typing import Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import signal
 import time
 from collections.abc import Iterable
@@ -41,8 +40,6 @@ def demo(
         from commlayer.demo.report import check_json
 
         check_json(json)
-    if importlib.util.find_spec("sklearn") is None:
-        raise ValueError('scikit-learn, whose digits the demo trains on, is missing: pip install "commlayer[bench]"')
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _run(settings, json)
