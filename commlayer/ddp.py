@@ -59,10 +59,10 @@ class HookState:
 
     def __init__(
         self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None,
-        process_group: Any = None, exact: bool = False,
+        process_group: Any = None, exact: bool | None = None,
     ) -> None:
         """`optimizer` gives the learning rate to codecs that correct for its changes, which without it do not, and plan="auto"
-        plans for its family. `exact`: keeps that to results of the step itself.
+        plans for its family. `exact`: as in attach(). A hook that a script registers takes no local steps at all.
 
         `process_group`: the ranks to average over, where they are not those of the DDP module that this is registered with.
         """

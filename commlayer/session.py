@@ -169,7 +169,7 @@ def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
     config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
     every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int | None = None,
-    max_norm: float | None = None, exact: bool = False,
+    max_norm: float | None = None, exact: bool | None = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
 
@@ -183,8 +183,8 @@ def attach(
     the same weights bit for bit. `max_norm`: clips as the optimizer's step begins, as clip_grad_norm_ ahead of it would.
     `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is, except under
     Adam and its like, where it is made as long as the changes that it is of (Outer(matched=True)).
-    `exact`: keeps plan="auto" to averaged gradients in every step, whatever the links; otherwise it goes over to local steps
-    where these are at the loss in 85 % of the time, and says so.
+    Under plan="auto" every step uses the average of all gradients. `exact=False` lets the automatic plan take local steps where
+    they reach a loss in at most 85 % of the time. `exact=True` refuses local steps from whoever asks for them.
     `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
     It may be a DeviceMesh of one dimension.
     Under torchrun nothing else is needed; initial parameters are taken from rank 0.

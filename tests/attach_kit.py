@@ -38,7 +38,9 @@ class Run:
         self.sessions: list[Any] = []
         self._addresses = list(setting.addresses) if setting else []
 
-    def wrap(self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, exact: bool = False, **ddp: Any) -> Any:
+    def wrap(
+        self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, exact: bool | None = None, **ddp: Any,
+    ) -> Any:
         """The model to call; alone, as it is."""
         if self.setting is None:
             return model

@@ -55,13 +55,13 @@ def basis_of(plan: Plan) -> Basis:
 
 def candidate(
     plan: Plan, current_s: float = 1.0, *, local: Plan | None = None, plain: Plan | None = None, took_s: float = 0.5,
-    steps: float = 1.0, current_steps: float = 1.0,
+    steps: float = 1.0, current_steps: float = 1.0, alone_s: float = 0.0, hint: str = "",
 ) -> Candidate:
     """That plan, where the one in force takes `current_s` by the same prices; so many times as many steps as dense training.
 
     `local`, `plain`: found beside it, with steps on own gradients and without compression."""
     found = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), took_s, steps,
-                      current_steps)
+                      current_steps, alone_s=alone_s, hint=hint)
     others = [found._replace(basis=basis_of(each), runnable=each, steps=1.0, leaves="" if each is plain else LEAVING)
               for each in (local, plain) if each is not None]
     return found._replace(beside=tuple(others))

@@ -26,12 +26,12 @@ from autoplan_kit import (
 )
 from msgspec import structs
 
-from commlayer.job.autoplan.actions import Describe, Measure, Report, Say, StartPlanning, Switch, TellPace, Word
-from commlayer.job.autoplan.candidate import LEAVES, ReplanVerdict
+from commlayer.job.autoplan.actions import Describe, Measure, Report, Say, StartPlanning, Suggest, Switch, TellPace, Word
+from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, ReplanVerdict
 from commlayer.job.autoplan.decide import begin, decide
 from commlayer.job.autoplan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
 from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.facts import InForce, Measured, PaceTold, Planned
+from commlayer.job.autoplan.facts import InForce, Measured, PaceTold, Planned, Probed
 from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.job.connection import Connection
@@ -49,7 +49,7 @@ BY_PACE = TRIED + 1
 
 
 @pytest.mark.parametrize(("found_s", "steps", "current_steps", "proposed"), [
-    (0.9, 1.0, 1.0, True), (0.9, 1.09, 1.0, False), (0.2, 4.0, 1.0, True), (0.2, 5.0, 1.0, False),
+    (0.9, 1.0, 1.0, True), (0.9, 1.09, 1.0, False), (0.3, 2.9, 1.0, True), (0.3, 3.5, 1.0, False),
     (1.1, 1.0, 1.2, True), (1.1, 1.0, 1.1, True),  # longer steps, of which fewer are needed
     (1.02, 1.0, 1.02, True), (1.06, 1.0, 1.02, False), (0.99, 1.0, 1.005, False), (1.0, 1.02, 1.02, False),
 ])
@@ -79,6 +79,78 @@ def test_a_plan_must_be_worth_a_change(found_s: float, keep: bool, proposed: boo
     assert rank.state.lead.verdicts == (ReplanVerdict(1.2, found.uncontended_s, found_s),)
 
 
+@pytest.mark.parametrize(("found_s", "current_s", "line"), [
+    (0.5, 1.0, "expected to reach a loss 0.80 times as fast as one machine alone"),
+    (2.0, 1.0, "expected to reach a loss 0.50 times as fast as one machine alone"),  # the plan that is kept
+])
+def test_the_log_says_what_is_expected_beside_one_machine_alone(found_s: float, current_s: float, line: str) -> None:
+    rank, order = planning(1.0)
+    found = candidate(plan_of(found_s), current_s=current_s, steps=1.25, current_steps=1.0, alone_s=0.5)
+    assert line in said(rank.step(1.0, Planned(order, found)))
+
+
+@pytest.mark.parametrize(("steps", "current_steps", "proposed"), [
+    (MOST_STEPS - 0.01, 1.0, True), (MOST_STEPS, 1.0, False), (MOST_STEPS, MOST_STEPS + 1, True),
+])
+def test_a_plan_that_needs_so_many_steps_loses_however_short_they_are(
+    steps: float, current_steps: float, proposed: bool,
+) -> None:
+    rank, order = planning(1.0)
+    rank.step(1.0, Planned(order, candidate(plan_of(0.01), steps=steps, current_steps=current_steps)))
+    assert isinstance(rank.state.lead.phase, Proposing) is proposed
+
+
+def test_what_local_steps_would_bring_is_suggested_with_whatever_becomes_of_the_plan() -> None:
+    for found_s in (0.5, 2.0):
+        rank, order = planning(1.0)
+        actions = rank.step(1.0, Planned(order, candidate(plan_of(found_s), hint="allow it")))
+        assert pick(actions, Suggest) == [Suggest("allow it")]
+    rank, order = planning(1.0)
+    assert not pick(rank.step(1.0, Planned(order, candidate(plan_of(0.5)))), Suggest)
+
+
+def test_what_was_suggested_is_in_the_jobs_terms_so_that_no_search_looks_for_it_again() -> None:
+    connection = Connection()
+    connection.plan = START
+    AutoPlan(connection, JOB).carry_out(Suggest("allow it"))
+    assert connection.terms.suggested
+    assert connection.decisions == ["step 0: allow it"]
+
+
+@pytest.mark.parametrize("current_s", [0.099, 10.1])
+def test_prices_that_are_off_by_ten_times_change_nothing_and_steps_are_measured_again_once(current_s: float) -> None:
+    rank, order = planning(1.0)
+    bad = candidate(plan_of(0.1 * current_s), current_s=current_s)
+    actions = rank.step(1.0, Planned(order, bad))
+    assert len(pick(actions, Say)) == 1
+    assert rank.state.lead.verdicts == ()
+    assert rank.word() == Word.MEASURE
+    rank.hear(row(word=Word.MEASURE), row())
+    rank.step(1.0, times=FIRST_PLANNING)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
+    rank.step(1.0, Planned(order, bad))
+    assert rank.word() == Word.NOTHING, "once"
+    assert isinstance(rank.state.lead.phase, Settling)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
+    rank.step(1.0, Planned(order, candidate(plan_of(0.5))))
+    assert rank.word() == Word.SWITCH, "prices that are right count"
+
+
+def test_who_keeps_the_plan_measures_nothing_again() -> None:
+    rank, order = planning(1.0, keep=True)
+    rank.step(1.0, Planned(order, candidate(plan_of(0.1), current_s=20.0)))
+    assert not rank.state.lead.stale
+
+
+def test_for_links_that_have_changed_steps_may_be_priced_otherwise_than_they_were() -> None:
+    rank, order = planning(1.0)
+    rank.step(1.0, Planned(order, candidate(plan_of(2.0))))
+    faster = tuple(type(link)(50 * link.up_bps, 50 * link.down_bps, link.alpha_s) for link in LINKS)
+    (order,) = pick(rank.feed(Probed(faster, 0.1, 0.0, 1.0)), StartPlanning)
+    rank.step(1.0, Planned(order, candidate(plan_of(0.01), current_s=0.05)))
+    assert isinstance(rank.state.lead.phase, Proposing)
+
+
 def test_planning_that_fails_keeps_the_plan() -> None:
     rank, order = planning()
     assert said(rank.step(1.0, Planned(order, None, "KeyError: 3"))) == "no plan: KeyError: 3"
@@ -97,7 +169,7 @@ def test_what_was_found_for_links_that_have_changed_since_is_dropped() -> None:
     rank, old = planning()
     (order,) = pick(rank.feed(Measured(LINKS, 2.0)), StartPlanning)
     rank.step(1.0, Planned(old, candidate(plan_of(0.1))))
-    assert rank.state.lead.phase == Planning(order)
+    assert rank.state.lead.phase == Planning(order, checks=True)
 
 
 def test_a_plan_of_its_own_is_known_as_the_planner_has_it() -> None:
@@ -131,7 +203,7 @@ def test_going_over_begins_a_trial_and_says_what_is_in_force() -> None:
     (0.8, 1.0, 1.0, False), (1.0, 1.0, 1.0, False), (1.001 + SLOWER, 1.0, 1.0, True), (1.09, 1.0, 1.0, True),
     (3.0, 1.0, 1.0, True),
     # Quicker steps that do not make up for how many more are needed; slower ones of which fewer are.
-    (0.8, 1.25, 1.0, False), (0.8, 1.28, 1.0, True), (1.2, 1.0, 1.2, False), (1.2, 1.0, 1.17, True), (0.5, 4.0, 1.1, True),
+    (0.8, 1.25, 1.0, False), (0.8, 1.28, 1.0, True), (1.2, 1.0, 1.2, False), (1.2, 1.0, 1.17, True), (0.5, 2.4, 1.1, True),
 ])
 def test_a_plan_under_which_the_loss_comes_later_is_left_again(
     takes_s: float, steps: float, before_steps: float, back: bool,
@@ -149,7 +221,7 @@ def test_a_plan_under_which_the_loss_comes_later_is_left_again(
 
 
 def test_what_a_trial_came_to_is_told_in_steps_and_how_many_are_needed() -> None:
-    rank = trying(candidate(plan_of(0.038), steps=1.08, current_steps=1.02), 0.052)
+    rank = trying(candidate(plan_of(0.038), steps=1.08, current_steps=1.02, current_s=0.052), 0.052)
     text = said(rank.step(0.040, times=BY_PACE))
     assert text.endswith("steps take 40.0 ms (1.08 times as many to the loss): 38.0 ms were predicted, 52.0 ms (1.02 times as "
                          "many to the loss) were taken before")

@@ -9,9 +9,10 @@ from autoplan_kit import JOB, candidate, plan_of
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.codec_name import named
 from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.job.autoplan import loss_limits, plan_search
-from commlayer.job.autoplan.candidate import LEAVES, steps_of
+from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, steps_of
 from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
@@ -20,6 +21,7 @@ from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import Plan
 
 ROWS = tuple(
     LearningRow("adam", codes, codec, every, overlap, False, 0, 1.0 + more, 1.02 + more, more, more, 5, 5)
@@ -50,7 +52,7 @@ def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user
     if away:
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
         assert "times as many to the loss at best): goes over to 16 local steps" in leaves
-        assert leaves.endswith("attach(..., exact=True) keeps to averaged gradients")
+        assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
         again = plan_search._best(inputs(links, exact=exact), made)
         assert again == plan_search.Best(made), "said once"
 
@@ -65,6 +67,58 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
     found = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     assert found == plan_search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "exact=True"
+
+
+@pytest.mark.parametrize(("suggests", "links", "hinted"), [
+    (True, "2/2Mb", True), (False, "2/2Mb", False), (True, FAST, False),
+])
+def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
+    current = plan_of(0.0, "int4()")
+    kept = plan_search._best(inputs(links, exact=True), current)
+    found = plan_search._best(inputs(links, exact=True), current, suggests=suggests)
+    assert found == kept._replace(hint=found.hint)
+    assert plan_search.exact(found.plan)
+    assert bool(found.hint) is hinted
+    if hinted:
+        away = plan_search._best(inputs(links, exact=False), current).plan
+        times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
+        assert f" {times:.1f} times as fast: {away.local_steps} local steps" in found.hint
+        assert "exact=False" in found.hint
+
+
+def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_search, "SOONER", 1e-3)
+    assert not plan_search._best(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"), suggests=True).hint
+
+
+def families(plan: Plan) -> set[str]:
+    return {named(codec).core.family for b in plan.buckets for codec in (b.codec, b.down) if codec}
+
+
+@pytest.mark.parametrize(("links", "factor", "sparse"), [
+    ("2/2Mb", plan_search.NOTHING_ELSE, True),  # nothing finer is at a loss in twice the time
+    ("2/2Mb", 1e9, False), ("1000/1000Mb", plan_search.NOTHING_ELSE, False),
+])
+def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
+    links: str, factor: float, sparse: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan_search, "NOTHING_ELSE", factor)
+    made_from, current = inputs(links, exact=True), plan_of(0.0, "int4()")
+    young = plan_search._best(made_from, current, young=True).plan
+    assert ("topk" in families(young)) is sparse
+    if links == "2/2Mb":
+        assert "topk" in families(plan_search._best(made_from, current).plan), "which is what an older one takes"
+    assert sparse or families(young) <= set(plan_search.FINE)
+
+
+def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
+    made_from, current = inputs("2/2Mb", exact=True), plan_of(0.0, "int4()")
+    assert made_from.profile is not None
+    hard = tuple(structs.replace(row, steps=4.0, steps_high=4.0) if row.codec.startswith("topk") else row for row in ROWS)
+    made_from = structs.replace(made_from, profile=structs.replace(made_from.profile, learning=hard))
+    found = plan_search._best(made_from, current).plan
+    assert families(found) <= set(plan_search.FINE)
+    assert steps_of(found, made_from) < MOST_STEPS
 
 
 @pytest.mark.parametrize(("given", "line"), [
@@ -102,15 +156,28 @@ def test_forward_overlap_is_exact() -> None:
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = Connection()
     connection.terms.optimizer = "adam"
-    policy = loss_limits.policy_of(connection)
-    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", False, True)
+    policy, suggests, young = loss_limits.limits_of(connection)
+    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
+    assert suggests
+    assert young
+    connection.terms.suggested = True
+    assert not loss_limits.limits_of(connection).suggests, "once"
+    connection.terms.asked, connection.terms.suggested = Asked(exact=False), False
+    policy, suggests, _ = loss_limits.limits_of(connection)
+    assert (policy.exact, suggests) == (False, False)
     connection.terms.asked = Asked(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
-    policy = loss_limits.policy_of(connection)
-    assert (policy.exact, policy.forward) == (True, True)
-    connection.terms.asked, connection.terms.forbids = Asked(), lambda way: "no optimizer" if way != "forward" else ""
-    assert loss_limits.policy_of(connection).exact
+    policy, suggests, _ = loss_limits.limits_of(connection)
+    assert (policy.exact, policy.forward, suggests) == (True, True, False)
+    connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""
+    for exact in (None, False):
+        connection.terms.asked = Asked(exact=exact)
+        policy, suggests, _ = loss_limits.limits_of(connection)
+        assert (policy.exact, suggests) == (True, False)
+    for passes, young in ((loss_limits.YOUNG - 1, True), (loss_limits.YOUNG, False)):
+        connection.passes = passes
+        assert loss_limits.limits_of(connection).young is young
 
 
 @pytest.mark.parametrize(("asked", "may"), [
@@ -121,11 +188,11 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
     """Whoever reads `.grad` meanwhile waits (tests/test_forward_unasked.py); of a step before it would be another."""
     connection = Connection()
     connection.terms.asked = asked
-    policy = loss_limits.policy_of(connection)
+    policy = loss_limits.limits_of(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
     connection.terms.forbids = lambda way: "DistributedDataParallel ends backward() only when" if way == "forward" else ""
-    assert not loss_limits.policy_of(connection).forward
+    assert not loss_limits.limits_of(connection).policy.forward
 
 
 def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
@@ -153,9 +220,9 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Controllers refuse local steps: a plan that came by itself must not end a script."""
     connection = Connection()
-    connection.terms.balanced = own
+    connection.terms.balanced, connection.terms.asked = own, Asked(exact=False)
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
-    assert loss_limits.policy_of(connection, rows).exact is (own or others)
+    assert loss_limits.limits_of(connection, rows).policy.exact is (own or others)
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:

@@ -10,15 +10,18 @@ import pool_kit
 import pytest
 import torch
 from attach_kit import Run, Setting, data, mlp, play
-from autoplan_kit import JOB, START
+from autoplan_kit import FIRST_PLANNING, JOB, START
 from pool_kit import pool
 from torch import nn
 
 import commlayer
+from commlayer.job.autoplan.actions import RecordSteps
+from commlayer.job.autoplan.candidate import ReplanVerdict
 from commlayer.job.autoplan.driver import AutoPlan
 from commlayer.job.autoplan.facts import Fact, StepOver
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observer, Place
+from commlayer.observe import Recorder
 
 WORLD = 2
 
@@ -52,6 +55,56 @@ def test_a_step_ends_with_its_backward_pass_whenever_it_is_looked_at(overlap: st
         assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
         for (begin, end), told in zip(result["times"], result["told"], strict=False):
             assert begin <= told <= end
+
+
+SLEEP_S, EVERY = 0.02, 4
+
+
+def priced(run: Run, overlap: str | None) -> list[ReplanVerdict]:
+    """What rank 0's planning finds under local steps that each compute for SLEEP_S."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = commlayer.attach(model, optimizer, plan="fp16()", every=EVERY, overlap=overlap,
+                               config=pool_kit.quick(servers="each"))
+    run.sessions.append(session)
+    made = session.inspect.connection
+    auto = AutoPlan(made, made.worker.job, probe_s=0.2, keep=True)
+    session.inspect.observers.add(Observer(Place.AUTO_PLAN, auto, after_exchange=auto.after_exchange))
+    for step in range((FIRST_PLANNING + 2) * EVERY):
+        if step == EVERY:  # behind the first exchange, as behind one in which members have changed
+            auto.start()
+        x, y = data(run.rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        time.sleep(SLEEP_S)
+        loss.backward()
+        optimizer.step()
+    return auto.settle(60.0)
+
+
+@pytest.mark.parametrize("overlap", [None, "round"])
+def test_under_local_steps_a_step_is_one_step_and_computes_what_it_computes(overlap: str | None) -> None:
+    (verdict,), others = pool(WORLD).call(play, WORLD, priced, Setting("module", servers=2), overlap)
+    assert others == []
+    assert SLEEP_S <= verdict.measured_s < 0.8 * EVERY * SLEEP_S, "no whole round"
+    assert verdict.priced_s >= SLEEP_S
+    assert verdict.found_s >= SLEEP_S
+
+
+def test_a_step_in_which_planning_ends_is_recorded_for_nobody() -> None:
+    """Members have changed in it, and planning begins again with those who are left."""
+    connection, recorder = Connection(), Recorder()
+    connection.plan = START
+    connection.worker = SimpleNamespace(recorder=recorder)  # type: ignore[assignment]
+    before = AutoPlan(connection, JOB)
+    before.carry_out(RecordSteps())
+    recorder.next()
+    before.end()
+    AutoPlan(connection, JOB).carry_out(RecordSteps())
+    recorder.next()
+    assert recorder.steps == []
+    recorder.next()
+    assert len(recorder.steps) == 1
 
 
 class Clock:

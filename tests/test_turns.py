@@ -247,11 +247,11 @@ class _Changes:
 
 def test_auto_chooses_fragments_only_where_nobody_may_leave_and_the_script_has_not() -> None:
     connection = Connection()
-    assert loss_limits.policy_of(connection).fragments
+    assert loss_limits.limits_of(connection).policy.fragments
     connection.terms.asked = Asked(fragments=2)
-    assert not loss_limits.policy_of(connection).fragments
+    assert not loss_limits.limits_of(connection).policy.fragments
     connection.terms.asked, connection.members = Asked(), _Changes()  # type: ignore[assignment]
-    assert not loss_limits.policy_of(connection).fragments
+    assert not loss_limits.limits_of(connection).policy.fragments
 
 
 def test_a_prediction_is_not_kept_where_the_script_asks_for_other_fragments() -> None:

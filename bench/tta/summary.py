@@ -93,7 +93,7 @@ AIMS = (
     Aim("auto_vs_ddp_fp16_1g", "auto over DDP fp16 at 1 Gb/s", 1.05),
     Aim("auto_vs_best_fixed_worst", "auto over the fastest fixed plan", 1.15),
     Aim("final_loss_delta_pct", "by how many per cent the loss at the end is above ideal's after as many steps", 1.0),
-    Aim("final_loss_delta_exact_pct", "the same with `exact=True`", 0.5, system="auto exact"),
+    Aim("final_loss_delta_exact_pct", "the same without local steps", 0.5, system="auto exact"),
     Aim("ideal_vs_alone_steps", "steps of ideal to the middle target over those of alone", 0.5, system="ideal"),
 )
 SHORT = (("100m", "100m-30ms"), ("10m", "10m-80ms"))

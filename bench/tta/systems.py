@@ -61,8 +61,8 @@ SYSTEMS = {
         _ours("int4 H=8 round", plan="int4()", every=8, overlap="round"),
         _ours("topk 1 %", plan=SPARSE),
         _ours("topk 1 % updates", plan=SPARSE, codes="updates"),
-        _ours("auto", "auto", plan="auto"),
-        _ours("auto exact", "auto", plan="auto", exact=True),
+        _ours("auto", "auto", plan="auto", exact=False),
+        _ours("auto exact", "auto", plan="auto"),
         _ours("auto, shares", "auto", only="uneven compute", plan="auto", shares=True),
     )
 }

@@ -7,6 +7,7 @@ asked, forbids           start.py, once
 optimizer, loss          start.py, once
 max_loss, learning       start.py, once
 auto                     start.py; a session, whose user asks for a plan
+suggested                autoplan/
 useless                  whoever steps: module_driver.py, ddp_ways.py
 balanced                 shares/, a controller
 floor, harder            accuracy/
@@ -33,6 +34,8 @@ class PlanTerms:
         """Why it would gain nothing, for whoever chooses."""
         self.auto = False
         """Whether the plan was left to commlayer."""
+        self.suggested = False
+        """On rank 0: whether the log has said that local steps would be sooner."""
         self.optimizer = ""
         """The family of the script's, as far as anybody knows."""
         self.balanced = False

@@ -105,6 +105,8 @@ class StepLoop:
             if worker.begins():
                 self._units(worker)
             worker.ready(number, gradient)
+        else:
+            self.connection.local.recorder.tensor(number)
 
     def has_gradient(self, number: int) -> bool:
         """Whether this pass has added to that parameter's gradient, as far as anybody sees."""

@@ -32,8 +32,9 @@ class Asked(NamedTuple):
     codes: str | None = None
     overlap: str | None = None
     fragments: int | None = None
-    exact: bool = False
-    """Whether every step is to be one on the average of all gradients, up to coding."""
+    exact: bool | None = None
+    """True: no plan may step otherwise than on the average of all gradients, up to coding. None: no plan that the script has
+    not asked for may. False: the automatic plan may take local steps."""
 
     @property
     def updates(self) -> bool:
@@ -45,11 +46,11 @@ class Asked(NamedTuple):
         more = "" if codes is None else f", codes={codes!r}"
         more += "" if self.overlap is None else f", overlap={self.overlap!r}"
         more += "" if self.fragments is None else f", fragments={self.fragments}"
-        more += ", exact=True" if self.exact else ""
+        more += "" if self.exact is None else f", exact={self.exact}"
         return f"every={self.every or 'as planned'}{more}"
 
 
-def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = False) -> Asked:
+def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> Asked:
     """ValueError, a line, for what cannot be under any plan."""
     if every is not None and not _whole(every):
         raise ValueError(f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
@@ -67,7 +68,7 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
     if fragments is not None and not _whole(fragments):
         raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
                          "exchanged every H / fragments steps")
-    if not isinstance(exact, bool):
+    if exact is not None and not isinstance(exact, bool):
         raise ValueError(f"exact: got {exact!r}, allowed: True or False")
     asked = Asked(every, codes, overlap, fragments, exact)
     if exact and (asked.updates or overlap == "round"):

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 NO_BUCKET = -1
 EXCHANGE = "exchange"
+KEPT = 64
+"""Steps: enough for any median."""
 LANES = {"node": "intra", "net": "network", "all": "network", EXCHANGE: "network"}
 
 
@@ -50,7 +52,7 @@ class Recorder:
     def __init__(self) -> None:
         self.on = False
         self.steps: list[RecordedStep] = []
-        """Whole ones, since it was switched on."""
+        """Whole ones, since it was switched on; of many the latest."""
         self._keeps = False
         self._followers: list[Callable[[RecordedStep], None]] = []
         self._begun = False
@@ -88,9 +90,15 @@ class Recorder:
         if self._begun:
             step = RecordedStep(self.ready, self.marks, self.events())
             if self._keeps:
-                self.steps.append(step)
+                self.steps = [*self.steps[1 - KEPT :], step]
             for take in self._followers:
                 take(step)
+        self.restart()
+
+    def restart(self) -> None:
+        """A step begins now, whatever was recorded of one before."""
+        if not self.on:
+            return
         self._begun = True
         self._begin = time.perf_counter()
         self._raw, self.ready, self.marks = [], {}, {}

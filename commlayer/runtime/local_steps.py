@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors.debts import Debt, pay
+from commlayer.observe import Recorder
 from commlayer.optim import Outer
 from commlayer.planner.model.fragments import ranges_of
 from commlayer.records import Slice
@@ -134,6 +135,8 @@ class LocalSteps:
         """To so many exchanges this rank brings nothing."""
         self._owed: dict[int, torch.Tensor] = {}
         """By tensor, what this rank owes in gradients."""
+        self.recorder = Recorder()
+        """Of steps, without exchanges: a worker records these, from one to the next."""
         self._rooms: dict[int, torch.Tensor] = {}
         """In this round, for the changes of tensors that are cut."""
         self._sound: list[bool] = []
@@ -169,6 +172,8 @@ class LocalSteps:
 
     def count(self, scale: float = 1.0) -> None:
         """A backward pass is over, of a loss times `scale`, its optimizer step still to come."""
+        self.recorder.mark("backward")
+        self.recorder.next()
         if self._owed:
             self._pay(scale)
         if not self.apart:
@@ -213,6 +218,7 @@ class LocalSteps:
         # A rank whose optimizer step is still to come (the scaler skipped the last) is ahead by the steps that it took since.
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
+        self.recorder.restart()
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
         """The others are in an exchange, which is over with this rank's first step: that is none of its own, and it goes on

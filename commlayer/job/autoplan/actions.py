@@ -26,6 +26,12 @@ class Say(Record, frozen=True):
     warning: bool = False
 
 
+class Suggest(Record, frozen=True):
+    """A line, once in a job: what the script could allow, and what that would bring."""
+
+    text: str
+
+
 class RecordSteps(Record, frozen=True):
     """From the next step on workers record what takes time in it."""
 
@@ -112,7 +118,7 @@ class Report(Record, frozen=True):
     event: StalePlan
 
 
-Action = (Say | RecordSteps | TellPace | Measure | Hear | Tell | Probe | Pace | Afresh | StartPlanning | AwaitPlan | Switch
-          | Describe | Report)
+Action = (Say | Suggest | RecordSteps | TellPace | Measure | Hear | Tell | Probe | Pace | Afresh | StartPlanning | AwaitPlan
+          | Switch | Describe | Report)
 COLLECTIVE = (TellPace, Measure, Hear, Tell, Probe, AwaitPlan, Switch)
 """All ranks take these after the same step in the same order, or they would wait for each other for ever."""

@@ -18,6 +18,9 @@ Price = tuple[float, float]
 LEAVES = 0.85
 """Averaged gradients are left for what is at the loss in this part of the time, or sooner. (Asked for three quarters, links of
 50 Mb/s were at a loss later than links of 10: decision 0126.)"""
+MOST_STEPS = 3.0
+"""A plan that needs so many times as many steps as dense training loses, however short its steps are predicted to be: no
+prediction of a step is trusted to make up for that."""
 WAY = ("codes", "overlap", "local_steps", "fragments")
 """What of a plan says how steps are exchanged."""
 
@@ -45,6 +48,10 @@ class Candidate(NamedTuple):
     """The same of the plan that was in force."""
     leaves: str = ""
     """Why steps are no longer ones on the average of all gradients; "" where they are, or were not before."""
+    alone_s: float = 0.0
+    """Seconds of one machine alone for what one step of dense training does for a loss; 0: unknown."""
+    hint: str = ""
+    """How much sooner a loss would come under local steps, which the script has not allowed; "" where that is little."""
     beside: tuple[Candidate, ...] = ()
     """Other plans by the same prices, to be tried in this order where the pace of this one turns out to allow it."""
 

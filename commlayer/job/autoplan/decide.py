@@ -148,7 +148,7 @@ def _measured(state: State, fact: Measured, now: float) -> Decided:
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
     actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact.computing_s)]
     recent = () if state.lead is None else state.lead.recent
-    state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0)
+    state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0, checks=True)
     # A slow step that goes on beside the search costs more than the wait.
     return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if soon and not state.keep else actions
 
@@ -262,11 +262,14 @@ def _with_rates(state: State, rates: Sequence[Rates]) -> tuple[Link, ...]:
 # ---- plans
 
 
-def _start_planning(state: State, actions: list[Action], step_s: float, pace_s: float = 0.0) -> Decided:
+def _start_planning(
+    state: State, actions: list[Action], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
+) -> Decided:
     if state.lead is None:
         return state, actions
     assert state.links is not None
-    lead, more = decide_rank0.planning(state.lead, _in_force(state).plan, state.links.links, step_s, pace_s)
+    lead, more = decide_rank0.planning(state.lead, _in_force(state).plan, state.links.links, step_s, pace_s,
+                                        checks=checks)
     return _with(state, lead), [*actions, *more]
 
 

@@ -11,8 +11,8 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.job.autoplan.actions import Action, Describe, Report, Say, StartPlanning, Word
-from commlayer.job.autoplan.candidate import LEAVES, Candidate, ReplanVerdict
+from commlayer.job.autoplan.actions import Action, Describe, Report, Say, StartPlanning, Suggest, Word
+from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, Candidate, ReplanVerdict
 from commlayer.job.autoplan.facts import InForce, Planned
 from commlayer.job.autoplan.state import Lead, Links, Planning, Proposing, Settling, Steady, Trial
 from commlayer.observe import LinkWatch, PredictionCheck, Rates, differ
@@ -40,21 +40,26 @@ PLAIN = 0.18
 """The plan without compression is tried where the loss would come later by at most this fraction: in trials it took up to 16 %
 less than its prices, which know least of plans that go another way than what was measured.
 Local steps are where they would be taken, had it been known how slow averaged gradients are."""
+OFF = 10.0
+"""Where the plan in force takes so many times as long as it is priced at, or so small a part, prices say nothing."""
 STALE = LIMIT
 """Relative error from which steps are not what was expected of the plan in force."""
 
 Decided = tuple[Lead, list[Action]]
 
 
-def planning(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0) -> Decided:
+def planning(
+    lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
+) -> Decided:
     """Looks for a plan in place of the current one. Whatever else was under way is given up.
 
     `step_s`: as all ranks measured it; `pace_s`: what steps took here, by the clock that tells the pace of other plans.
+    `checks`: see Planning.
     """
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
     order = StartPlanning(current, known, links, step_s)
-    lead = structs.replace(lead, phase=Planning(order), check=None, stale=False, pace_s=pace_s or step_s, searched=links,
-                           beside=())
+    lead = structs.replace(lead, phase=Planning(order, checks), check=None, stale=False, pace_s=pace_s or step_s,
+                           searched=links, beside=())
     return lead, [order]
 
 
@@ -66,7 +71,7 @@ def pace_since(lead: Lead, slow_s: float) -> float:
 
 def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
     """Proposes what was found if it is worth a change; else the plan in force is kept, and its pace taken."""
-    if lead.phase != Planning(fact.order):
+    if not isinstance(lead.phase, Planning) or lead.phase.order != fact.order:
         return lead, []  # another planning has begun since
     found, measured_s = fact.found, fact.order.step_s
     if found is None:
@@ -74,17 +79,43 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
     if in_force.plan != fact.order.current:
         said = "found a plan, but meanwhile somebody has changed the one in force"
         return structs.replace(lead, phase=Steady(), stale=True), [Say(said)]
+    if lead.phase.checks and max(found.current_s, lead.pace_s) >= OFF * min(found.current_s, lead.pace_s):
+        return _discarded(lead, found, keep=keep)
     verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s, found.current_steps, found.steps)
     lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, beside=() if keep else found.beside,
-                           verdicts=(*lead.verdicts, verdict))
+                           verdicts=(*lead.verdicts, verdict), discarded=False)
     said = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
             f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
+    hint = [Suggest(found.hint)] if found.hint else []
     enough = 1.0 + AS_SOON if found.steps <= found.current_steps - FINER else 1.0 - WORTH
-    if keep or found.plan.step_s * found.steps * lead.lateness > enough * found.current_s * found.current_steps:
+    later = found.plan.step_s * found.steps * lead.lateness > enough * found.current_s * found.current_steps
+    if keep or later or _hopeless(found, found.current_steps):
+        alone = _beside_alone(found, found.current_s * found.current_steps)
         return structs.replace(lead, phase=Settling()), [
-            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force: found {said}")]
+            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force{alone}: found {said}"), *hint]
     return structs.replace(lead, phase=Proposing(found, lead.pace_s)), [
-        Describe(in_force.basis, found.current_price), Say(f"found {said}")]
+        Describe(in_force.basis, found.current_price),
+        Say(f"found {said}{_beside_alone(found, found.plan.step_s * found.steps)}"), *hint]
+
+
+def _discarded(lead: Lead, found: Candidate, *, keep: bool) -> Decided:
+    """Measures again, once: what was measured may be wrong, or what is made of it."""
+    again = not (lead.discarded or keep)
+    said = (f"kept the plan in force: priced at {_ms(found.current_s)} per step, measured at {_ms(lead.pace_s)}, so a search "
+            f"by these prices is discarded{'; measuring again' if again else ''}")
+    return structs.replace(lead, phase=Settling(), stale=again, discarded=True), [Say(said)]
+
+
+def _hopeless(found: Candidate, current_steps: float) -> bool:
+    """Whether it needs too many steps for any plan, and more than the plan in force."""
+    return found.steps >= MOST_STEPS and found.steps > current_steps
+
+
+def _beside_alone(found: Candidate, to_loss_s: float) -> str:
+    """What a plan is expected to bring: `to_loss_s` for each step of dense training."""
+    if not found.alone_s or not to_loss_s:
+        return ""
+    return f", expected to reach a loss {found.alone_s / to_loss_s:.2f} times as fast as one machine alone"
 
 
 def _ms(seconds: float) -> str:
@@ -151,10 +182,7 @@ def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead,
     if isinstance(lead.phase, Proposing):
         return lead, Word.SWITCH
     win = to_win(lead, links.watch)
-    nothing = lead.stale and not lead.moved and win is not None and win < TO_WIN
-    if nothing or ((lead.stale or lead.moved) and in_force.plan.steps_locally):
-        # Nothing can be won; or what is recorded of an exchange tells nothing of steps on averaged gradients, which plans start
-        # from.
+    if lead.stale and not lead.moved and win is not None and win < TO_WIN:  # nothing can be won
         check = _expects(median(lead.recent), usual=True) if lead.recent else None
         lead = structs.replace(lead, stale=False, moved=False, check=check)
     elif lead.stale or lead.moved:
@@ -225,6 +253,8 @@ def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
         most = 1 + PLAIN if other.dense else LEAVES
         if other.runnable == in_force.plan or (in_force.plan.steps_locally and not other.plan.steps_locally):
             continue  # what was priced as steps on averaged gradients would not run as such any more
+        if _hopeless(other, lead.steps):
+            continue
         if basis is not None and other.plan.step_s * other.steps <= most * step_s * lead.steps:
             price = in_force.price or other.current_price
             candidate: Candidate = other._replace(current=basis.plan, current_price=price, current_steps=lead.steps)

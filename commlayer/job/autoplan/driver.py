@@ -28,6 +28,7 @@ from commlayer.job.autoplan.actions import (
     Report,
     Say,
     StartPlanning,
+    Suggest,
     Switch,
     Tell,
     TellPace,
@@ -51,6 +52,7 @@ from commlayer.job.autoplan.facts import (
     Switched,
 )
 from commlayer.job.autoplan.link_probes import gathered, links_of, meter_of, pace, probed, seen_by
+from commlayer.job.autoplan.loss_limits import Limits
 from commlayer.job.autoplan.measuring import PROBE_AGAIN_S, PROBE_S, measured
 from commlayer.job.autoplan.replan import Replanner
 from commlayer.job.autoplan.state import Proposing
@@ -58,7 +60,6 @@ from commlayer.job.autoplan.step_reports import StepReports
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
 from commlayer.observe import InterfaceCounters
-from commlayer.planner.model.cluster import Policy
 from commlayer.records import Job
 from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
@@ -161,7 +162,9 @@ class AutoPlan:
             self._begin(time.perf_counter())
 
     def end(self) -> None:
-        """It looks for plans no longer."""
+        """It looks for plans no longer. A step that is recorded now counts for nobody: members may change in it."""
+        if self._connection.worker is not None:
+            self._switch_recorders(on=False)
         self._replanner.close()
 
     def _close(self) -> None:
@@ -188,6 +191,9 @@ class AutoPlan:
         match action:
             case Say():
                 self._say(action.text, logging.WARNING if action.warning else logging.INFO)
+            case Suggest():
+                made.terms.suggested = True
+                self._say(action.text, logging.WARNING)
             case Report():
                 made.events.append(action.event)
             case Describe():
@@ -222,10 +228,15 @@ class AutoPlan:
     # ---- actions
 
     def _record(self) -> None:
-        assert self._connection.worker is not None
-        self._connection.worker.recorder.switch(on=True)
+        self._switch_recorders(on=True)
         if self._state.lead is not None:
             self._replanner.start()
+
+    def _switch_recorders(self, *, on: bool) -> None:
+        assert self._connection.worker is not None
+        self._connection.worker.recorder.switch(on=on)
+        if self._connection.local is not None:
+            self._connection.local.recorder.switch(on=on)
 
     def _measure(self) -> None:
         made = self._connection
@@ -259,18 +270,18 @@ class AutoPlan:
         self._join()
         try:
             # Here, between two steps: it tries the script's optimizer, and what a trial draws it puts back for all threads.
-            policy = loss_limits.policy_of(self._connection, self._replanner.rows)
+            limits = loss_limits.limits_of(self._connection, self._replanner.rows)
         except Exception as error:
             self._news.append(Planned(order, None, f"{type(error).__name__}: {error}"))
             return
-        self._thread = threading.Thread(target=self._plan, args=(order, policy), name="commlayer-planner", daemon=True)
+        self._thread = threading.Thread(target=self._plan, args=(order, limits), name="commlayer-planner", daemon=True)
         self._thread.start()
 
-    def _plan(self, order: StartPlanning, policy: Policy) -> None:
+    def _plan(self, order: StartPlanning, limits: Limits) -> None:
         """On a thread of its own, so it only leaves its result."""
         found, why = None, ""
         try:
-            found = self._replanner.find(order.current, order.known, order.links, policy)
+            found = self._replanner.find(order.current, order.known, order.links, limits)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         self._news.append(Planned(order, found, why))

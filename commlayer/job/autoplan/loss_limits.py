@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -17,6 +18,19 @@ from commlayer.job.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.runtime import codec_floor
 
+YOUNG = 1000
+"""Training steps. In a job's first steps sparse codecs cost more than the table of trainings says."""
+
+
+class Limits(NamedTuple):
+    """What a search may find."""
+
+    policy: Policy
+    suggests: bool = False
+    """Whether it also says how much sooner local steps would be, which the script has not allowed."""
+    young: bool = False
+    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer where links leave that."""
+
 
 def codecs(connection: Connection) -> list[str]:
     """Those that are worth measuring."""
@@ -28,17 +42,19 @@ def remembers(connection: Connection) -> bool:
     return connection.stepped is not None and connection.stepped.remembers
 
 
-def policy_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> Policy:
+def limits_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> Limits:
     """What its script allows, as rank 0 sees it, and as all ranks told when they measured. Where another sees it otherwise, it
     refuses the plan."""
-    ways = allowed_ways(connection)
+    ways, terms = allowed_ways(connection), connection.terms
     # Controllers refuse local steps; who weighs batches otherwise, as samplers do, weighs rounds of them, too.
-    balanced = connection.terms.balanced or any(row.balanced for row in rows)
-    return Policy(
-        devices=("cpu",), optimizer=connection.terms.optimizer, exact=balanced or not {"updates", "local", "round"} <= ways,
+    balanced = terms.balanced or any(row.balanced for row in rows)
+    able = not balanced and {"updates", "local", "round"} <= ways
+    policy = Policy(
+        devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.asked.exact is False),
         # Late results put old averages in place of what has gathered in `.grad`, which scripts add up.
         forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
     )
+    return Limits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
 
 
 def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:

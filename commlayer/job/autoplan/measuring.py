@@ -61,12 +61,15 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     worker, groups = connection.worker, connection.groups
     assert worker is not None
     assert groups is not None
-    steps = worker.recorder.steps
+    steps, local = worker.recorder.steps, connection.local
     worker.recorder.switch(on=False)
-    timing = timing_of(steps, len(job.tensors), worker.places)
+    timing = timing_of(steps if local is None else local.recorder.steps, len(job.tensors), worker.places)
     step_s = median(s.marks["end"] for s in steps)
     steps_s = (len(steps) + 1) * step_s  # the one in which recording began was seen, too
     told = seen if held_up(steps) else None
+    if local is not None:
+        local.recorder.switch(on=False)
+        told, step_s = None, step_s / worker.plan.local_steps  # a round is recorded from exchange to exchange
     carried = None if seen is None else seen.carried
     expected = Rates(carried.up.bps, carried.down.bps) if carried else UNKNOWN
     ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, told, steps_s, expected=expected), carried)
@@ -77,7 +80,8 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
         collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
     if groups.ranks_per_node == 1:
         timing = structs.replace(timing, filled=filled_of(worker, groups.world))
-    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives, energy_of(worker))
+    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives,
+                        energy_of(worker) if local is None else ())  # a change of weights is no gradient
 
 
 def held_up(steps: Sequence[RecordedStep]) -> bool:

@@ -13,15 +13,18 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import planner
-from commlayer.job.autoplan.candidate import LEAVES, Candidate, Price, steps_of
+from commlayer.codec_name import named
+from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.job.autoplan.cpu_contention import dearer, factor
 from commlayer.job.shares.comm_cost import communication
 from commlayer.job.ways import in_updates
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
+from commlayer.planner.model.learning import Recipe, excess
 from commlayer.planner.model.option import DENSE
 from commlayer.planner.search.other_ways import Found
 from commlayer.planner.search.plan import plain as plain_found
+from commlayer.planner.verbs.baselines import by_itself
 from commlayer.records import Job, Plan
 
 NEARLY = 0.03
@@ -30,6 +33,12 @@ ROUNDS = 6
 """Of bisection."""
 FASTER = 2.0
 """Times the fastest node's measured rate up: no faster than this are nodes taken to send."""
+FINE = ("identity", "fp16", "bf16", "int8", "int4")
+"""Families of codecs that a young job stays with,"""
+NOTHING_ELSE = 2.0
+"""unless each of their plans takes more than so many times as long to a loss as the best plan of all codecs."""
+SOONER = 0.8
+"""Local steps that the script has not allowed are suggested where a loss comes in this part of the time, or sooner."""
 
 
 class SearchOrder(NamedTuple):
@@ -49,6 +58,9 @@ class SearchOrder(NamedTuple):
     """How much dearer work on processors is than alone; 0: it is to be fitted to the measured step."""
     apart: bool = False
     """Whether optimizers' states have come to differ between ranks."""
+    suggests: bool = False
+    young: bool = False
+    """See loss_limits.Limits."""
 
 
 class SearchResult(NamedTuple):
@@ -75,7 +87,7 @@ def search(order: SearchOrder) -> SearchResult:
         order.measured_s, lambda times: step_s(recorded, PlanInputs(job, cluster, dearer(alone, times), policy)))
     profile = dearer(alone, contention)
     inputs = PlanInputs(job, cluster, profile, policy)
-    best = _best(inputs, order.current, apart=order.apart)
+    best = _best(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
     current_price = _price(as_planned, job, cluster, profile, policy)
 
     def candidate(plan: Plan, leaves: str) -> Candidate:
@@ -84,7 +96,10 @@ def search(order: SearchOrder) -> SearchResult:
             _price(plan, job, cluster, profile, policy), current_price, 0.0, steps_of(plan, inputs),
             steps_of(as_planned, inputs), leaves)
 
-    found = candidate(best.plan, best.leaves)
+    assert job.timing is not None
+    machines = by_itself(job.timing, cluster, profile, policy) if policy is not None else []
+    found = candidate(best.plan, best.leaves)._replace(
+        alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
     local = candidate(best.local, best.for_local) if best.local else None
     beside = tuple(each for each in (local, _plain(found, apart=order.apart)) if each is not None)
     return SearchResult(found._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
@@ -139,17 +154,59 @@ class Best(NamedTuple):
     local: Plan | None = None
     """What averaged gradients are to be left for where they turn out slower than predicted, and `leaves` of that."""
     for_local: str = ""
+    hint: str = ""
+    """See Candidate."""
 
 
-def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> Best:
+def _best(
+    made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
+) -> Best:
+    """Of codecs that need fewer than MOST_STEPS; of those that a young job stays with, where there are any."""
+    profile, policy = made_from.profile, made_from.policy
+    assert profile is not None
+    assert policy is not None
+    recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks)
+    allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
+    finely = _narrowed(allowed, lambda codec: named(codec).core.family in FINE)
+
+    def found(inputs: PlanInputs) -> tuple[Best, float]:
+        best = _of_ways(inputs, current, apart=apart, suggests=suggests)
+        return best, best.plan.step_s * steps_of(best.plan, inputs)
+
+    if not young or finely == allowed:
+        return found(allowed)[0]
+    fine, fine_s = found(finely)
+    if fine_s <= NOTHING_ELSE * _computing_s(made_from):  # no plan is sooner than steps that only compute
+        return fine
+    other, other_s = found(allowed)
+    return fine if fine_s <= NOTHING_ELSE * other_s else other
+
+
+def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
+    """With these codecs alone; unchanged where none of them is allowed."""
+    profile, policy = made_from.profile, made_from.policy
+    assert profile is not None
+    assert policy is not None
+    known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    kept = tuple(codec for codec in known if keeps(codec))
+    return structs.replace(made_from, policy=structs.replace(policy, codecs=kept)) if 0 < len(kept) < len(known) else made_from
+
+
+def _computing_s(made_from: PlanInputs) -> float:
+    """Of a step on the slowest node."""
+    assert made_from.job.timing is not None
+    timing = made_from.job.timing
+    return (timing.forward_s + timing.backward_s) / min(node.speed for node in made_from.cluster.nodes if node.ranks)
+
+
+def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: bool) -> Best:
     """Averaged gradients are left for more than a plan that is a little better: what optimizer states mean changes with it.
 
     `apart`: they have come to differ, so nothing goes back to averaged gradients, and what is found for them is counted as it
-    would run.
+    would run. `suggests`: where the policy keeps to averaged gradients, says how much sooner others would be.
     """
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
-    assert job.timing is not None
     searched = plain_found(job, cluster, profile, policy)
 
     def timed(found: Found) -> Plan:
@@ -162,29 +219,43 @@ def _best(made_from: PlanInputs, current: Plan, *, apart: bool = False) -> Best:
     averaged = searched.best(exact=True)
     plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
     plain_s = plain.step_s * steps_of(plain, made_from)
-    computing_s = (job.timing.forward_s + job.timing.backward_s) / min(node.speed for node in cluster.nodes if node.ranks)
+    enough = SOONER if policy.exact else LEAVES
     # Nothing is at the loss sooner than steps that only compute.
-    keeps_up = policy.exact or (not apart and LEAVES * plain_s <= computing_s)
+    keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(made_from))
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
     other_s = other.step_s * steps_of(other, made_from)
-    if not other.steps_locally or other_s > plain_s:
+    if not other.steps_locally or other_s > plain_s or steps_of(other, made_from) >= MOST_STEPS:
         return Best(_in_updates(explained(averaged), made_from) if apart else explained(averaged))
+    if policy.exact:
+        return Best(explained(averaged), hint=_hint(plain, other, made_from) if other_s <= SOONER * plain_s else "")
     leaves = "" if apart or not exact(current) else _leaves(plain, other, made_from)
     if apart or other_s <= LEAVES * plain_s:
         return Best(explained(free), leaves)
     return Best(explained(averaged), local=explained(free), for_local=leaves)
 
 
-def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
+def _how(other: Plan) -> str:
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
         how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next "
         how += "are taken" if other.local_steps > 1 else "is taken"
+    return how
+
+
+def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
+    (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, made_from)) for plan in (plain, other))
+    times = plain_s * plain_steps / (other_s * other_steps)
+    return (f"local steps would reach a loss {times:.1f} times as fast: {_how(other)}, {1e3 * other_s:.1f} ms per step and "
+            f"{other_steps:.2f} times as many steps, instead of {1e3 * plain_s:.1f} ms and {plain_steps:.2f} times; "
+            "attach(..., exact=False) allows them")
+
+
+def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
-    return (f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {how} ({said[1]}); "
-            "attach(..., exact=True) keeps to averaged gradients")
+    return (f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {_how(other)} "
+            f"({said[1]}); attach() without exact=False keeps to averaged gradients")
 
 
 def exact(plan: Plan) -> bool:

@@ -17,6 +17,7 @@ from commlayer.compressors import build
 from commlayer.job.autoplan import loss_limits
 from commlayer.job.autoplan.candidate import Candidate
 from commlayer.job.autoplan.link_probes import RankMeasurement, server_nodes_of
+from commlayer.job.autoplan.loss_limits import Limits
 from commlayer.job.autoplan.measuring import Measurements
 from commlayer.job.autoplan.plan_search import SearchOrder
 from commlayer.job.autoplan.planning_process import PlanningProcess
@@ -24,7 +25,7 @@ from commlayer.job.connection import Connection
 from commlayer.measure import bucket_overheads, codec_costs
 from commlayer.measure.coding_slowdown import load_of, under
 from commlayer.measure.collective_costs import Grouped
-from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
+from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables.machines import learning_rows
@@ -73,7 +74,7 @@ class Replanner:
     def rows(self) -> list[RankMeasurement]:
         return self._begun().rows
 
-    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Policy) -> Candidate:
+    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Limits) -> Candidate:
         """The best plan for nodes with these links.
 
         `current` is in force; `known`: the same as the planner has it, if it is the planner's. `allowed`: by the script.
@@ -87,9 +88,10 @@ class Replanner:
         cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
                              reachable=made.groups is None or made.groups.members.reachable)
         rows = harder_by(learning_rows(made.terms.learning), made.terms.harder)
-        profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed)
+        profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed.policy)
         order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
-                            self._contention, current.steps_locally and loss_limits.remembers(made))
+                            self._contention, current.steps_locally and loss_limits.remembers(made), allowed.suggests,
+                            allowed.young)
         candidate, self._contention = self._process.search(order)
         return candidate
 

@@ -63,6 +63,8 @@ class Planning(Record, frozen=True):
     """A thread plans."""
 
     order: StartPlanning
+    checks: bool = False
+    """Steps were just measured, over these links: so the plan in force must be priced at about what it takes."""
 
 
 class Proposing(Record, frozen=True):
@@ -113,6 +115,8 @@ class Lead(Record, frozen=True):
     """Shares have changed since work was last measured."""
     searched: tuple[Link, ...] = ()
     """What a plan was last looked for with."""
+    discarded: bool = False
+    """The last search's prices were far from what steps take, so it was discarded."""
     known: tuple[Plan, Plan] | None = None
     """The plan that was last put in force here, and the same as the planner has it."""
     plan_s: float = 0.0
