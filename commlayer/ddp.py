@@ -26,6 +26,7 @@ from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
 from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.observers import Observers
+from commlayer.job.optimizer_settings import settings_of
 from commlayer.job.rendezvous import Start, group_of
 from commlayer.job.start import connect
 from commlayer.job.step_loop import StepLoop
@@ -161,7 +162,8 @@ class HookState:
                                       forbids=_forbids if self.ways is None else self.ways.forbids,
                                       asked=self._asked if self.ways is None else self.ways.asked,
                                       optimizer=family_of(self._optimizer),
-                                      must={"wrapper": "DistributedDataParallel", "optimizer": "not given"})
+                                      must={"wrapper": "DistributedDataParallel", "optimizer": "not given"},
+                                      settings=settings_of(self._optimizer, found.named))
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
         self.connection.after_regroup.append(self._regroup)

@@ -23,7 +23,8 @@ from commlayer.job.connection import Connection
 from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.inspection import Inspected, Inspection
 from commlayer.job.module_driver import ModuleDriver
-from commlayer.job.observers import Observers
+from commlayer.job.observers import Observers, Place
+from commlayer.job.optimizer_settings import settings_of
 from commlayer.job.quiet_ddp import QuietDDP, check_silenceable, silenceable
 from commlayer.job.rendezvous import Start, group_of
 from commlayer.job.replica import Replica
@@ -123,7 +124,12 @@ class Session:
     def load_residuals(self, directory: str | Path) -> None:
         """Loads the newest complete save in `directory`, under the same plan and world. All ranks call it before training."""
         if not self._fresh("load_residuals()"):
-            self._driver.when_connected(lambda: checkpoint.load(self._driver.connection, Path(directory)))
+            self._driver.when_connected(lambda: self._load(Path(directory)))
+
+    def _load(self, directory: Path) -> None:
+        checkpoint.load(self._driver.connection, directory)
+        for drift in self._driver.observers.at(Place.PARAMETER_DRIFT):
+            drift.loaded()
 
     def _fresh(self, what: str) -> bool:
         """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
@@ -224,10 +230,12 @@ def attach(
         check_dtypes(job)
         claim = Claim(parameters_of(model))
         must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync),
+                "trained parameters": str(len(parameters_of(model))),
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
             connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=asked,
+                                 settings=settings_of(optimizer, model.named_parameters()),
                                  forbids=forbids, optimizer=family_of(optimizer), replica=Replica(model, optimizer, scaler))
         except BaseException:
             claim.release()

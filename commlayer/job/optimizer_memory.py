@@ -34,20 +34,7 @@ class Stepped:
 
     def digest(self) -> int:
         """Of all that the optimizer remembers of these parameters: equal gradients keep ranks together if it is the same."""
-        state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
-        found = 0
-        tensors: dict[str, list[torch.Tensor]] = {}
-        for number, p in enumerate(self._parameters):
-            for name, value in _flat(state.get(p, {})):
-                found = zlib.crc32(f"{number} {name} {_kind(value)}".encode(), found)
-                if isinstance(value, torch.Tensor):
-                    tensors.setdefault(value.device.type, []).append(value.detach())
-        for device in sorted(tensors):
-            digests = Digests(tensors[device])
-            for piece in pieces(tensors[device]):
-                digests.add(piece)
-            found = zlib.crc32(repr(digests.take()).encode(), found)
-        return found
+        return zlib.crc32(repr(state_digests(self._parameters, self._optimizer)).encode())
 
     @property
     def rate(self) -> float:
@@ -66,6 +53,29 @@ class Stepped:
         return (-rate if group.get("maximize") else rate) / self._outer.lr
 
 
+def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments: bool = True) -> list[int]:
+    """By parameter, of what the optimizer keeps for it. Without `moments` only of which entries there are, and of scalars such
+    as step counts: all that ranks have alike that step locally."""
+    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
+    found = [0] * len(parameters)
+    whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for number, p in enumerate(parameters):
+        for name, value in _flat(state.get(p, {})):
+            scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not moments
+            said = f"{name} {_kind(value)} {value.item() if scalar else ''}"
+            found[number] = zlib.crc32(said.encode(), found[number])
+            if isinstance(value, torch.Tensor) and moments:
+                whole.setdefault(value.device, []).append((number, value.detach()))
+    for held in whole.values():
+        tensors = [tensor for _, tensor in held]
+        digests = Digests(tensors)
+        for piece in pieces(tensors):
+            digests.add(piece)
+        for (number, _), digest in zip(held, digests.take(), strict=True):
+            found[number] = zlib.crc32(digest.to_bytes(8, "little"), found[number])
+    return found
+
+
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in sorted(values, key=str):
         value = values[name]
@@ -76,4 +86,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _kind(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    # The repr of an object may hold its address.
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

@@ -26,11 +26,13 @@ from torch.distributed.rendezvous import rendezvous
 from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
 from commlayer.control import messages
 from commlayer.errors import CommError
-from commlayer.job import home_process
+from commlayer.job import home_process, optimizer_settings
 from commlayer.records import Plan
 from commlayer.transport import own_address
 from commlayer.transport.members import Members, exchange
 
+NAMED = 3
+"""So many settings that differ are named in one line."""
 HEARD_S = 5.0
 """How long a rank that is about to end stays for the others to read why: the store may be in its process."""
 
@@ -47,6 +49,8 @@ class Arrival(NamedTuple):
     keys: bool = False
     must: Mapping[str, str] = {}
     """What must be the same on all ranks."""
+    settings: Mapping[str, str] = {}
+    """Of the optimizer: the same, unless the user wants different ones."""
     model: str = ""
     error: str = ""
     """Why this rank cannot start."""
@@ -66,6 +70,8 @@ class Met(NamedTuple):
     """What is to be said of the layout."""
     reachable: bool = True
     """Whether ranks reach those on other machines."""
+    differs: str = ""
+    """How optimizers differ between ranks, where that may be."""
 
 
 class Start:
@@ -87,8 +93,9 @@ class Start:
                 self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
                 _stay(members)
 
-    def meet(self, config: Config, *, model: str, must: Mapping[str, str]) -> Met:
-        """All ranks call it together. ValueError, the same on all, if they were not started alike."""
+    def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Met:
+        """All ranks call it together. ValueError, the same on all, if they were not started alike. With drift="warn" optimizer
+        `settings` may differ."""
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
@@ -97,18 +104,23 @@ class Start:
             return Met(members, launch, here=launch.local_world, reachable=False)
         address = own_address.address_to(master()) if master() else own_address.default_address()
         mine = _here(agent=launch.agent, address=address,
-                     insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model)
+                     insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
+                     settings=settings)
         rows = self._tell(members, config, mine)
         if problem := problem_of(rows, members.ranks, own_servers=not config.join):
             _stay(members)
             raise ValueError(problem)
+        differs = differing(rows, members.ranks)
+        if differs and config.drift != "warn":
+            _stay(members)
+            raise ValueError(f'{differs}; allowed: the same on all ranks; drift="warn" trains with different ones')
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
         if several and members.reachable and "gloo" not in dist.get_backend():
             use_interface(own_address.interface_of(address))  # for the groups of small rows, which are Gloo's
         here = Counter(row.machine for row in rows)[mine.machine]
-        return Met(members, launch, per_node, here, address, note, members.reachable)
+        return Met(members, launch, per_node, here, address, note, members.reachable, differs)
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
         begin_group(launch, self._device, config)
@@ -178,9 +190,7 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
     for name in dict.fromkeys(name for row in rows for name in row.must):
         values = [row.must.get(name, "unknown") for row in rows]
         if len(set(values)) > 1:
-            said = ", ".join(f"{value} on {_who([r for r, v in enumerate(values) if v == value], rows, ranks)}"
-                             for value in dict.fromkeys(values))
-            return f"{name}: {said}; allowed: the same on all ranks"
+            return f"{name}: {_by_value(values, rows, ranks)}; allowed: the same on all ranks"
     machines = len({row.machine for row in rows})
     if own_servers and machines > 1:
         keyed = [r for r, row in enumerate(rows) if row.keys]
@@ -199,6 +209,17 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
         return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: names, shapes, dtypes and order of "
                 "what is trained must be equal")
     return ""
+
+
+def differing(rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    """How the ranks' optimizers differ, in a line; empty if they do not."""
+    found = optimizer_settings.differences([row.settings for row in rows])
+    return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*found.items()][:NAMED])
+
+
+def _by_value(values: Sequence[str], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    return ", ".join(f"{value} on {_who([r for r, v in enumerate(values) if v == value], rows, ranks)}"
+                     for value in dict.fromkeys(values))
 
 
 def ranks_per_node(rows: Sequence[Arrival]) -> tuple[int, str]:

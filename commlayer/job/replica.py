@@ -6,6 +6,7 @@ Knows models and optimizers; not how bytes travel. No pickle: safetensors, and p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,10 +21,13 @@ from commlayer.job.connection import Connection
 from commlayer.records import MALFORMED, Plan, Record
 from commlayer.runtime.model_job import buffers_of, parameters_of
 from commlayer.runtime.shared_buffers import agreed
+from commlayer.transport.groups import Groups
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that stand for what plain values cannot say."""
 LOCAL = "local."
+PIECE_NBYTES = 16 << 20
+"""Goes over at once, with a deadline of its own."""
 
 
 class Given(Record, frozen=True):
@@ -130,13 +134,8 @@ class Replica:
                                  f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
 
         def restore() -> None:
-            if self._optimizer is None:
-                return
-            groups = list(self._optimizer.param_groups)
-            self._optimizer.load_state_dict(_whole(told.state, tensors))
-            for group, loaded in zip(groups, self._optimizer.param_groups, strict=True):
-                group.update(loaded)
-            self._optimizer.param_groups[:] = groups  # scripts hold on to them
+            if self._optimizer is not None:
+                _restore(self._optimizer, told.state, tensors)
 
         restore()
         if self._scaler is not None and told.scaler:
@@ -144,6 +143,39 @@ class Replica:
         for name, tensor in there.items():
             tensor.data.copy_(tensors[name])
         return Taken(told, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+
+
+def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float) -> None:
+    """Rank 0's optimizer, state and hyperparameters, on all ranks, which call this together. ValueError, the same on all, where
+    rank 0 has no optimizer, or one whose state cannot be sent."""
+    head, body = b"", b""
+    if groups.rank == 0:
+        tensors: dict[str, torch.Tensor] = {}
+        error, state = "", None
+        try:
+            state = _plain(optimizer.state_dict(), tensors)
+        except Exception as failed:  # of an optimizer: the other ranks wait for the answer
+            error, tensors = f"rank 0: {type(failed).__name__}: {failed}".partition("\n")[0], {}
+        body = safetensors.torch.save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+        head = msgspec.msgpack.encode((error, state, len(body)))
+    error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head), type=tuple[str, Any, int])
+    if error:
+        raise ValueError(error)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
+    if groups.rank == 0:
+        there.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    for piece in there.split(PIECE_NBYTES):
+        groups.broadcast_all(piece).wait(time.monotonic() + deadline_s)
+    if groups.rank:
+        _restore(optimizer, state, safetensors.torch.load(there.cpu().numpy().tobytes()))
+
+
+def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(_whole(state, tensors))
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    optimizer.param_groups[:] = groups  # scripts hold on to them
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

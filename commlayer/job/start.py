@@ -35,17 +35,18 @@ from commlayer.transport.rank_rows import RowChannel
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
     forbids: Forbids = lambda _: "", asked: Asked = Asked(), whole: Job | None = None, must: Mapping[str, str] | None = None,
-    optimizer: str = "", replica: Replica | None = None,
+    settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
-    `must`: what else is to be the same on all ranks. `forbids`: why a plan cannot go a way here (allowed_ways.py).
+    `must`: what else is to be the same on all ranks; `settings`: of optimizers, which drift="warn" lets differ.
+    `forbids`: why a plan cannot go a way here (allowed_ways.py).
     `optimizer`: its family. `replica`: what workers that join later are given here, or this one is.
     `whole`: this job and buffers that are not averaged here; a plan may be of either.
     """
     kernels.choose(config.backend)
     must = {"plan": plan_kind(plan), "steps": str(asked), **(must or {})}
-    met = start.meet(config, model=job.digest(), must=must)
+    met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
     # A server child takes no more.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
@@ -87,6 +88,8 @@ def connect(
         made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
         if met.note and made.rank == 0:
             made.say(met.note)
+        if met.differs:
+            made.say(f'{met.differs}; training goes on with them, since drift="warn"')
         if config.min_workers and not regroups and made.rank == 0:
             made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
                      "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")

@@ -114,7 +114,12 @@ class StepLoop:
 
     def count_local(self) -> bool:
         """A backward pass is over. Whether it was of a local step, which ends with the optimizer's."""
-        return self._schedule is not None and self._schedule.count(loss_scale(self._scaler))
+        if self._schedule is None or not self._schedule.count(loss_scale(self._scaler)):
+            return False
+        with contextlib.suppress(Regroup):
+            for drift in self.observers.at(Place.PARAMETER_DRIFT):
+                drift.start()
+        return True
 
     def join_round(self) -> None:
         """Where this rank has joined a running job whose steps are local."""
