@@ -53,8 +53,8 @@ ROOMS: dict[str, list[set[str]]] = {
     "job": [
         {"connection"},
         # one subject each, around a connection
-        {"allowed_ways", "exchange_schedule", "newcomer", "parameter_drift", "regroup", "replica", "stale_plan", "start",
-         "switch", "told_lengths", "trace"},
+        {"allowed_ways", "exchange_schedule", "finite_steps", "newcomer", "parameter_drift", "regroup", "replica", "stale_plan",
+         "start", "switch", "told_lengths", "trace"},
         # what decides while a job trains, and what it is asked for
         {"shares"}, {"accuracy", "autoplan", "checkpoint", "inspection"},
         {"step_loop"},

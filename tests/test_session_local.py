@@ -223,7 +223,11 @@ def test_a_step_that_one_rank_skips_keeps_ranks_together(hurt: int) -> None:
 
 def spoilt(rank: int, address: str) -> list[list[torch.Tensor]]:
     training = Training(rank, address, codec="topk(ratio=0.1)")
-    found = training.train(0, 2 * H, hurt=H + 1)
+    found = training.train(0, H + 1)
+    if rank:
+        with torch.no_grad():
+            training.model[5].bias.fill_(torch.inf)
+    found += training.train(H + 1, 2 * H)
     training.session.close()
     return found
 

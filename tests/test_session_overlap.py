@@ -77,7 +77,10 @@ class Training:
 
     def step(self, step: int, *, spoilt: bool = False) -> npt.NDArray[np.float32]:
         self.optimizer.zero_grad()
-        self.model(torch.tensor(points(self.rank, step) * (np.inf if spoilt else 1), dtype=torch.float32)).backward()
+        self.model(torch.tensor(points(self.rank, step), dtype=torch.float32)).backward()
+        if spoilt:
+            with torch.no_grad():
+                next(iter(self.model.parts)).fill_(torch.inf)
         self.optimizer.step()
         return self.weights()
 
@@ -223,7 +226,7 @@ def known_but_for_a_turn(rank: int, address: str, codec: str) -> tuple[Any, Any,
         for t, (p, g) in enumerate(zip(parameters, points(rank, step), strict=True)):
             p.grad = torch.tensor(g, dtype=torch.float32)
             if spoilt and rank == 1:
-                p.grad[torch.tensor(masks[turn][t]).nonzero()[:1]] = np.nan
+                p.data[torch.tensor(masks[turn][t]).nonzero()[:1]] = np.nan
         since += RATE * points(rank, step)
         training.session.synchronize()
         training.optimizer.step()

@@ -44,6 +44,8 @@ class ExchangeSchedule:
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
         self._share = share
+        self.merged: Callable[..., None] | None = None
+        """See LocalSteps."""
         self._lengths = ToldLengths(connection, outer, deadline_s)
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
@@ -118,7 +120,7 @@ class ExchangeSchedule:
         if made.local is None:
             weights = StepWeights(units.weight, units.total if units.told else None)
             made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
-                                    hold=self._invites)
+                                    hold=self._invites, merged=self._heard)
             made.local.owe(made.worker.unpaid)
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
@@ -161,6 +163,10 @@ class ExchangeSchedule:
         """Members have gone between two exchanges."""
         if self.local is not None and self.local.tells:
             self.local.align(self._lengths.agree)
+
+    def _heard(self, own: int, *, finite: bool) -> None:
+        if self.merged is not None:
+            self.merged(own, finite=finite)
 
     def _invites(self) -> bool:
         return (members := self._connection.members) is not None and members.invites()

@@ -62,6 +62,8 @@ class ForwardOverlap:
         self._stepped: set[int] = set()
         self._gone: set[int] = set()
         """Parameters whose averages were thrown away before the optimizer had them."""
+        self._passed_over = False
+        """Whether some were, since they are not finite."""
         self._after: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._error: CommError | None = None
@@ -145,8 +147,10 @@ class ForwardOverlap:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._later or self._clips or closure is not None or self._steps.others:
             self._take(self._out.wait_all)
+            self._keep_from_step()
             return
         self._take(self._out.arrived)
+        self._keep_from_step()
         marked = [*enumerate(zip(self._parameters, self._marks, strict=True))]
         # Ahead of holding any: what is waited for brings others with it.
         if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
@@ -258,6 +262,7 @@ class ForwardOverlap:
         assert out is not None
         with torch.inference_mode(mode=False):
             out.end()
+        self._loop.judged(worker, dropped=self._passed_over)
         worker.applied(self._stepped - self._gone)
         for number in self._gone:
             worker.cleared(number)
@@ -280,6 +285,7 @@ class ForwardOverlap:
         self._later.clear()
         self._stepped.clear()
         self._gone.clear()
+        self._passed_over = False
 
     def then(self, act: Callable[[], None]) -> None:
         """Does it when the step on its way is over; now, if there is none."""
@@ -306,6 +312,8 @@ class ForwardOverlap:
         for number in numbers:
             if number >= len(self._parameters):
                 undefer(self._buffers[number - len(self._parameters)])
+            elif number in self._later and number in self._out.not_finite:
+                self._pass_over(number)
             elif number in self._later and self._out.averages[number] is not None:
                 due.append(number)
             else:
@@ -325,6 +333,27 @@ class ForwardOverlap:
         if p.grad is mark:
             p.grad = average.zero_() if mark.zeroed and average is not None else average
         self._marks.became(number, average)
+
+    def _pass_over(self, number: int) -> None:
+        """The optimizer's step has been, and its average is not finite."""
+        p, mark = self._parameters[number], self._marks[number]
+        del self._later[number]
+        undefer(p)
+        self._gone.add(number)
+        self._passed_over = True
+        if p.grad is mark:
+            p.grad = None
+        self._marks.became(number, None)
+
+    def _keep_from_step(self) -> None:
+        """Averages that are in, and not finite: the optimizer is about to step."""
+        assert self._out is not None
+        for number in self._out.not_finite:
+            p = self._parameters[number]
+            if p.grad is not None and p.grad is self._out.averages[number]:
+                p.grad = None
+                self._gone.add(number)
+                self._passed_over = True
 
     def _apply(self, numbers: Sequence[int]) -> None:
         """Makes the updates that their step has left open."""

@@ -24,6 +24,7 @@ from commlayer.job.accuracy.driver import guard_of
 from commlayer.job.autoplan.driver import auto_of
 from commlayer.job.connection import Connection
 from commlayer.job.exchange_schedule import ExchangeSchedule
+from commlayer.job.finite_steps import FiniteSteps
 from commlayer.job.observers import Observer, Observers, Place
 from commlayer.job.parameter_drift import drift_of
 from commlayer.job.stale_plan import watch_of
@@ -51,7 +52,12 @@ class StepLoop:
         self._compared = compared
         self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
+        self._finite: FiniteSteps | None = None
         if connection.worker is not None:
+            if connection.rows is not None:
+                self._finite = FiniteSteps(connection, parameters)  # its hooks come first
+                if schedule is not None:
+                    schedule.merged = self._finite.exchanged
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
                                    lambda numbers: self.worker.applied(numbers), lambda number: self.worker.anything(number))
             connection.worker.settle = self._use.settle
@@ -154,8 +160,15 @@ class StepLoop:
             for observer in self.observers:
                 observer.before_commit()
         into = targets()
-        self.worker.commit(into)
+        worker = self.worker
+        worker.commit(into)
+        self.judged(worker)
         return into
+
+    def judged(self, worker: Worker, *, dropped: bool = False) -> None:
+        """A step has ended. `dropped`: what was not finite in it has not been applied."""
+        if self._finite is not None:
+            (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
     def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Where others wait to take part, the part of this rank that goes when its backward pass is over waits until all are
@@ -194,6 +207,8 @@ class StepLoop:
         if self._use is not None:
             self._use.end()
         self.worker.complete(leftovers)
+        if self._finite is not None:
+            self._finite.begun()
         self.connection.passed()
         self.worker.stopwatch.start()
 
@@ -204,6 +219,8 @@ class StepLoop:
 
     def written(self, known: Collection[int] = ()) -> None:
         """The averages of the step are in `.grad`. Of those that are `known` it has been told what became of them."""
+        if self._finite is not None:
+            self._finite.written()
         if self._use is not None:
             self._use.wrote(keeps=self.worker.keeps, known=known)
 

@@ -18,6 +18,7 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 from commlayer.runtime.bucket_debts import BucketDebts, Entries
 from commlayer.runtime.coded_result import CodedResult, codec_of_results
+from commlayer.runtime.finite import all_finite
 from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
 from commlayer.runtime.sparse_result import MOST_NUMEL, SparseResult
@@ -360,7 +361,19 @@ class WorkerBucket(BucketDebts):
 
     def look(self) -> None:
         """Whether the sum is finite, where nobody has decoded anything that says so."""
-        self.finite = bool(torch.isfinite(self.y).all())
+        self.finite = all_finite(self.y)
+
+    def own_not_finite(self) -> int:
+        """The first tensor of which what this worker put in is not finite; -1 if there is none. Ahead of `commit`, which may
+        overwrite it."""
+        for s, source in zip(self.slices, self.sources, strict=True):
+            if source is not None:
+                values = source.detach()
+                if (s.start, s.stop) != (0, values.numel()):
+                    values = values.reshape(-1)[s.start : s.stop]
+                if not all_finite(values):
+                    return s.tensor
+        return -1
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """targets = y times factor; None leaves out a slice. Buffers stay what they are if y is not finite. To be called

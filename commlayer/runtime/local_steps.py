@@ -39,6 +39,11 @@ log = logging.getLogger("commlayer")
 SPOILT = "some worker's weights are not finite: all go back to those of the last exchange"
 
 
+def _spoilt(_own: int, *, finite: bool) -> None:
+    if not finite:
+        log.warning("%s", SPOILT)
+
+
 def _stay() -> Worker:
     """All do."""
     raise RuntimeError("members of the job cannot change")
@@ -111,11 +116,14 @@ class LocalSteps:
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
         overlap: bool = False, regroup: Callable[[], Worker] = _stay, lengths: Lengths | None = None,
-        hold: Callable[[], bool] = lambda: False,
+        hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
-        """`regroup`: behind Regroup, gives the worker that goes on with those who are left. `lengths`: None if this rank is
+        """`merged(own, finite=...)` is called behind each exchange, on all ranks; `own` as Worker.not_finite.
+
+        `regroup`: behind Regroup, gives the worker that goes on with those who are left. `lengths`: None if this rank is
         alone. `hold`: whether others wait, and it is this rank's to keep its part of an exchange back."""
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
+        self._merged = merged
         self._matched = outer.matched
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
@@ -332,8 +340,6 @@ class LocalSteps:
             for mean in means if scale != 1 else ():
                 mean.mul_(scale)
             self._advance(sent)
-        else:
-            log.warning("%s", SPOILT)
         for n, of_turn in sent.ranges.items():
             whole = tensors[n].contiguous()
             merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], of_turn)
@@ -351,6 +357,8 @@ class LocalSteps:
             self._sound.clear()
             self._rooms.clear()
             self._steps = 0, self._steps[1]
+        own, worker.not_finite = worker.not_finite, -1
+        self._merged(own, finite=finite)
         return worker
 
     def _advance(self, sent: _Sent) -> None:

@@ -32,7 +32,8 @@ class Outstanding:
         for tensor in self._new:
             self.averages[tensor] = None  # nothing of it is sent: it has no elements
         self._copies: dict[int, torch.Tensor] = {}
-        self._finite = True
+        self.not_finite: set[int] = set()
+        """Tensors with averages that are not. They are not to be applied."""
         self._deadline: float | None = None
 
     @property
@@ -68,7 +69,7 @@ class Outstanding:
     def end(self) -> None:
         """The step is over."""
         self.worker.wait_all(self._deadline_s)
-        self.worker.end(finite=self._finite, computes=False)
+        self.worker.end(finite=not self.not_finite, computes=False)
 
     def _took(self) -> list[int]:
         new, self._new = self._new, []
@@ -76,7 +77,8 @@ class Outstanding:
 
     def _write(self, bucket: WorkerBucket) -> None:
         targets = [self._target(s.tensor, used=bool(bucket.used >> i & 1)) for i, s in enumerate(bucket.slices)]
-        self._finite = self.worker.write_bucket(bucket, targets, keeps=self.worker.keeps) and self._finite
+        if not self.worker.write_bucket(bucket, targets, keeps=self.worker.keeps):
+            self.not_finite.update(s.tensor for s in bucket.slices)
         del self._left[bucket.id]
         for s in bucket.slices:
             self._missing[s.tensor] -= 1

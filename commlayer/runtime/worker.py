@@ -110,6 +110,8 @@ class Worker(Unapplied):
         self.patience: Callable[[], float] = _at_once
         """For how many seconds behind the deadline it waits for a step, since others judge who is late."""
         self._abandoned = False
+        self.not_finite = -1
+        """The first tensor of which what this worker put into a step that is not finite was not; -1 if there is none."""
         self.bring_in: Callable[[], object] = _nothing
         """Who takes steps bucket by bucket waits here for what the last one still lacks."""
         self.unpaid: list[Debt] = []
@@ -138,6 +140,7 @@ class Worker(Unapplied):
         if (missed := self.ended.begin(self.step)) is not None:
             self.latch(missed)
             self.check()
+        self.not_finite = -1
         for route in self._routes.all:
             route.open()
 
@@ -198,10 +201,13 @@ class Worker(Unapplied):
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None], *, keeps: bool) -> bool:
         """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them."""
-        if keeps and not bucket.served:
+        # On a device nobody waits for sums in every step.
+        if not bucket.served and (keeps or (bucket.read_here and not bucket.buffer)):
             bucket.look()
         if bucket.buffer and not bucket.finite:
             return True  # a buffer that some rank has as NaN stays what it is on each
+        if not bucket.finite and self.not_finite < 0 and self.weight:
+            self.not_finite = bucket.own_not_finite()
         bucket.commit(self._factor(bucket, bucket.weight), targets)
         return bucket.finite
 

@@ -1,0 +1,13 @@
+"""Whether tensors are finite, in one pass over their memory where that can be."""
+
+from __future__ import annotations
+
+import torch
+
+from commlayer.compressors import kernels
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Of any dtype and device; on a device the caller waits for the answer."""
+    plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return kernels.all_finite(tensor.detach().view(-1)) if plain else bool(tensor.isfinite().all())
