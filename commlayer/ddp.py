@@ -33,10 +33,13 @@ from commlayer.job.step_loop import StepLoop
 from commlayer.job.ways import read_ways
 from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.optim import family_of
+from commlayer.runtime.hooks import TAKEN
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.model_job import check_dense, check_quarantine
 from commlayer.runtime.write_gradients import write_gradient
 
+CLOSING_S = 1.0
+"""How long the end of a session waits for its thread."""
 ENDING_S = 30.0
 """What an error may take beyond the deadline, until it is known and residuals are put right."""
 
@@ -92,6 +95,10 @@ class HookState:
         """Whether its gradients lie in its buckets."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._closed = False
+        self._brought: list[torch.Tensor] = []
+        """Parameters that have got a gradient in the pass of this number."""
+        self._pass = -1
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """One bucket of DDP's; its future completes when the whole step is in."""
@@ -113,12 +120,12 @@ class HookState:
         if self._lane is not None:
             self._feed(part)
         elif last:
-            self._lane = Lane("ddp", self._latch)
             try:
                 self._connect(device)
             except BaseException as error:
                 self._latch(error)
                 raise
+            self._lane = Lane("ddp", self._latch)
             for held in self._step:
                 self._feed(held)
         if last:
@@ -132,7 +139,7 @@ class HookState:
     @property
     def closed(self) -> bool:
         """Whether its session has come to an orderly end."""
-        return self.connection.closed and self._error is None
+        return self._closed or (self.connection.closed and self._error is None)
 
     @property
     def group(self) -> Any:
@@ -181,6 +188,25 @@ class HookState:
         for action in self._actions:
             action()
         self._actions.clear()
+        handles = [p.register_post_accumulate_grad_hook(self._got) for _, p in found.named]
+        self.connection.on_close += [*(handle.remove for handle in handles), self._let_go]
+
+    def _got(self, parameter: torch.Tensor) -> None:
+        if (graph := torch._C._current_graph_task_id()) != self._pass:
+            self._pass = graph
+            self._brought.clear()
+        self._brought.append(parameter)
+
+    def _let_go(self) -> None:
+        """The session has ended. DDP keeps this state, which must not keep the thread, buffers, the model or the optimizer."""
+        if self._lane is not None:
+            self._lane.close(CLOSING_S)
+        self._closed = self._error is None
+        self._lane = self._loop = self._attached = self.ways = self.module = None
+        self._optimizer = self._scaler = None
+        self.connection, self.observers = Connection(), Observers()
+        for kept in (self._numbers, self._step, self._unused_here, self._actions, self._brought):
+            kept.clear()
 
     def _find_module(self) -> None:
         """Which module this is registered with, hence what parameters are called and which ranks take part."""
@@ -256,6 +282,9 @@ class HookState:
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._attached is not None and self.connection.worker is not None:
             self._attached.check(self._latch)
+        for p in self._brought if torch._C._current_graph_task_id() == self._pass else ():
+            if p.grad is None:
+                self._latch(RuntimeError(TAKEN.format(tuple(p.shape))))
         if self._error is not None:
             raise self._error
         if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:

@@ -274,14 +274,15 @@ class _DDPDriver:
             state.release()
             raise
         self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
+        self._ended: tuple[Connection, Observers] | None = None
 
     @property
     def connection(self) -> Connection:
-        return self._state.connection
+        return self._state.connection if self._ended is None else self._ended[0]
 
     @property
     def observers(self) -> Observers:
-        return self._state.observers
+        return self._state.observers if self._ended is None else self._ended[1]
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._model.no_sync()
@@ -302,7 +303,8 @@ class _DDPDriver:
         self._state.when_connected(action)
 
     def detach(self) -> None:
-        """DDP has no way to take a hook out again."""
+        """DDP has no way to take a hook out again: it keeps the state, which drops what this session still shows."""
+        self._ended = self._ended or (self._state.connection, self._state.observers)
         self._averaged.remove()
         self._state.detach()
 

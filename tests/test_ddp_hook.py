@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attach_kit import Run, Setting, coordinators, mlp, play
+from attach_kit import Run, Setting, coordinators, data, mlp, play
 from pool_kit import pool, quick
 from test_attach_cases import Checkpointed, train
 from torch import nn
@@ -155,3 +158,73 @@ def test_what_runs_behind_a_step_is_no_computing(how: str) -> None:
 def test_an_error_in_a_step_is_raised_by_backward() -> None:
     with coordinators(1, WORLD, 1) as made:
         assert len(set(pool(WORLD).call(no_samples, made[0].address))) == 1
+
+
+# ---- gradients that a hook takes away, and the end of a session
+
+def stepped_by_hand(rank: int, how: str, before: bool, address: str) -> str:
+    """Updates of the script's own in hooks of parameters, with what this rank has."""
+    model = mlp()
+    wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
+
+    def update(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    def hook() -> None:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+
+    hook() if before else None
+    session = commlayer.attach(wrapped, plan="identity()", config=quick(join=address))
+    None if before else hook()
+    said = ""
+    try:
+        for step in range(3):
+            wrapped(data(rank, step)[0]).sum().backward()
+    except (RuntimeError, commlayer.CommError) as error:
+        said = str(error)
+    session.close(said)
+    return said
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("how", ["ddp", "module"])
+def test_updates_inside_backward_are_refused(how: str, before: bool) -> None:
+    with coordinators(1, WORLD, 1) as made:
+        for said in pool(WORLD).call(stepped_by_hand, how, before, made[0].address):
+            assert "was taken away before backward() returned" in said
+
+
+def closed(rank: int, address: str) -> tuple[list[bool], list[str], float, bool]:
+    """Which of module, wrapper and optimizer are left, threads, the steps that were counted, and torch's own average after."""
+    threads = {thread.ident for thread in threading.enumerate()}
+    model = mlp()
+    wrapped, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+    session = commlayer.attach(wrapped, optimizer, plan="topk(ratio=0.1)", config=quick(join=address))
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(data(rank, step)[0]).sum().backward()
+        optimizer.step()
+    session.close()
+    steps = session.stats()["steps"]
+    left = [thread.name for thread in threading.enumerate() if thread.ident not in threads and thread.name == "commlayer-ddp"]
+    kept = weakref.ref(optimizer)
+    del session, optimizer
+    gc.collect()
+    alone = kept() is not None
+    wrapped(data(rank, 3)[0]).sum().backward()
+    parts = weakref.ref(model), weakref.ref(wrapped)
+    del model, wrapped
+    gc.collect()
+    return [part() is not None for part in parts], left, steps, alone
+
+
+def test_a_closed_session_leaves_no_thread_and_keeps_neither_model_nor_optimizer() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        for parts, threads, steps, optimizer in pool(WORLD).call(closed, made[0].address):
+            assert threads == []
+            assert steps == 3
+            assert not optimizer, "while the module is still in use"
+            assert parts == [False, False]

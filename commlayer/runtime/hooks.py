@@ -54,6 +54,8 @@ class Hooks:
         self._segmented = self._holds = self._logged = False
         """Whether this pass has others inside; whether nothing more of it is announced; whether that was logged."""
         self._climbing: list[Any] = []
+        self._brought: list[torch.Tensor] = []
+        """Parameters that have got a gradient in this pass."""
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(parameters) if p.requires_grad
         ]
@@ -67,6 +69,7 @@ class Hooks:
                 self._enter(graph)
             if parameter.grad is None:
                 raise RuntimeError(TAKEN.format(tuple(parameter.shape)))
+            self._brought.append(parameter)
             if not self._holds:
                 self._ready(number, parameter.grad)
 
@@ -113,12 +116,17 @@ class Hooks:
         if (node := _node_around()) is not None:
             self._climb(node)
             return
+        taken = next((p for p in self._brought if p.grad is None), None)
         self._holds = self._segmented
         self._clear()
+        if taken is not None:
+            self._worker().latch(RuntimeError(TAKEN.format(tuple(taken.shape))))
+            self._worker().check()
         self._finish()
 
     def _clear(self) -> None:
         self._graphs.clear()
+        self._brought.clear()
         self._segmented = False
         for handle in self._climbing:
             handle.remove()
