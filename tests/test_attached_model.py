@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,35 @@ def shared(rank: int) -> str:
 
 def test_another_attached_model_may_join_the_optimizer() -> None:
     assert pool(WORLD).call(shared) == ["", ""]
+
+
+def strangers(rank: int, named: bool) -> list[str]:
+    """What is logged where the optimizer steps another model, too: parameters with names and without."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log, model = logging.getLogger("commlayer"), mlp()
+    critic = nn.Linear(2, 5)
+    groups: Any = [{"params": [*model.named_parameters()]}, {"params": [*critic.named_parameters("critic")]}]
+    if not named:
+        groups = [{"params": [*model.parameters()]}, {"params": [*critic.parameters()]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    log.addHandler(handler)
+    try:
+        with commlayer.attach(model, optimizer, config=quick()):
+            model(data(rank, 0)[0]).sum().backward()
+            optimizer.step()
+    finally:
+        log.removeHandler(handler)
+    return [line for line in lines if "in no attached model" in line]
+
+
+@pytest.mark.parametrize(("named", "first", "second"), [
+    (True, "critic.weight", "critic.bias"), (False, "parameter 0 of group 1", "parameter 1 of group 1"),
+])
+def test_parameters_of_another_model_are_named(named: bool, first: str, second: str) -> None:
+    for (line,) in pool(WORLD).call(strangers, named):
+        assert f"2 parameters that are in no attached model: {first} (shape (5, 2)), {second} (shape (5,))." in line
 
 
 def step_inside(rank: int, when: str, how: str) -> tuple[str, bool]:

@@ -19,6 +19,8 @@ from commlayer.job.step_in_backward import Averaged, is_averaged
 log = logging.getLogger("commlayer")
 
 REMEDY = "session.close(), then attach again"
+NAMED = 3
+"""Number of parameters that one line names."""
 
 
 class AttachedModel:
@@ -98,8 +100,20 @@ class AttachedModel:
         model = {id(p) for p in self._model.parameters()} if self._model is not None else set()
         others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
         if others and self._model is not None:
-            log.warning("the optimizer steps %d parameters that are in no attached model, the first of shape %s: nobody "
-                        "averages their gradients, so each rank trains its own", len(others), tuple(others[0].shape))
+            names = self._names_in_groups()
+            said = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
+            log.warning("the optimizer steps %d parameters that are in no attached model: %s. Their gradients are not "
+                        "averaged, so each rank trains its own", len(others), said)
+
+    def _names_in_groups(self) -> dict[int, str]:
+        """By id, how a user finds a parameter that is in no attached model."""
+        found = {}
+        for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
+            names = group.get("param_names", ())
+            for place, p in enumerate(group["params"]):
+                name = f"{names[place]} (" if place < len(names) else f"parameter {place} of group {number} ("
+                found[id(p)] = f"{name}shape {tuple(p.shape)})"
+        return found
 
 
 def _trained(p: torch.Tensor) -> bool:
