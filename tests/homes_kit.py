@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,26 @@ class Homes:
         for process in reversed(self._processes):  # the server last
             process.kill()
             process.communicate(timeout=WAIT_S)
+
+
+def next_row(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next row of JSON that it prints."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    raise AssertionError(process.communicate(timeout=WAIT_S)[1])
+
+
+def switch_off(process: subprocess.Popen[str]) -> None:
+    """Ends it and all that it has started, at once: no part of it sends a last word for another."""
+    every = [process.pid]
+    for pid in every:
+        os.kill(pid, signal.SIGSTOP)
+        every += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    for pid in every:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=WAIT_S)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:

@@ -117,6 +117,16 @@ def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
     assert process.wait(WAIT_S) == 0
 
 
+def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(served: Any) -> None:
+    process, said = served("--no-server", "--workers", "1")
+    for reason, code in (("an error", None), (messages.FINISHED, 0)):
+        member = client.join(said["control"], messages.worker("job", 0, 0, plan=b"p"), quick(token=said["token"]), Failures())
+        member.leave(reason)
+        if code is not None:
+            assert process.wait(WAIT_S) == code
+    assert "the job has failed (worker 0: left the job: an error)" in process.stderr.read()
+
+
 def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
     process, said = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
     assert set(said) == {"control", "data"}

@@ -128,6 +128,31 @@ def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why
     assert homes.attend(state, a, 2.0, homes.Door("", 3))[1].first == 0, "who is here is answered as ever"
 
 
+def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
+    state, _ = come(homes.Homes(1), asked("a"))
+    state = msgspec.structs.replace(state, begun=True)
+    for door, waited_s, waits in ((homes.Door("full", 1, wait="one is silent"), 99.0, True),
+                                  (homes.Door("full", 1, all_here=True), 2.0, True),
+                                  (homes.Door("full", 1, all_here=True), 3.0, False), (homes.Door("over"), 0.0, False)):
+        after, reply = homes.attend(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
+        assert (after, bool(reply.missing), bool(reply.error), reply.first) == (state, waits, not waits, messages.ANY)
+
+
+@pytest.mark.parametrize(("certificates", "again", "now", "found"), [
+    (("anna", "ben"), ("x", "anna"), 5.0, 0),  # on whatever machine
+    (("anna", "ben"), ("x", "anna"), 4.9, None),  # it was heard a moment ago
+    (("anna", "ben"), ("0", "cleo"), 5.0, None), (("", ""), ("0", ""), 5.0, None),  # without keys it is nobody
+    (("rack", "rack"), ("1", "rack"), 5.0, 1), (("rack", "rack"), ("x", "rack"), 5.0, None),  # a shared certificate
+])
+def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_silent(
+        certificates: tuple[str, str], again: tuple[str, str], now: float, found: int | None) -> None:
+    every = [msgspec.structs.replace(asked(str(n)), certificate=of) for n, of in enumerate(certificates)]
+    state, _ = come(homes.Homes(2), *every)
+    one = msgspec.structs.replace(asked(again[0]), certificate=again[1])
+    token = homes.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
+    assert token == ("" if found is None else every[found].home)
+
+
 # ---- what the store takes
 
 NAME, BY = "n" * meeting_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)

@@ -63,6 +63,8 @@ def trained(homes: Homes, count: int, what: str, hangs: str, directory: Path, *m
     every = [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, what, hangs, str(directory))
              for n in range(count)]
     ends = [ended(process) for process in every]
+    if not any(code == 0 for code, _, _ in ends):
+        server.terminate()  # it waits for another job
     return ended(server), ends
 
 

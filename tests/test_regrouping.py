@@ -63,6 +63,43 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert members(state) == (3, [1, 2]), "one is not enough"
 
 
+def heard(state: State, *tokens: str, now: float) -> State:
+    for token in tokens:
+        state, _ = membership.heartbeat(state, token, now)
+    return state
+
+
+def waits(state: State, now: float = 10.0) -> bool:
+    """Whether a home that comes is to ask again, where three seconds are silence."""
+    return bool(regrouping.door(state, now, 3.0, 60.0).wait)
+
+
+def test_a_home_waits_at_a_full_job_while_a_worker_is_silent() -> None:
+    assert not waits(heard(elastic(2, 1), "w0", "w1", now=9.0))
+    assert waits(heard(elastic(2, 1), "w0", now=9.0))
+    assert waits(heard(elastic(2, 0), "w0", now=9.0)), "with this one's death the job ends"
+
+
+def test_a_home_is_let_in_where_one_of_those_who_are_left_is_heard() -> None:
+    """It would have no weights to begin with otherwise."""
+    left = without(elastic(3, 1), 2)
+    assert waits(left, 99.0)
+    assert not waits(heard(left, "w0", now=98.0), 99.0)
+
+
+def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
+    ends = regrouping.regrouped(membership.leave(elastic(2, 2), "w1", "an error"))
+    assert (waits(ends), membership.failure(ends)) == (True, "")
+    over = membership.leave(ends, "w0", FINISHED)
+    assert (waits(over), membership.failure(over)) == (True, "worker 1: left the job: an error")
+    finished = membership.leave(membership.leave(elastic(2, 2), "w0", FINISHED), "w1", FINISHED)
+    assert (waits(finished), membership.failure(finished)) == (False, "")
+    _, pulse = membership.heartbeat(over, "s0", 1.0)
+    assert (pulse.over, pulse.failed) == (True, True)
+    without_the_dead = membership.leave(without(elastic(2, 1), 1), "w0", FINISHED)
+    assert membership.failure(without_the_dead) == "", "those who were left have finished"
+
+
 def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
     state = regrouping.regrouped(membership.leave(elastic(), "w3", FINISHED, 7))
 

@@ -57,6 +57,8 @@ class Membership:
         """Peers that left, by name. Not a failure where it was in order, unless one waits for them, or of who is no member."""
         self.over = ended
         """Every worker has left or died: a server may end."""
+        self.failed = False
+        """They have not all finished."""
         self.staying: tuple[str, ...] = ()
         """Who was still in the job when this process left."""
         self._link, self._token = link, request.token
@@ -156,6 +158,7 @@ class Membership:
         for gone in new:
             self._on_left(gone)
         if pulse.over:
+            self.failed = pulse.failed
             self.over.set()
         lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
         # Who leaves with an error will be missed at once; who has finished only if somebody waits for it.

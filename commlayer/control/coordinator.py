@@ -44,7 +44,7 @@ EACH_WORKER = 8
 """Control connections of one worker: its own, its heartbeat child's, a home's Desk and a gRPC stream; and as many that were cut
 off, until the kernel has missed them."""
 TOLD_HEARTBEATS = 3
-"""For how many of the others' heartbeats it outlives its parent, to tell of that end."""
+"""For how many of the others' heartbeats it outlives its parent, to tell of that end; after as many a process is silent."""
 Q = TypeVar("Q", bound=Record)
 
 
@@ -57,14 +57,15 @@ class Coordinator:
                  journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
         """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
         `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
-        `embedded`: a training process has started it, so its members are of one cluster: silence there is death."""
+        `embedded`: a training process has started it, so its members are of one cluster: silence there is death, and it
+        serves one job. Others are followed by a coordinator of the next job where their own has failed."""
         if workers and config.min_workers > workers:
             raise ValueError(f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
         for what, count in (("workers", workers), ("servers", servers)):
             if not 0 <= count <= SERVER_BASE:
                 raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
-        self._journal, self._made = journal, made
+        self._journal, self._made, self._again = journal, made, not embedded
         if journal is not None and journal.found is not None:
             self._state = taken_up(journal.found, clock())
             log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
@@ -92,12 +93,13 @@ class Coordinator:
         self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
         self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door,
-                                    journal=None if journal is None else journal.meeting)
+                                    journal=None if journal is None else journal.meeting,
+                                    noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._gathering.begin()
         self._port.start(Host({
             CHALLENGE: self._challenge,
-            "Attend": self._method("Attend", messages.Attend, self._gathering.attend, certified=self._named),
+            "Attend": self._method("Attend", messages.Attend, self._attend, certified=self._named),
             "Ask": self._awaited("Ask", messages.Ask, self._gathering.ask),
             "Part": self._method("Part", messages.Part, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
@@ -140,6 +142,12 @@ class Coordinator:
             raise LookupError("no data server is behind this port")
         return self._take(stream, where)
 
+    @property
+    def failure(self) -> str:
+        """Why the job has ended, where that was not in order; "" otherwise."""
+        with self._lock:
+            return membership.failure(self._state)
+
     def orphaned(self, pid: int) -> None:
         """The process of this machine that started the job's embedded servers has ended: so have its seats."""
         with self._lock:
@@ -176,7 +184,21 @@ class Coordinator:
 
     def _door(self) -> Door:
         with self._lock:
-            return regrouping.door(self._state)
+            return regrouping.door(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
+                                   max(self._patience_s, self._dead_after_s))
+
+    def _attend(self, request: messages.Attend) -> messages.Attended:
+        """A home that was started again takes the place of its earlier process, which is dead from now on."""
+        with self._lock:
+            seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
+        ranks, why = self._gathering.supersede(request, seen_s)
+        if ranks:
+            with self._lock:
+                before = self._state
+                tokens = [t for t, p in before.places.items() if p.join.kind == "worker" and p.rank in ranks]
+                self._state = membership.cut(before, tokens, why)
+                self._note_deaths(before)
+        return self._gathering.attend(request)
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
         caller = self._port.caller(peer)
@@ -206,6 +228,8 @@ class Coordinator:
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.places
+            if self._again and not known and (why := membership.failure(self._state)):
+                return messages.Seat(missing=f"the job before has ended ({why}), and another one begins")
             late = began and not known and request.kind == "worker"
             self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
@@ -259,7 +283,7 @@ class Coordinator:
         told = about.told(state, request, time.time())
         if not told.begun:
             return told
-        door, shut = regrouping.door(state), self._gathering.shut()
+        door, shut = self._door(), self._gathering.shut()
         return msgspec.structs.replace(told, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
 
     def _tick(self) -> None:

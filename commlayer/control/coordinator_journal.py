@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -38,8 +39,7 @@ class CoordinatorJournal:
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
-        # Until this process ends.
-        hold(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
+        self._lock = hold(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
         self._failed = False
         self.meeting = MeetingJournal(folder)
         self.found: Kept | None = None
@@ -63,6 +63,10 @@ class CoordinatorJournal:
             self._failed = True
             log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends it", self._path,
                         error.strerror)
+
+    def close(self) -> None:
+        """Another coordinator may use the folder."""
+        os.close(self._lock)
 
     def forget(self) -> None:
         """The job is over, or goes on without."""

@@ -30,11 +30,13 @@ class Gathering:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
-                 door: Callable[[], homes.Door | None] = lambda: None, journal: MeetingJournal | None = None) -> None:
-        """`door`: of the job that runs. `journal`: goes on with what that holds, and keeps it up once the job has begun."""
+                 door: Callable[[], homes.Door | None] = lambda: None, journal: MeetingJournal | None = None,
+                 noticed_s: float = 0.0) -> None:
+        """`door`: of the job that runs. `journal`: goes on with what that holds, and keeps it up once the job has begun.
+        `noticed_s`: a process that has not been heard for so long is silent."""
         self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
-        self._min_workers, self._door = min_workers, door
+        self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
         self._lock = threading.Lock()
         self._settled, self._meetings = 1, Meetings()
         self._journal = journal
@@ -44,11 +46,27 @@ class Gathering:
             else:
                 self._store.again(record)
 
+    def supersede(self, asked: Attend, seen_s: Mapping[int, float]) -> tuple[frozenset[int], str]:
+        """The ranks whose seats are free because their home has been started again as `asked`, and the reason."""
+        view = (self._door() or homes.Door()).generation
+        with self._lock:
+            before, now = self._state, self._clock()
+            token = homes.predecessor(before, asked, now, self._noticed_s if before.begun else self._silence_s, seen_s)
+            if not token:
+                return frozenset(), ""
+            why = f"was started again (pid {asked.pid})"
+            self._state = homes.gone(before, token, why, max(1, view))
+            self._note(before)
+            self._write_down(before)
+        home = before.here[token]
+        ranks = range(home.first, home.first + home.asked.workers) if before.met else ()
+        return frozenset(ranks), f"its home {home.who} {why}"
+
     def attend(self, asked: Attend) -> Attended:
         door = self._door()
         with self._lock:
             before = self._state
-            self._state, reply = homes.attend(before, asked, self._clock(), door)
+            self._state, reply = homes.attend(before, asked, self._clock(), door, 2 * self._noticed_s)
             self._note(before)
             self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)

@@ -106,7 +106,8 @@ class Attendance:
             now = time.monotonic()
             try:
                 known = known or check(self.address, self._keys, now + CALL_S) is not None
-                answer = self._link.call("Attend", self.request, messages.Attended, CALL_S) if known else None
+                asked = msgspec.structs.replace(self.request, waited_s=now - begin)
+                answer = self._link.call("Attend", asked, messages.Attended, CALL_S) if known else None
             except (PeerLost, DeadlineExceeded):
                 answer = None
                 check(self.address, self._keys, now + CHECK_S)  # of certificates gRPC does not tell

@@ -50,6 +50,10 @@ class Door(Record, frozen=True):
     """Of its view."""
     full: bool = False
     """It is shut for as long as nobody is gone."""
+    wait: str = ""
+    """Why a home that comes should ask again: what keeps it out passes by itself."""
+    all_here: bool = False
+    """No worker is gone, as far as is known yet."""
 
 
 class Outlived(Record, frozen=True):
@@ -81,8 +85,12 @@ class Homes(Record, frozen=True):
     """Of the coordinator's software; empty: of whoever comes first."""
 
 
-def attend(state: Homes, asked: Attend, now: float, door: Door | None = None) -> tuple[Homes, Attended]:
-    """Takes the home in, refuses it, or answers one that is here. `door`: of the job that runs; None: it takes nobody in."""
+def attend(state: Homes, asked: Attend, now: float, door: Door | None = None, grace_s: float = 0.0) -> tuple[Homes, Attended]:
+    """Takes the home in, refuses it, or answers one that is here. `door`: of the job that runs; None: it takes nobody in.
+
+    `grace_s`: for so long a home asks again while all workers seem to be here. One of them may be an earlier process of that
+    home, whose silence is noticed after some heartbeats.
+    """
     if (why := state.former.get(asked.home)) is not None:
         return state, Attended(error=why)
     if asked.leave:
@@ -92,6 +100,8 @@ def attend(state: Homes, asked: Attend, now: float, door: Door | None = None) ->
         return state, Attended(error=RESTARTED)
     if asked.home in state.here:
         state = heard(state, asked.home, now)
+    elif state.begun and door is not None and (door.wait or (door.shut and door.all_here and asked.waited_s < grace_s)):
+        return state, Attended(missing=door.wait or door.shut)
     elif problem := _problem(state, asked, door):
         return state, Attended(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
     elif state.begun:
@@ -136,6 +146,23 @@ def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
     said = f"home {state.here[home].who} {why}; start all homes again"
     former = {**state.former, **dict.fromkeys(state.here, said)}
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
+
+
+def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
+    """Token of the home that `asked` was before its machine or its process was started again; "" for none.
+
+    It has the same certificate, and has been silent for `silence_s`. Where several homes share a certificate, the machine's
+    name must be the same, too. `seen_s`: when each worker was heard last, by rank.
+    """
+    if not asked.certificate or asked.leave or asked.home in state.here or asked.home in state.former:
+        return ""
+    same = [token for token, home in state.here.items() if home.asked.certificate == asked.certificate]
+    if len(same) > 1:
+        same = [token for token in same if state.here[token].asked.name == asked.name]
+    seen = {token: max([state.here[token].seen_s, *(seen_s[rank] for rank in _ranks(state.here[token]) if rank in seen_s)])
+            for token in same}
+    token = min(seen, key=lambda one: seen[one], default="")
+    return token if token and now - seen[token] >= silence_s else ""
 
 
 def parts(state: Homes, certificate: str) -> int:

@@ -47,8 +47,6 @@ class Place(Record, frozen=True):
     left: str = ""
     exchanges: int = -1
     """How many it had made when it left."""
-    stopped: bool = False
-    """Its machine is there, and says that it does nothing."""
     missed_by: tuple[str, ...] = ()
     """Tokens of those whose data connection with it was ended by its machine."""
     parted: bool = False
@@ -134,8 +132,7 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         state = _with(state, place)
     elif place.here:
         in_force = max(place.in_force, 0 if said is None or parent else said.in_force)
-        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, stopped=parent == "stopped",
-                                        in_force=in_force)
+        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, in_force=in_force)
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
@@ -148,7 +145,8 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
-    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state), view=state.view if newer else None)
+    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state), failed=bool(failure(state)),
+                        view=state.view if newer else None)
 
 
 def in_view(state: State, place: Place) -> bool:
@@ -209,8 +207,8 @@ def _dropped(state: State, server: Place, gone: tuple[Gone, ...]) -> State:
 def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0, ended_after_s: float = 0.0) -> State:
     """Judges silence. Call it a few times per second.
 
-    Whose machine says that its process does nothing, or has ended a connection for it, is dead after `dead_after_s`. Of whom
-    nothing is heard at all may be cut off and come back: for that `patience_s`, if it is longer. Where servers say of all who
+    A process whose machine has ended a connection for it is dead after `dead_after_s`. One that is silent or stopped may come
+    back (a cut link, a laptop that sleeps): it has `patience_s`, if that is longer. Where servers say of all who
     are left that they have ended in order, they have, once they are silent for `ended_after_s`: nobody was there to hear
     them leave.
     """
@@ -228,7 +226,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
             state = _with(state, msgspec.structs.replace(p, left=FINISHED))
             silent.pop(t, None)
     silent = {t: p for t, p in silent.items()
-              if ((p.stopped or p.missed_by) and not p.join.returns) or now - p.seen_s >= patience_s}
+              if (p.missed_by and not p.join.returns) or now - p.seen_s >= patience_s}
     for p in silent.values():
         state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
     return state
@@ -259,6 +257,16 @@ def cut(state: State, tokens: Iterable[str], why: str) -> State:
 def over(state: State) -> bool:
     """The job began and no worker is left in it."""
     return state.view is not None and not any(p.here for p in state.places.values() if p.join.kind == "worker")
+
+
+def failure(state: State) -> str:
+    """Of a job that is over: why it ended before its last workers had finished; "" if they have."""
+    if state.view is None or not over(state):
+        return ""
+    of = {m.rank for m in state.view.members}
+    ends = [p for p in state.places.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
+    first = next((p for p in ends if p.dead), next(iter(ends), None))
+    return "" if first is None else f"{first.peer}: {first.dead or f'left the job: {first.left}'}"
 
 
 def empty(state: State) -> bool:

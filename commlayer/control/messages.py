@@ -148,6 +148,8 @@ class Pulse(Record, frozen=True):
     left: tuple[Gone, ...] = ()
     over: bool = False
     """Every worker has left or is dead."""
+    failed: bool = False
+    """The job is over, and not all of its last workers have finished."""
     view: View | None = None
     """One that is newer than the asker's: from now on its members are the job's."""
 
@@ -181,6 +183,8 @@ class Attend(Record, frozen=True):
     """As in Join."""
     meeting: str = ""
     """In which it got its ranks."""
+    waited_s: float = 0.0
+    """For how long it has asked for its ranks."""
 
 
 class Attended(Record, frozen=True):

@@ -7,16 +7,17 @@ workers are missing, others may come in their place, each under a number that no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from commlayer.control.homes import Door
-from commlayer.control.membership import Place, State, Taken, conflict, cut, over
+from commlayer.control.membership import Place, State, Taken, conflict, cut, failure, over
 from commlayer.control.messages import FINISHED, Gone, Join, Overdue, Pulse, Seat, incompatible
 from commlayer.control.unmet import Unmet
-from commlayer.records import Member
+from commlayer.records import Member, View
 from commlayer.transport.protocol import SERVER_BASE
 
 FORMER = 64
@@ -148,12 +149,36 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
     return {} if summing and free - found.keys() else found
 
 
-def door(state: State) -> Door:
-    """Of the job, once it runs."""
+def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> Door:
+    """Of the job, once it runs. A worker that has not been heard for `noticed_s` is silent, and dropped after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return Door()
-    there = sum(workers[m.rank].here for m in view.members)
+    seated = [workers[m.rank] for m in view.members]
+    there = sum(p.here for p in seated)
+    return msgspec.structs.replace(_shut(state, view, there), there=there, generation=view.generation,
+                                   all_here=there == len(seated), wait=_wait(state, seated, now - noticed_s, patience_s))
+
+
+def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: float) -> str:
+    """Why a home that comes should ask again. `seated`: the view's workers; `noticed`: who was heard last before is silent."""
+    if over(state):
+        why = failure(state)
+        return why and f"the job has ended ({why}); the server begins another one"
+    here = [p for p in seated if p.here]
+    lost = next((p for p in seated if not p.here and p.left != FINISHED), None)
+    goes_on = state.min_workers and not unable(state)
+    if lost is not None and not (goes_on and len(here) >= state.min_workers):
+        return f"the job is ending ({lost.peer}: {lost.dead or lost.left}); the server begins another one"
+    silent = [p for p in here if p.seen_s < noticed]
+    if silent and (len(silent) == len(here) or not goes_on or len(here) >= state.workers):
+        names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
+        return f"the job runs, but is without {names} now; a worker is dropped after {patience_s:g} s of silence"
+    return ""
+
+
+def _shut(state: State, view: View, there: int) -> Door:
+    """Why the job takes no home in, if it does not."""
     shut, full = "", False
     if over(state):
         shut = "the job is over"
@@ -165,7 +190,7 @@ def door(state: State) -> Door:
         shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
     elif there >= state.workers:
         shut, full = f"the job runs and has its {state.workers} workers; one is taken in when another is gone", True
-    return Door(shut, there, view.generation, full)
+    return Door(shut, full=full)
 
 
 def join(state: State, request: Join, now: float) -> Taken:

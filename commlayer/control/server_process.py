@@ -44,7 +44,8 @@ LAST_S = 0.5
 
 
 class Part(NamedTuple):
-    """What this process is to do. `parent`: whose child it is, if it is embedded; `made`: the secret, if it was made here."""
+    """What this process is to do. `parent`: whose child it is, if it is embedded; `made`: the secret, if it was made here.
+    `again`: another job was served before; `data_port`: ANY for the one after the coordinator's."""
 
     workers: int = 0
     servers: int = 1
@@ -52,13 +53,16 @@ class Part(NamedTuple):
     sums: bool = True
     parent: int = 0
     made: str = ""
+    again: bool = False
+    data_port: int = messages.ANY
 
 
 def run(config: Config, part: Part) -> None:
-    """Until the job is over, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made here.
+    """Until a job has ended in order, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made
+    here.
 
-    With a journal only the end of the job is the end: whatever else ends this process, nobody hears of it, and the same command
-    takes the job up.
+    After a job that has failed the next one is served at the same address, except by an embedded server. With a journal only
+    the end of the job is the end: whatever else ends this process, nobody hears of it, and the same command takes the job up.
     """
     if config.port == 65535 and not config.join and part.sums:
         raise ValueError("--port 65535 leaves no next port for the data: choose a lower one")
@@ -68,17 +72,32 @@ def run(config: Config, part: Part) -> None:
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again
-    end, stopped = threading.Event(), threading.Event()
-    on_signal(signal.SIGTERM, functools.partial(_stop, end, stopped), ENDS_S + config.dead_after_s)
+    terminated, events = threading.Event(), [threading.Event(), threading.Event()]
+
+    def terminate() -> None:
+        terminated.set()
+        _stop(*events)
+
+    on_signal(signal.SIGTERM, terminate, ENDS_S + config.dead_after_s)
+    following: tuple[Config, Part] | None = (config, part)
+    while following is not None and not terminated.is_set():
+        following = _serve(*following, *events)
+        events[:] = threading.Event(), threading.Event()
+
+
+def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.Event) -> tuple[Config, Part] | None:
+    """One job. If it has failed: how to serve the next one."""
     goes_on = functools.partial(_goes_on, config, end, stopped)
     reason = [messages.FINISHED]
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
-        coordinator = None
+        coordinator = member = None
         orphaned = functools.partial(_abandon, reason, part.parent)
         if not control:
-            data_port = config.port and config.port + 1
+            data_port = part.data_port if part.data_port != messages.ANY else config.port and config.port + 1
             journal = CoordinatorJournal(config.journal) if config.journal else None
+            if journal is not None:
+                stack.callback(journal.close)
             if journal is not None and journal.found is not None:  # where workers look for it, and with the secret they know
                 port = config.port or host_port(journal.found.address)[1]
                 part = part._replace(made=journal.found.token)
@@ -99,7 +118,8 @@ def run(config: Config, part: Part) -> None:
             stack.callback(lambda: serving.close(over=not goes_on(), flush_s=None if part.parent or stopped.is_set() or
                                                  not end.is_set() else LAST_S))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
-        print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
+        if not part.again:
+            print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not config.join:
@@ -115,7 +135,7 @@ def run(config: Config, part: Part) -> None:
                                      on_silence=functools.partial(_silent, serving, config, control, end, stopped))
             except CommError:
                 if end.is_set():
-                    return
+                    return None
                 raise
             member.missed, member.ended = serving.missed, serving.ended
             member.dropped, member.overdue = serving.dropped, serving.overdue
@@ -132,6 +152,17 @@ def run(config: Config, part: Part) -> None:
         if goes_on():
             log.info("stops, and keeps its journal: the same command takes the job up; to end it for good, remove %s",
                      config.journal)
+            return None
+        if coordinator is not None:
+            failed = coordinator.failure
+        else:
+            failed = "as its coordinator reports" if member is not None and member.failed else ""
+        if part.parent or stopped.is_set() or not failed:
+            return None
+        log.warning("the job has failed (%s): waits at %s for the next one", failed, control)
+    # Workers know the coordinator's address, and learn those of servers from it.
+    return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
+            part._replace(again=True, data_port=data_port))
 
 
 def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) -> None:
