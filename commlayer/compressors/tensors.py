@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import mmap
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+LEAST_NBYTES = 1 << 16
+"""Below that an allocator is as good."""
 _chosen = "torch"
 real = True
 """Whether it is torch."""
@@ -36,11 +39,12 @@ def library() -> ModuleType:
 
 
 def fresh_zeros(count: int) -> Any:
-    """float32 zeros that take no memory and no time until they are written: torch.zeros touches each page at once."""
-    lead = 16  # so that the first element can lie on a boundary of 64 bytes, as torch's do
-    made = np.zeros(count + lead, np.float32)
-    skip = -made.ctypes.data % 64 // 4
-    return library().from_numpy(made[skip : skip + count])
+    """float32 zeros that take no memory and no time until they are written, and give it back to the system when they are freed.
+    torch.zeros touches each page at once."""
+    if 4 * count < LEAST_NBYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return library().zeros(count)
+    fresh = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return library().from_numpy(np.frombuffer(fresh, np.float32, count))
 
 
 def without_torch() -> None:

@@ -145,6 +145,8 @@ class ExchangeSchedule:
         with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
             for observer in self._observers:
                 observer.after_exchange()
+        if local is self.local and not local.under_way and local.every > 1:
+            self._worker.let_go()
 
     def _regroup(self) -> Worker:
         """Members have gone from the exchange under way."""

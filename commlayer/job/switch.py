@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from commlayer.job.agreed_plan import Offer, bytes_of, check_plan, plan_in
 from commlayer.job.connection import Connection
 from commlayer.job.ways import in_updates, stepping
 from commlayer.records import Member, Plan, plan_of
+from commlayer.runtime.idle_memory import trim
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, together
@@ -81,6 +83,8 @@ def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again:
         _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
         for behind in made.after_switch:
             behind()
+        gc.collect()  # a worker and its routes refer to each other
+        trim()
     except _Told as told:
         try:
             made.broke(told.error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from commlayer.compressors import device as devices
@@ -19,6 +20,7 @@ from commlayer.records import Bucket, Job
 from commlayer.runtime.bucket_debts import BucketDebts, Entries
 from commlayer.runtime.coded_result import CodedResult, codec_of_results
 from commlayer.runtime.finite import all_finite
+from commlayer.runtime.idle_memory import give_back
 from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
 from commlayer.runtime.sparse_result import MOST_NUMEL, SparseResult
@@ -346,6 +348,16 @@ class WorkerBucket(BucketDebts):
     def keeps_body(self) -> bool:
         """Whether `decode` has kept the result's body: the bucket recycles that itself."""
         return self.coded_result is not None
+
+    def let_go(self) -> None:
+        """Between two exchanges: where nothing of the last one can be taken back, its memory goes back to the system."""
+        if self.started or self.unapplied or self.late or not self.coded or self.on_device:
+            return
+        self.codes = False
+        self._drop_result()
+        give_back(self.x)
+        if not self.codec.in_place:
+            give_back(torch.from_numpy(np.asarray(self.payload)))
 
     def _drop_result(self) -> None:
         if self.coded_result is not None:

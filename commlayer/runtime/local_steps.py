@@ -18,8 +18,10 @@ exchanges overlap with steps, in its own otherwise. Of a tensor that is cut, tur
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ from commlayer.observe import Recorder
 from commlayer.optim import Outer
 from commlayer.planner.model.fragments import ranges_of
 from commlayer.records import Slice
-from commlayer.runtime.matched_length import Lengths, scale_of, square_of
+from commlayer.runtime.matched_length import Lengths, largest_of, scale_of, square_of
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 
@@ -282,7 +284,8 @@ class LocalSteps:
         changes, ends = {}, {}
         for n, of_turn in ranges.items():
             whole = tensors[n].contiguous()
-            changes[n] = change = self._room(n, self.starts[n] if n < len(self.starts) else whole, of_turn)
+            changes[n] = change = whole if self._own(n) else self._room(
+                n, self.starts[n] if n < len(self.starts) else whole, of_turn)
             now = _parts(whole, of_turn)
             if n < len(self.starts):
                 for part, start, end in zip(_parts(change, of_turn), _parts(self.starts[n], of_turn), now, strict=True):
@@ -291,11 +294,36 @@ class LocalSteps:
                 change.copy_(whole)
             if self._overlap:
                 ends[n] = [part.clone() for part in now]
-        self._sent = _Sent(self._turn, ranges, changes, ends, held=self._hold())
+        self._sent = sent = _Sent(self._turn, ranges, changes, ends, held=self._hold())
         self._turn = (self._turn + 1) % self._fragments
-        if not self._sent.held:
-            self._send(worker, self._sent, len(tensors))
-        self._tell(worker, self._sent)  # held or not: all tell in one order
+        with self._whole(sent):
+            if not sent.held:
+                self._send(worker, sent, len(tensors))
+            self._tell(worker, sent)  # held or not: all tell in one order
+
+    @contextlib.contextmanager
+    def _whole(self, sent: _Sent) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if not self._overlap:
+                self._put_back(sent)
+            raise
+
+    def _own(self, number: int) -> bool:
+        """Whether that parameter's own memory holds its change, and then the mean, until both are merged."""
+        if self._overlap or number >= len(self.starts):
+            return False
+        p = self._parameters[number]
+        return p.is_contiguous() and p.dtype == self.starts[number].dtype
+
+    def _put_back(self, sent: _Sent) -> None:
+        """The exchange has failed: weights are again what they were when it began, up to a rounding."""
+        self._sent = None
+        for n, of_turn in sent.ranges.items():
+            if self._own(n):
+                for change, start in zip(_parts(sent.changes[n], of_turn), _parts(self.starts[n], of_turn), strict=True):
+                    torch.sub(start, change, out=change)
 
     def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
         """For a turn's change of that tensor. All turns of a cut one share it, for buckets keep what they have read."""
@@ -318,23 +346,12 @@ class LocalSteps:
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """The worker that goes on: another one where members have gone."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        again = False
-        while True:
-            try:
-                if sent.held or again:
-                    worker.heed()
-                    self._send(worker, sent, len(tensors))
-                if again:
-                    self._tell(worker, sent)
-                worker.wait(deadline_s, sent.turn)
-                break
-            except Regroup:
-                worker, again = self._regroup(), True
-                worker.scale = worker.rate = 1.0
-        told = [] if self._lengths is None else self._lengths.read()
+        with self._whole(sent):
+            worker = self._here(worker, sent, len(tensors), deadline_s)
+            told = [] if self._lengths is None else self._lengths.read()
         worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
         means = sent.weights(len(self.starts))
-        finite = all(bool(mean.isfinite().all()) for mean in means)
+        finite = math.isfinite(largest_of(means))
         if finite:
             scale = scale_of(told, square_of(means)) if told else 1.0
             for mean in means if scale != 1 else ():
@@ -360,6 +377,22 @@ class LocalSteps:
         own, worker.not_finite = worker.not_finite, -1
         self._merged(own, finite=finite)
         return worker
+
+    def _here(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
+        """Waits for the means. The worker that goes on."""
+        again = False
+        while True:
+            try:
+                if sent.held or again:
+                    worker.heed()
+                    self._send(worker, sent, tensors)
+                if again:
+                    self._tell(worker, sent)
+                worker.wait(deadline_s, sent.turn)
+                return worker
+            except Regroup:
+                worker, again = self._regroup(), True
+                worker.scale = worker.rate = 1.0
 
     def _advance(self, sent: _Sent) -> None:
         """The outer optimizer's step."""

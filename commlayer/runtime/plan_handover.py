@@ -33,6 +33,7 @@ def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = la
     if before.plan.steps_locally != after.plan.steps_locally:
         after.units.rate = rate
     pass_on(before.shared_buffers, after.shared_buffers)
+    before.let_go()
     _owe(before, after, effect)
     inherit(before.buckets, after.buckets)
     after.counters, after.stopwatch = before.counters, before.stopwatch
@@ -47,12 +48,12 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
     owing += before.late.debts(before.units.members)
     # What is owed to the mean of so many is owed to that of those who are left.
     worth = after.units.members / before.units.members
-    debts = [Debt(d.tensor, d.start, d.values * (worth / before.units.rate_of(bucket))) for bucket, d in owing]
+    debts = [_times(d, worth / before.units.rate_of(bucket)) for bucket, d in owing]
     if after.plan.steps_locally and not before.plan.steps_locally:
         units = before.units
         # A worker's debt counts as a part of the mean; its gradient counts by its weight.
         worth = units.total / (units.weight * units.members) if units.weight else 0.0
-        after.unpaid = [Debt(d.tensor, d.start, d.values * worth) for d in debts]
+        after.unpaid = [_times(d, worth) for d in debts]
         return
     if before.plan.steps_locally and not after.plan.steps_locally:
         rates = {d.tensor: effect(d.tensor) for d in debts}
@@ -61,7 +62,12 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
         debts = [Debt(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
     for bucket in after.buckets:
         paid = pay(debts, bucket.slices)
-        bucket.carry = None if paid is None else paid * after.units.rate_of(bucket)
+        bucket.carry = None if paid is None else paid.mul_(after.units.rate_of(bucket))
+
+
+def _times(debt: Debt, factor: float) -> Debt:
+    """The same memory where that is possible: debts are as large as the model."""
+    return debt if factor == 1.0 else debt._replace(values=debt.values * factor)
 
 
 def owe(worker: Worker, unpaid: Sequence[Debt]) -> None:

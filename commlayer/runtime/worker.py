@@ -361,6 +361,11 @@ class Worker(Unapplied):
         """Whether something of the last step's averages could be taken back, should they not be applied."""
         return self.tracked or bool(self.late) or any(bucket.carried is not None for bucket in self.buckets)
 
+    def let_go(self) -> None:
+        """Between two exchanges that lie far apart: see WorkerBucket.let_go."""
+        for bucket in self.buckets:
+            bucket.let_go()
+
     @property
     def coded(self) -> list[WorkerBucket]:
         """The buckets that this worker encodes."""

@@ -1,0 +1,98 @@
+"""Memory that nobody reads is given back: between two exchanges, at the start, and weights survive an exchange that fails."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from runtime_kit import job
+from torch import nn
+
+from commlayer.compressors import parse
+from commlayer.compressors.feedback import wrap
+from commlayer.errors import CommError
+from commlayer.optim import Outer
+from commlayer.records import Bucket, Slice
+from commlayer.runtime.bucket import WorkerBucket
+from commlayer.runtime.idle_memory import give_back
+from commlayer.runtime.local_steps import LocalSteps, StepWeights
+
+NUMEL = 1 << 20
+
+
+def coded() -> WorkerBucket:
+    made = WorkerBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
+                        torch.device("cpu"), 0)
+    made.keep_coded(lambda _: None)
+    return made
+
+
+def resident_nbytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is resident")
+def test_a_bucket_takes_no_memory_before_its_first_step() -> None:
+    coded()
+    before = resident_nbytes()
+    made = [coded() for _ in range(8)]
+    assert resident_nbytes() - before < NUMEL * 4
+    assert len(made) == 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
+def test_what_is_given_back_reads_as_zeros_and_can_be_written() -> None:
+    x = torch.ones(NUMEL)
+    give_back(x[:100])
+    assert bool((x == 1).all())
+    give_back(x)
+    assert int((x == 0).sum()) > NUMEL - 4096
+    x.fill_(2.0)
+    assert bool((x == 2).all())
+
+
+@pytest.mark.parametrize("unapplied", [0, 1])
+def test_a_bucket_keeps_what_can_be_taken_back(unapplied: int) -> None:
+    bucket, x = coded(), torch.randn(NUMEL)
+    bucket.x.copy_(x)
+    bucket.encode()
+    bucket.rewind()
+    bucket.unapplied = unapplied
+    owed = bucket.state["residual"].clone()
+    bucket.let_go()
+    assert torch.equal(bucket.x, x) == bool(unapplied) or sys.platform != "linux"
+    assert torch.equal(bucket.state["residual"], owed)
+    bucket.take_back()
+    assert torch.equal(bucket.state["residual"], owed) != bool(unapplied)
+
+
+class Failing:
+    """A worker whose servers do not answer."""
+
+    turns = ((WorkerBucket(Bucket(0, (Slice(0, 0, 12),), "service", codec="int4()"), job([(12,)]), wrap(parse("int4()")),
+                           torch.device("cpu"), 0),),)
+    scale = rate = weight = 1.0
+
+    def weigh(self, *_: object) -> None: ...
+
+    def send(self, *_: object) -> None: ...
+
+    def complete(self, _: object) -> None: ...
+
+    def wait(self, *_: object) -> None:
+        raise CommError("gone")
+
+
+def test_weights_survive_an_exchange_that_fails() -> None:
+    p = nn.Parameter(torch.randn(12))
+    steps = LocalSteps([p], 2, Outer(), StepWeights(1.0, None))
+    steps.count()
+    with torch.no_grad():
+        p.add_(0.25)
+    now = p.detach().clone()
+    with pytest.raises(CommError):
+        steps.exchange(Failing(), [], 1.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(p.detach(), now)
+    assert not torch.equal(p, steps.starts[0])
