@@ -12,6 +12,7 @@ from bench import Unmeasurable, report
 MEASUREMENTS = {
     "balance": "bench.balance",
     "chaos": "bench.chaos",
+    "check": "bench.check",
     "clan": "bench.clan",
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",

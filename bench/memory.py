@@ -19,11 +19,12 @@ from bench.report import Result
 RANKS = 2
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "ddp": {}, "identity": {"plan": "identity()"}, "int4": {"plan": "int4()"},
+    "topk": {"plan": "topk(ratio=0.01)"},
     "int4 under DDP": {"plan": "int4()"},
     "every=16": {"plan": "int4()", "every": 16}, "auto": {"plan": "auto"}, "auto, exact=False": {"plan": "auto"},
 }
 """What attach() is given."""
-STEPS = {"every=16": 34, "auto": 30, "auto, exact=False": 60}
+STEPS = {"every=16": 18, "auto": 30, "auto, exact=False": 60}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:

@@ -175,14 +175,18 @@ def test_a_server_that_does_not_go_over_ends_the_job_on_all_ranks() -> None:
 def again_and_again(run: Run) -> dict[str, Any]:
     model = mlp()
     run.wrap(model)
-    session, seen, threads = run.sessions[0], [], []
+    session, seen, threads, residuals = run.sessions[0], [], [], []
     for number in range(6):
         commlayer.switch(session, plan(job_of(model), ("staged topk", "small int8")[number % 2]))
         model(torch.ones(2, 12)).sum().backward()
         seen.append(weakref.ref(session.inspect.connection.worker))
         threads.append(threading.active_count())
+        states = [state for bucket in session.inspect.connection.worker.coded for _, state in bucket.coders]
+        residuals.append([weakref.ref(state["residual"]) for state in states if "residual" in state])
+    kept = [any(residual() is not None for residual in of_plan) for of_plan in residuals[:-1]]
     gc.collect()
-    return {"alive": [worker() is not None for worker in seen], "threads": threads}
+    return {"alive": [worker() is not None for worker in seen], "threads": threads, "kept": kept,
+            "had": any(residuals[:-1])}
 
 
 def test_workers_of_earlier_plans_are_gone() -> None:
@@ -190,6 +194,8 @@ def test_workers_of_earlier_plans_are_gone() -> None:
         setting = Setting("module", (made[0].address,), "int8()", servers=SERVERS)
         for result in pool(WORLD).call(play, WORLD, again_and_again, setting):
             assert result["alive"] == [False] * 5 + [True]
+            assert result["had"]
+            assert not any(result["kept"]), "residuals of a plan that was left are freed at once"
             assert result["threads"][-1] == result["threads"][1]
 
 

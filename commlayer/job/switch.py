@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -83,7 +82,6 @@ def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again:
         _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
         for behind in made.after_switch:
             behind()
-        gc.collect()  # a worker and its routes refer to each other
         trim()
     except _Told as told:
         try:
@@ -152,6 +150,7 @@ def _go_over(
     made.hand_on(old, new)
     made.follow(new)
     old.close()
+    old.forget_states()
     if said:
         made.decisions.append(said)
         log.log(logging.WARNING if made.rank == 0 else logging.DEBUG, said)

@@ -366,6 +366,13 @@ class Worker(Unapplied):
         for bucket in self.buckets:
             bucket.let_go()
 
+    def forget_states(self) -> None:
+        """After close(), when another worker owes what this one owed. Frees residuals at once: a worker and its routes refer to
+        each other, so the garbage collector would find them late."""
+        for bucket in self.buckets:
+            for _, state in bucket.coders:
+                state.clear()
+
     @property
     def coded(self) -> list[WorkerBucket]:
         """The buckets that this worker encodes."""

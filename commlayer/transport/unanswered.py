@@ -51,10 +51,11 @@ class Unanswered(Generic[T]):
             self._number += 1
             header = header._replace(used=self._number)
         made = Request(header, body, tag)
-        # Of one that tells only the latest, that takes the place of the one before, whatever generation that was of.
-        place: Key | int = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
+        place: Key | int
         if header.kind in ANSWERED_BY:
             place = key(header._replace(kind=ANSWERED_BY[header.kind]))
+        else:  # of one that tells only the latest, that takes the place of the one before, whatever generation that was of
+            place = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
         self._kept.pop(place, None)  # and goes to the end
         self._kept[place] = made
         return made
@@ -65,14 +66,14 @@ class Unanswered(Generic[T]):
 
     def answer(self, header: Header) -> Request[T] | None:
         """What this answers, which is kept no longer. None: nothing that is still asked."""
-        request = self._kept.get(key(header))
+        request = self._kept.get(place := key(header))
         if request is None:
             return None
         if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
             return None
         if header.flags & request.header.flags & Flag.AGAIN:
             return None  # of the one before, which was coded again already
-        del self._kept[key(header)]
+        del self._kept[place]
         self._had[_place(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:
             self._heard(header.used)

@@ -1,0 +1,85 @@
+"""A handful of ratios against those in expected.json: memory, CPU time and step times that a change must not make worse.
+
+Each is a ratio of two figures of one run, so that it holds on any machine. Takes some four minutes on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import memory, overhead
+from bench.report import Result
+
+EXPECTED = Path(__file__).with_name("expected.json")
+"""By name: `ratio`, what was measured, and `tolerance`, the part of it by which a run may exceed it."""
+WAYS = ("int4", "topk", "every=16")
+
+
+def run(quick: bool) -> Result:
+    """`quick`: memory and codecs alone, which other work on the machine does not change."""
+    found = {f"peak memory of a rank over plain training, {way}, x model": ratio for way, ratio in _memory().items()}
+    found |= _codec()
+    if not quick:
+        told = overhead.answers("bucket", "--steps", "30")
+        found["CPU time per bucket, x calibration loop"] = overhead.bucket_us(told) / (_calibration_s() * 1e6)
+        steps = overhead.answers("step", "--steps", "20")
+        base = sum(overhead.slowest(steps, "ddp"))
+        found |= {f"step, {way}, x DDP": sum(overhead.slowest(steps, way)) / base for way in ("allreduce", "service")}
+    return compared(found, json.loads(EXPECTED.read_text()))
+
+
+def compared(found: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
+    """Code 1 where a ratio is beyond its limit."""
+    rows: list[dict[str, Any]] = []
+    for name, ratio in found.items():
+        limit = expected[name]["ratio"] * (1 + expected[name]["tolerance"])
+        rows.append({"ratio of": name, "measured": round(ratio, 3), "expected": expected[name]["ratio"],
+                     "limit": round(limit, 3), "verdict": "ok" if ratio <= limit else "WORSE"})
+    worse = [row["ratio of"] for row in rows if row["verdict"] != "ok"]
+    return {"rows": rows, "summary": {"worse": worse}, "code": 1 if worse else 0}
+
+
+def _memory() -> dict[str, float]:
+    told = memory.run(True, argparse.Namespace(ways=",".join(WAYS)))
+    return {str(way): float(ratio) for way, ratio in told["summary"].items()}
+
+
+def _codec() -> dict[str, float]:
+    """Coding as int4 beside a copy of the same memory, in CPU time of one thread."""
+    import torch
+
+    from commlayer.compressors import int4
+    from commlayer.compressors.feedback import wrap
+    from commlayer.records import Spec
+
+    torch.set_num_threads(1)
+    x, y, codec = torch.randn(1 << 22), torch.empty(1 << 22), wrap(int4())
+    spec = Spec(shape=(x.numel(),))
+    state, out = codec.init(spec), memoryview(bytearray(codec.bound(spec)))
+    nbytes = codec.start(x, state, out)
+    copy_s = _least_s(lambda: y.copy_(x))
+    return {"int4 encode, x copy": _least_s(lambda: codec.start(x, state, out)) / copy_s,
+            "int4 decode, x copy": _least_s(lambda: codec.decode(out[:nbytes], state, y)) / copy_s}
+
+
+def _calibration_s() -> float:
+    """A loop of calls in Python, which is what most of a bucket's cost is."""
+    def loop() -> None:
+        total: dict[int, list[int]] = {}
+        for i in range(1000):
+            total.setdefault(i % 17, []).append(len(str(i)))
+
+    return _least_s(loop)
+
+
+def _least_s(call: Any) -> float:
+    taken = []
+    for _ in range(20):
+        begin = time.thread_time()
+        call()
+        taken.append(time.thread_time() - begin)
+    return min(taken)
