@@ -349,7 +349,12 @@ class LocalSteps:
         with self._whole(sent):
             worker = self._here(worker, sent, len(tensors), deadline_s)
             told = [] if self._lengths is None else self._lengths.read()
-        worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
+        try:
+            worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
+        except BaseException:
+            for n in filter(self._own, sent.ranges):
+                tensors[n].copy_(self.starts[n])  # the change may be gone already
+            raise
         means = sent.weights(len(self.starts))
         finite = math.isfinite(largest_of(means))
         if finite:
