@@ -15,7 +15,7 @@ from bench import memory, overhead
 from bench.report import Result
 
 EXPECTED = Path(__file__).with_name("expected.json")
-"""By name: `ratio`, what was measured, and `tolerance`, the part of it by which a run may exceed it."""
+"""By name: `ratio`, what is expected, and `tolerance`, the part of it by which a run may exceed it."""
 WAYS = ("int4", "topk", "every=16")
 
 
