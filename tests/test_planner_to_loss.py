@@ -257,14 +257,37 @@ def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[fl
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("most", [2, 16, 64])
-def test_as_many_local_steps_are_searched_as_were_measured(most: int) -> None:
+@pytest.mark.parametrize(("measured", "searched"), [((2,), 2), ((2, 16), other_ways.MOST_LOCAL_STEPS)])
+def test_more_local_steps_than_were_measured_are_searched_where_two_rows_show_how_their_cost_grows(
+    measured: tuple[int, ...], searched: int,
+) -> None:
     machines = at(2e5)
     profile = learnt(machines)
-    rows = [row for row in profile.learning if row.every <= most]
-    rows += [structs.replace(row, every=n) for row in rows for n in (32, 64) if row.every == 16 and n <= most]
-    made = plan(toy_job(), machines, structs.replace(profile, learning=tuple(rows)), structs.replace(FREE, optimizer="adam"))
-    assert made.local_steps == most
+    rows = tuple(row for row in profile.learning if row.every in (1, *measured))
+    assert other_ways.searched_local_steps(structs.replace(profile, learning=rows)) == searched
+    made = plan(toy_job(), machines, structs.replace(profile, learning=rows), structs.replace(FREE, optimizer="adam"))
+    assert made.local_steps == searched if searched == 2 else 16 < made.local_steps <= searched
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("bps", [2e5, 4e6, 3e7])
+def test_a_limit_of_local_steps_only_cuts_the_search_off(bps: float, optimizer: str) -> None:
+    """No limit finds a loss sooner than none does, but for what the search counts as equal; a limit that is no power of two is
+    the power below it; one above all that is searched is none."""
+    machines = at(bps)
+    costs = structs.replace(learnt(machines), learning=shipped_rows())
+
+    def limited(most: int) -> Plan:
+        return plan(toy_job(), machines, costs, structs.replace(FREE, optimizer=optimizer, max_local_steps=most))
+
+    free = limited(0)
+    for most in (2, 16, 64, 256, 500):
+        found = limited(most)
+        assert found.local_steps <= most
+        assert price(free) <= price(found) * (1 + FINEST)
+    assert limited(500) == limited(256)
+    assert limited(9999) == limited(other_ways.MOST_LOCAL_STEPS) == free
+    assert bps > 1e6 or free.local_steps > 64, "beyond what was measured"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -275,7 +298,7 @@ def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimize
         policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
         made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
         assert verify(made, toy_job()) == []
-        assert made.local_steps <= (most or 64)
+        assert made.local_steps <= (most or other_ways.MOST_LOCAL_STEPS)
 
 
 @pytest.mark.parametrize("policy", [

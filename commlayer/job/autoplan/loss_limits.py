@@ -16,6 +16,7 @@ from commlayer.job.allowed_ways import allowed_ways, takes_fragments
 from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
+from commlayer.planner.model.learning import measured_local_steps
 from commlayer.runtime import codec_floor
 
 YOUNG = 1000
@@ -58,7 +59,10 @@ def limits_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> L
 
 
 def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
-    """Within the budget, by losses that the user measured or else by the shipped ones; and no codec below the guard's floor."""
+    """Within the budget, by losses that the user measured or else by the shipped ones; no codec below the guard's floor, and no
+    more local steps than were measured."""
+    if not policy.exact:
+        policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
     model = _model(connection)
     if model is not None or connection.terms.max_loss:
         policy = structs.replace(policy, max_loss=_budget(connection))

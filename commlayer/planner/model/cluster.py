@@ -131,7 +131,7 @@ class Policy(Record, frozen=True):
     max_encodes: int = 4
     """Compressions of one gradient on its way."""
     max_local_steps: int = 0
-    """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as were measured."""
+    """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as pay. Powers of two are searched."""
     staleness: bool | None = None
     """Whether results may be used one step late; None: where it is not `exact`, and measured rows say what that costs."""
     fragments: bool = True

@@ -112,6 +112,11 @@ def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
     return bool(rows) and late.issuperset(_families(rows, optimizer))
 
 
+def measured_local_steps(rows: Iterable[LearningRow]) -> int:
+    """The most local steps that a row was measured with: what more of them cost is extrapolated."""
+    return max((row.every for row in rows), default=1)
+
+
 def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
     """That of the optimizer, or else all that there are."""
     known = {row.optimizer for row in rows if row.workers != ALONE}

@@ -30,6 +30,10 @@ TURNS = 0.1
 all servers, it was 4 %."""
 LEAST_TURN_NBYTES = 64 << 10
 """Of the model, in a turn: less takes its latencies and little else."""
+MOST_LOCAL_STEPS = 512
+"""Local steps to an exchange that are searched, where measured rows show how their cost grows. Beyond what was measured it is
+extrapolated."""
+MOST_FRAGMENTS = 64
 SEARCHED = 3
 """Of those that look best with one option for every bucket, so many are searched in full."""
 
@@ -64,16 +68,19 @@ class OtherWays:
 
     def best(self, *, exact: bool) -> Found:
         """Of the plain plan and of what the policy allows besides; of nearly equal ones the finest. `exact`: in place of the
-        policy's."""
+        policy's, which then allows no local steps and nothing late either."""
         plain, _ = self._plain
-        policy = structs.replace(plain.inputs.policy, exact=exact)
+        policy = plain.inputs.policy
+        if exact and not policy.exact:
+            policy = structs.replace(policy, exact=True, max_local_steps=1, staleness=False)
+        policy = structs.replace(policy, exact=exact)
         kept = [self._found(*self._plain)]
         # What nobody has measured is done only where it is asked for by name.
         freely = not policy.exact and plain.ways.steps_count
         measured = freely and late_measured(plain.inputs.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
             kept += [late for late in _late(kept[0]) if late.loss <= policy.max_loss]
-        most = measured_local_steps(plain.inputs.profile)
+        most = searched_local_steps(plain.inputs.profile)
         parts = max(1, plain.inputs.job.numel * ELEMENT_NBYTES // LEAST_TURN_NBYTES) if policy.fragments else 1
         tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
         # Two local steps may not pay, for they cannot hide behind backward as an exchange in every step does; four still may.
@@ -146,9 +153,10 @@ def _shortest(looked: Sequence[LayoutCandidate], most: int) -> list[LayoutCandid
     return [each for *_, each in found]
 
 
-def measured_local_steps(profile: Profile) -> int:
-    """Where the policy does not say how many: as many as somebody has measured."""
-    return max((row.every for row in profile.learning), default=1)
+def searched_local_steps(profile: Profile) -> int:
+    """Where the policy does not limit them. One measured number of local steps does not show how the cost of more grows."""
+    measured = {row.every for row in profile.learning if row.every > 1}
+    return MOST_LOCAL_STEPS if len(measured) > 1 else max(measured, default=1)
 
 
 def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int, parts: int) -> list[Recipe]:
@@ -164,21 +172,20 @@ def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int, parts: int)
 
 
 def local_steps(most: int) -> list[int]:
+    """Powers of two: `most` only cuts the search off.
+
+    >>> local_steps(1), local_steps(4), local_steps(6), local_steps(9999)[-1]
+    ([], [2, 4], [2, 4], 512)
     """
-    >>> local_steps(1), local_steps(4), local_steps(6)
-    ([], [2, 4], [2, 4, 6])
-    """
-    doubled = [2**i for i in range(1, most.bit_length()) if 2**i < most]
-    return [*doubled, most] if most > 1 else []
+    return [2**i for i in range(1, MOST_LOCAL_STEPS.bit_length()) if 2**i <= most]
 
 
 def fragments(every: int, most: int) -> list[int]:
     """
-    >>> fragments(8, 64), fragments(12, 64), fragments(64, 5)
-    ([1, 2, 4, 8], [1, 2, 4], [1, 2, 4])
+    >>> fragments(8, 64), fragments(64, 5)
+    ([1, 2, 4, 8], [1, 2, 4])
     """
-    doubled = (2**i for i in range(1, every.bit_length()))
-    return [1, *(count for count in doubled if count <= most and every % count == 0)]
+    return [2**i for i in range(every.bit_length()) if 2**i <= min(most, MOST_FRAGMENTS)]
 
 
 def _late(plain: Found) -> Iterator[Found]:
