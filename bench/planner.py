@@ -31,7 +31,7 @@ from commlayer.planner.search.plan import plan
 from commlayer.planner.search.ways import Ways
 from commlayer.planner.simulation.schedule import schedule
 from commlayer.planner.tables import machines as tables
-from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.jobs import published
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
@@ -64,7 +64,7 @@ def run(quick: bool) -> Result:
         name = f"{case.model} {case.testbed}"
         costs = profile(case.codec)
         machines = cluster_of(case.testbed)
-        job = builtin(case.model)
+        job = published(case.model)
         made = plan(job, machines, costs, Policy(objective="step", whole_tree=True))
         free[name] = _above(made)
         dense = plan(job, machines, costs, Policy(codecs=(DENSE,), objective="step"))
@@ -103,9 +103,9 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
         "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
-                                       lambda: plan(builtin("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+                                       lambda: plan(published("resnet50"), unequal(32, 20e6, 900e6), None, full)),
         "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
-                                       lambda: plan(builtin("resnet50"), unequal(32, 20e6, 900e6), None, free)),
+                                       lambda: plan(published("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
         seconds, made = _least(call, 2 if quick else 5)

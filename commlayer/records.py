@@ -71,12 +71,17 @@ class Timing(Record, frozen=True):
     """What it was measured on, as tables name it; empty: what nodes' speeds are told against."""
     filled: tuple[float, ...] = ()
     """The part of its gradient that is no zeros, of what is sent and answered on average. None: all of each."""
+    half: bool = False
+    """Whether it is computed in bf16, or the fastest precision that a GPU has: nodes' speeds are then those."""
+    activation_nbytes: float = 0.0
+    """What a step keeps for its backward pass; 0: not known."""
 
     def scaled(self, factor: float) -> Timing:
         """With all of it taking so many times as long, on what is not said."""
         return Timing(
             tuple(at * factor for at in self.ready_s), tuple(at * factor for at in self.needed_s), self.backward_s * factor,
-            self.forward_s * factor, self.update_s * factor, filled=self.filled,
+            self.forward_s * factor, self.update_s * factor, filled=self.filled, half=self.half,
+            activation_nbytes=self.activation_nbytes,
         )
 
 

@@ -16,9 +16,9 @@ from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, steps_of
 from commlayer.job.autoplan.link_probes import RankMeasurement
 from commlayer.job.connection import Connection
 from commlayer.job.ways import Asked, read_ways, stepping
-from commlayer.planner import builtin
 from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables.jobs import published
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Plan
@@ -36,7 +36,7 @@ FAST = "100/100Gb"
 def inputs(links: str, **policy: Any) -> PlanInputs:
     cluster = cluster_from_line(f"2xrtx3060@{links}")
     profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
-    return PlanInputs(builtin("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+    return PlanInputs(published("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
 
 
 @pytest.mark.parametrize(("links", "exact", "away"), [

@@ -105,6 +105,94 @@ def test_a_script_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
     assert function_of(name.format(folder=tmp_path), "make", "that returns a number")() == 7
 
 
+ALLOWED = '''
+"""A script."""
+import logging
+import os
+import sys
+import torch
+
+sys.path.append("lib")
+logging.basicConfig(level=logging.INFO)
+log = logging.getLogger(__name__)
+torch.manual_seed(0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTH: int = int(os.environ.get("WIDTH", "7"))
+SIZES = [2 * n for n in (1, 2)]
+rate = lambda step: work(step)
+try:
+    import numpy
+except ImportError:
+    numpy = None
+
+class Net:
+    made = work = None
+
+def make():
+    return WIDTH
+
+if __name__ == "__main__":
+    raise SystemExit(make())
+else:
+    BESIDE = 1
+'''
+
+
+def test_a_file_whose_top_level_only_defines_and_sets_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "allowed.py").write_text(ALLOWED)
+    assert function_of(f"{tmp_path}/allowed.py", "make", "")() == 7
+
+
+@pytest.mark.parametrize(("top", "line", "more"), [
+    ("model = nn.Linear(4, 4)\n", "model = nn.Linear(4, 4)", 0),
+    ("X = 1\nfor step in range(9):\n    train()\nprint('done')\n", "for step in range(9):", 1),
+    ("with open('mark', 'w') as f:\n    f.write('ran')\n", "with open('mark', 'w') as f:", 0),
+    ("if True:\n    open('mark', 'w')\n", "open('mark', 'w')", 0),
+    ("try:\n    open('mark', 'w')\nfinally:\n    X = 1\n", "open('mark', 'w')", 0),
+    ("if __name__ == '__main__':\n    main()\nelse:\n    open('mark', 'w')\n", "open('mark', 'w')", 0),
+    ("X: int = len(open('mark', 'w').name)\n", "X: int = len(open('mark', 'w').name)", 0),
+])
+def test_a_file_whose_top_level_would_run_is_refused_unless_it_is_named_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top: str, line: str, more: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("working.py").write_text(f"from torch import nn\n\ndef make():\n    return 7\n\n{top}")
+    with pytest.raises(ValueError) as told:
+        function_of("working.py:make", "make", "")
+    number = Path("working.py").read_text().splitlines().index(next(
+        each for each in Path("working.py").read_text().splitlines() if each.strip() == line)) + 1
+    assert str(told.value).startswith(f"working.py:{number}: importing this file would run `{line}`")
+    assert (f"and {more} more" in str(told.value)) is (more > 0)
+    assert "\n" not in str(told.value)
+    assert not Path("mark").exists(), "nothing has run"
+
+
+def test_a_module_is_imported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("runs_when_imported.py").write_text("mark = open('mark', 'w')\nmark.close()\n\ndef make():\n    return 7\n")
+    assert function_of("runs_when_imported:make", "make", "")() == 7
+    assert Path("mark").exists()
+
+
+def test_a_job_says_what_its_step_keeps_for_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("kept.py").write_text(KEPT)
+    timing = job_of_function("kept.py", 8).timing
+    assert timing is not None
+    # The input of each layer, and the result of the last for its square; no weights.
+    assert timing.activation_nbytes == 4 * 8 * (100 + 200 + 300)
+
+
+KEPT = '''
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Linear(200, 300, bias=False))
+    return model, lambda: model(torch.ones(8, 100)).square().sum()
+'''
+
 BROKEN = '''
 import torch
 from torch import nn

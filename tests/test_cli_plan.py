@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from learning_kit import learnt
 from msgspec import structs
 from rich.console import Console
 
+from commlayer import records
 from commlayer.cli import plan_tables
+from commlayer.job.regroup import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.model.learning import ALONE
@@ -25,6 +28,7 @@ from commlayer.planner.verbs.diff import Change, Difference, diff
 from commlayer.planner.verbs.explain import explain
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.planner.verbs.whatif import Curve, what_if
+from commlayer.records import Plan
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
@@ -79,6 +83,78 @@ def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
     assert errors.startswith("commlayer: --batch 16: the times in j.json are of a batch of 8; leave --batch out, or")
     _, out, _ = commlayer("plan", "make", "silent.json", "--nodes", "2xcpu@100m", "--batch", "16")
     assert " samples a second" in out
+
+
+def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(commlayer) -> None:
+    code, out, _ = commlayer("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
+    assert code == 0
+    assert "servers on server" in out
+    inputs, made = json.loads(Path("plan.inputs.json").read_text()), json.loads(Path("plan.json").read_text())
+    assert [(n["name"], n["ranks"], n["server"]) for n in inputs["cluster"]["nodes"]] == [
+        ("server", 0, True), ("home-0", 1, False), ("home-1", 1, False), ("home-2", 1, False)]
+    assert inputs["cluster"]["nodes"][0]["link"]["up_bps"] == 1e9
+    assert not inputs["cluster"]["reachable"]
+    assert made["overlap"] == "round"
+    assert made["fragments"] == 1, "what a job with --min-workers runs"
+    assert unfit(records.decode(Path("plan.json").read_bytes(), Plan, "")) == ""
+    commlayer("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--fragments", "--server", "100Mb", "--out",
+              "parts.json")
+    assert json.loads(Path("parts.json").read_text())["fragments"] > 1
+    assert json.loads(Path("parts.inputs.json").read_text())["cluster"]["nodes"][0]["link"]["down_bps"] == 1e8
+    code, _, _ = commlayer("plan", "whatif", "--add-node", "rtx3060", "--link", "100/20Mb")
+    assert code == 0
+
+
+def test_a_home_that_is_added_is_behind_nat_too_and_the_server_keeps_its_link(commlayer) -> None:
+    commlayer("plan", "make", "lstm", "--homes", "2xrtx3060@100/20Mb", "--out", "plan.json")
+    commlayer("plan", "whatif", "--add-node", "rtx3060", "--link", "100/20Mb", "--json", "grown.json")
+    commlayer("plan", "make", "lstm", "--homes", "3xrtx3060@100/20Mb", "--json", "three.json")
+    point = json.loads(Path("grown.json").read_text())["points"][1]
+    assert point["plan_s"] == json.loads(Path("three.json").read_text())["step_s"]
+    _, out, _ = commlayer("plan", "whatif", "--gpu", "rtx3090")
+    assert "rtx3090" in out
+
+
+@pytest.mark.parametrize(("model", "said"), [
+    ("gpt2", ["8 samples of 1,024 tokens", "rtx3060 in bf16, 10.2 TFLOP/s: 40% of the 25.4", "about 7.0 of 12 GB"]),
+    ("lstm", ["80 samples of 20 tokens", "rtx3060 in FP32", "published times of a V100", "activations are not known"]),
+    ("vgg16", ["32 samples per worker"]),
+])
+def test_what_a_verdict_rests_on_is_said_before_it(commlayer, model: str, said: list[str]) -> None:
+    _, out, _ = commlayer("plan", "make", model, "--homes", "3xrtx3060@100/20Mb")
+    head = out[: out.index("to a loss")]
+    assert [each for each in [*said, "optimizer: AdamW", "network: homes behind NAT", "mode: "] if each not in head] == []
+    assert "WARNING" not in head
+
+
+def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) -> None:
+    made = ("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--batch")
+    _, out, _ = commlayer(*made, "64")
+    told = re.search(r"WARNING: this does not fit into rtx3060, .*: --batch (\d+) fits", " ".join(out.split()))
+    assert told is not None
+    assert "WARNING" not in commlayer(*made, told[1])[1]
+    assert "WARNING" in commlayer(*made, str(int(told[1]) + 1))[1]
+
+
+def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_one(commlayer) -> None:
+    made = ("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb")
+    _, local, _ = commlayer(*made)
+    assert local.splitlines()[1].startswith("mode: local steps (H=")
+    _, exact, _ = commlayer(*made, "--exact")
+    assert exact.splitlines()[1].startswith("mode: synchronous")
+    row = r"^ {} +([\d,.]+) "
+    best, mine = re.search(row.format("best synchronous"), local, re.M), re.search(row.format("this plan"), exact, re.M)
+    assert best is not None
+    assert mine is not None
+    assert best[1] == mine[1]
+    assert "best synchronous" not in exact
+
+
+def test_more_local_steps_than_were_measured_are_said_to_be_extrapolated(commlayer) -> None:
+    made = ("plan", "make", "lstm", "--homes", "3xrtx3060@1/1Mb")
+    _, out, _ = commlayer(*made)
+    assert "x steps: measured up to 64 local steps; for " in out
+    assert "measured up to" not in commlayer(*made, "--max-local-steps", "64")[1]
 
 
 def test_reasons_stand_on_a_narrow_page_too() -> None:
@@ -167,6 +243,14 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
     [
         (("make", "lstn", "--nodes", NODES), "model 'lstn' is not built in"),
         (("make", "lstm"), "say the machines once"),
+        (("make", "gpt3", "--nodes", NODES), "model 'gpt3' is not built in, nearest are gpt2"),
+        (("make", "lstm", "--nodes", NODES, "--homes", NODES), "got --homes and --nodes"),
+        (("make", "lstm", "--homes", NODES, "--cluster", "c.toml"), "got --homes and --cluster"),
+        (("make", "lstm", "--homes", "3xrtx3060"), "homes: got '3xrtx3060', allowed: "),
+        (("make", "lstm", "--homes", "0xrtx3060@100/20Mb"), "homes: got '0xrtx3060@100/20Mb'"),
+        (("make", "lstm", "--homes", "rtx36@100/20Mb"), "GPU 'rtx36' is in no table"),
+        (("make", "lstm", "--homes", NODES, "--server", "fast"), "link 'fast': allowed are"),
+        (("make", "lstm", "--nodes", NODES, "--server", "1Gb"), "--server 1Gb is the link of the server of --homes"),
         (("make", "lstm", "--nodes", NODES, "--batch", "0"), "commlayer: --batch: got 0, allowed: at least 1\n"),
         (("make", "lstm", "--nodes", "3x"), "nodes: got '3x'"),
         (("make", "lstm", "--nodes", "rtx3060@0Mb"), "a link of 0"),
@@ -176,7 +260,7 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("make", "lstm", "--nodes", NODES, "--codec", ""), "--codec: codec '': expected name(argument=value"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "nan"), "--max-loss nan: allowed is a part of the loss from 0 to 1"),
         (("make", "lstm", "--nodes", NODES, "--max-loss", "2.4"), "--max-loss 2.4: allowed is a part of the loss from 0 to 1"),
-        (("make", "lstm", "--nodes", NODES, "--optimizer", "lion"), "--optimizer lion: allowed are adamw, adam and sgd"),
+        (("make", "lstm", "--nodes", NODES, "--optimizer", "lion"), "--optimizer lion: allowed are adamw, adam, sgd"),
         (("make", "lstm", "--nodes", NODES, "--objective", "fame"), "--objective fame: allowed are loss and step"),
         (("make", "lstm", "--nodes", NODES, "--profile", "none.json"), "profile none.json: No such file"),
         (("make", "lstm", "--cluster", "none.toml"), "cluster none.toml: No such file"),

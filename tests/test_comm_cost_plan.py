@@ -9,10 +9,10 @@ from commlayer import planner
 from commlayer.balance import solve
 from commlayer.job.shares.comm_cost import communication
 from commlayer.planner.model.cluster import Cluster, Link, Policy
-from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.jobs import published
 from commlayer.records import Job, Plan
 
-JOB = builtin("resnet50")
+JOB = published("resnet50")
 FAST = Link(1e9, 1e9, 1e-4)
 SLOW = Link(20e6, 20e6, 0.01)
 POLICY = Policy(devices=("cpu",))

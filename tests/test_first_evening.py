@@ -1,4 +1,4 @@
-"""docs/first-evening.md: its script trains alone and under torchrun and goes on from its weights; its cluster is planned."""
+"""docs/first-evening.md: its script trains alone and under torchrun and goes on from its weights; its homes are planned."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> N
 
 def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> None:
     (line,) = re.findall(r"^\$ commlayer (plan make .*)$", PAGE, re.MULTILINE)
-    line = line.replace("examples/homes.toml", str(ROOT / "examples" / "homes.toml"))
     said = CliRunner().invoke(app, [*line.split(), "--out", str(tmp_path / "plan.json")], env={"COLUMNS": "120"})
     assert said.exit_code == 0, said.output
     assert "servers on server\n" in said.output
-    rows = dict(re.findall(r"^ (this plan|one machine alone) +([\d.]+ .*) x *$", said.output, re.MULTILINE))
-    shown = dict(re.findall(r"^ (this plan|one machine alone) +([\d.]+ .*) x *$", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", said.output, re.MULTILINE))
+    shown = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", PAGE, re.MULTILINE))
     assert {name: row.split() for name, row in rows.items()} == {name: row.split() for name, row in shown.items()} != {}
+    assumed = re.findall(r"^  (?:batch|computing|optimizer|memory|network): .*$", PAGE, re.MULTILINE)
+    assert len(assumed) == 5
+    assert [line for line in assumed if line not in said.output] == []

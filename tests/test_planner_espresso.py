@@ -13,7 +13,7 @@ from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, M
 from bench.reference.fifo import Played, play
 from commlayer.planner.model.cluster import Task
 from commlayer.planner.model.grammar import check
-from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.jobs import published
 
 
 def send(seconds: float) -> list[Task]:
@@ -109,7 +109,7 @@ def test_many_groups_are_offloaded_one_at_a_time() -> None:
 @pytest.mark.parametrize("codec", COMPRESSORS)
 def test_every_option_is_a_path_of_the_tree(name: str, codec: str) -> None:
     cluster = cluster_of(name)
-    model = Model(builtin("lstm"), cluster, profile(codec), codec)
+    model = Model(published("lstm"), cluster, profile(codec), codec)
     for i, size in enumerate(model.sizes):
         ways = model.ways[size]
         assert [way for way in ways if check(way, cluster)] == []
@@ -124,4 +124,4 @@ def test_direction_of_the_experiments(case: Case) -> None:
     steps = run(case)
     assert steps.espresso_s <= steps.gpu_s < steps.dense_s
     assert steps.free_s < steps.espresso_s
-    assert 0 < steps.compressed < len(builtin(case.model).tensors), "most tensors stay dense"
+    assert 0 < steps.compressed < len(published(case.model).tensors), "most tensors stay dense"

@@ -25,7 +25,7 @@ from commlayer.planner.search.plan import Hosts, host_sets, plan
 from commlayer.planner.search.reasons import LOOKED_AT, NEVER, SAME, _verdict
 from commlayer.planner.search.ways import Ways
 from commlayer.planner.simulation.timeline import exact_s
-from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.jobs import published
 from commlayer.planner.tables.learning import rows
 
 CLUSTERS = {
@@ -138,5 +138,5 @@ def test_what_is_left_out_is_beaten_on_every_lane(name: str) -> None:
 @pytest.mark.parametrize("model", ["vgg16"])
 def test_a_plan_is_no_longer_than_espressos(model: str) -> None:
     case = next(case for case in CASES if case.model == model)
-    made = plan(builtin(model), cluster_of(case.testbed), profile(case.codec), Policy(whole_tree=True))
+    made = plan(published(model), cluster_of(case.testbed), profile(case.codec), Policy(whole_tree=True))
     assert made.step_s <= run(case).espresso_s

@@ -15,7 +15,7 @@ from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.layout_candidate import FINEST
 from commlayer.planner.search.plan import plan
 from commlayer.planner.simulation.timeline import exact_s
-from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.jobs import published
 from commlayer.planner.verbs.baselines import beside
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Bucket, Job, Plan
@@ -57,7 +57,7 @@ def priced(made: Plan, job: Job, machines: Cluster, profile: Profile, policy: Po
 
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])
 def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: str) -> None:
-    job, found = builtin(model), []
+    job, found = published(model), []
     for rate in RATES[model]:
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
         profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer))
@@ -77,7 +77,7 @@ def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: s
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.05])
 def test_a_budget_of_loss_is_kept_without_a_loss_model(max_loss: float) -> None:
-    job = builtin("lstm")
+    job = published("lstm")
     for rate, optimizer in ((3, "adam"), (100, "sgd")):
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
         profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer, max_loss=max_loss))

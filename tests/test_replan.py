@@ -13,6 +13,7 @@ from commlayer.job.autoplan.plan_search import on_hosts, on_servers
 from commlayer.job.autoplan.replan import cluster_of
 from commlayer.measure import collective_costs
 from commlayer.planner.model.cluster import Line, Link, Policy, Profile
+from commlayer.planner.tables.jobs import published
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.records import ServerInfo, View
 from commlayer.runtime.plan_check import unsuited
@@ -20,7 +21,7 @@ from commlayer.runtime.plan_check import unsuited
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
 INSIDE = collective_costs.Grouped(collective_costs.NONE, collective_costs.NONE)
-JOB = planner.builtin("resnet50")
+JOB = published("resnet50")
 
 
 def costs() -> Profile:

@@ -16,7 +16,7 @@ from commlayer.planner.model.grammar import encodes, options
 from commlayer.planner.model.paths import Path
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.prune import unbeaten
-from commlayer.planner.tables.jobs import builtin
+from commlayer.planner.tables.jobs import published
 from commlayer.planner.tables.machines import INTRA, PCIE_COPY
 from commlayer.records import Job
 
@@ -188,7 +188,7 @@ class Model:
 
 def run(case: Case, link_share: float = 1.0) -> Steps:
     """A case's steps, by the two passes."""
-    job, cluster = builtin(case.model), cluster_of(case.testbed, link_share)
+    job, cluster = published(case.model), cluster_of(case.testbed, link_share)
     model = Model(job, cluster, profile(case.codec), case.codec)
     kept = [KEEP] * len(model.sizes)
     on_gpu = gpu_pass(model.sizes, model.options(), model.price, model.before_bubbles)

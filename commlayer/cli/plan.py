@@ -32,6 +32,9 @@ def make(
     )],
     cluster: Annotated[str, typer.Option(help="The machines, as TOML or JSON.", metavar="FILE")] = "",
     nodes: Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")] = "",
+    homes: Annotated[str, typer.Option(
+        help='The same, behind NAT with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")] = "",
+    server: Annotated[str, typer.Option(help="The link of that server, else 1Gb.", metavar="RATE")] = "",
     profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
     batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
@@ -39,11 +42,13 @@ def make(
         help="By what part the loss may rise at equal steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Loss = "",
     learning: Learning = "",
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd, else the worse of both counts.", metavar="NAME")] = "",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or any: the worse of both counts.", metavar="NAME")] = "adamw",
     objective: Annotated[str, typer.Option(help="loss: seconds to a loss; step: of a step, whatever it learns.")] = "loss",
     exact: Annotated[bool, typer.Option("--exact", help="Synchronous SGD up to coding: no local steps, none late.")] = False,
     forward: Annotated[bool, typer.Option("--forward", help="Results may come in during the next forward pass.")] = False,
     max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most; 0: as many as pay.")] = 0,
+    fragments: Annotated[bool, typer.Option(
+        "--fragments", help="Between homes, too, rounds may go in parts: not for jobs with --min-workers.")] = False,
     staleness: Annotated[bool, typer.Option("--staleness", help="Late results under --objective step, too.")] = False,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
@@ -53,10 +58,13 @@ def make(
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
     from commlayer.cli.loss_part import loss_part
+    from commlayer.cli.plan_assumptions import assumptions
     from commlayer.planner.model.cluster import NO_LIMIT, Policy
+    from commlayer.planner.model.learning import measured_local_steps
     from commlayer.planner.model.matrix_shapes import untouched
-    from commlayer.planner.search.plan import plan
+    from commlayer.planner.search.plan import plain
     from commlayer.planner.simulation.timeline import simulate
+    from commlayer.planner.tables.machines import at_precision, learning_rows
     from commlayer.planner.verbs.baselines import beside, looser
 
     plan_inputs.check_json(json)
@@ -66,27 +74,39 @@ def make(
     if out is not None:
         plan_inputs.check_out(out)
         plan_inputs.check_out(plan_file.sidecar(out))
+    machines = plan_inputs.cluster_named(cluster, nodes, homes, server)
     job = plan_inputs.job_named(model, batch)
-    machines = plan_inputs.cluster_named(cluster, nodes)
+    half = job.timing is not None and job.timing.half
+    machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=half))
     measured = plan_inputs.profile_named(profile)
     asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured),
                    max_loss=loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
                    objective=plan_inputs.objective_named(objective), optimizer=plan_inputs.optimizer_named(optimizer),
                    exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
-                   max_local_steps=max_local_steps, staleness=staleness or None)
+                   max_local_steps=max_local_steps, staleness=staleness or None,
+                   # Jobs between homes run with --min-workers, which takes whole exchanges only.
+                   fragments=machines.reachable or fragments)
     inputs = plan_file.PlanFileInputs(job, machines, measured, asked, plan_inputs.loss_named(loss),
                                       plan_inputs.learning_named(learning))
     costs, policy = inputs.costs()
-    made = plan(job, machines, costs, policy)
+    found = plain(job, machines, costs, policy)
+    made = found.explained(found.best(exact=asked.exact))
+    synchronous = None if plan_tables.is_synchronous(made) else found.explained(found.best(exact=True))
     if out is not None:
         plan_inputs.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(made)})
     plan_inputs.write_json(json, records.encode(made).decode())
     console = plan_tables.console_of()
+    for line in (plan_tables.title(made, job, machines), "assumed", *(f"  {line}" for line in
+                 assumptions(model, job, machines, asked.optimizer))):
+        console.print(line, markup=False)
     console.print(plan_tables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
-    for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy), made.steps > 0):
+    for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy, synchronous), made.steps > 0):
         console.print(part)
     if made.steps > 0:
         console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), asked.optimizer))
+        known = measured_local_steps(costs.learning if costs is not None else learning_rows())
+        if made.local_steps > known:
+            console.print(f"x steps: measured up to {known} local steps; for {made.local_steps} it is extrapolated")
     console.print(plan_tables.by_decision(made, job, console.width))
     for line in (*untouched(made, job), *plan_tables.held_up(looser(made, job, machines, costs, policy))):
         console.print(line, markup=False)
@@ -151,6 +171,7 @@ def whatif(
     """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
+    from commlayer.planner.tables.machines import at_precision
     from commlayer.planner.verbs.text_formats import nodes_of, rate_of
     from commlayer.planner.verbs.whatif import what_if
 
@@ -171,8 +192,12 @@ def whatif(
         inputs = structs.replace(inputs, loss=plan_inputs.loss_named(loss))
     if learning:
         inputs = structs.replace(inputs, learning=plan_inputs.learning_named(learning))
+    last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
-    others = tuple(structs.replace(inputs.cluster.nodes[0], device=name) for name in _listed(gpu))
+    # One more like those that there are: behind NAT where they are.
+    grown = at_precision([structs.replace(node, server=last.server) for node in grown],
+                         half=inputs.job.timing is not None and inputs.job.timing.half)
+    others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
         bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(nodes)],

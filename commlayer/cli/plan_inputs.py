@@ -19,7 +19,7 @@ from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.planner.tables import jobs
 from commlayer.planner.tables.learning import LearningTable, rows_in, shipped, table_in
-from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, profile_of
+from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, cluster_of_homes, profile_of
 from commlayer.records import Job
 
 
@@ -48,9 +48,19 @@ def _of_batch(job: Job, batch: int | None, file: str) -> Job:
     return job if batch is None else structs.replace(job, batch=batch)
 
 
-def cluster_named(file: str, nodes: str) -> Cluster:
-    if bool(file) == bool(nodes):
-        raise ValueError("say the machines once: --cluster FILE or --nodes LINE (`commlayer plan init` writes a first file)")
+SERVER = "1Gb"
+
+
+def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
+    """`server`: the link of the homes' server, else `SERVER`."""
+    given = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
+    if len(given) != 1:
+        raise ValueError("say the machines once: --homes LINE (behind NAT, with a rented server), --nodes LINE or --cluster "
+                         f"FILE (`commlayer plan init` writes a first one); got {' and '.join(given) or 'none'}")
+    if server and not homes:
+        raise ValueError(f"--server {server} is the link of the server of --homes; got {given[0]}, which has its own")
+    if homes:
+        return cluster_of_homes(homes, server or SERVER)
     if nodes:
         return cluster_from_line(nodes)
     return cluster_of(text_of(file, "cluster"), f"cluster {file}", toml=not file.endswith(".json"))
@@ -71,13 +81,13 @@ def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
         raise ValueError(f"--codec: {error}") from None
 
 
-OPTIMIZERS = {"": "", "other": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
+OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
 
 
 def optimizer_named(name: str) -> str:
     """Its family."""
     if name.lower() not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {name}: allowed are adamw, adam and sgd (with momentum); leave it out for any other")
+        raise ValueError(f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both counts)")
     return OPTIMIZERS[name.lower()]
 
 

@@ -57,20 +57,31 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+def title(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """The job, and what its plan makes of a step."""
+    mode = "synchronous: in every step .grad is the average of all workers"
+    if not is_synchronous(plan):
+        how = "local steps" if plan.local_steps > 1 else "steps on own gradients"
+        mode = f"{how} ({way_of(plan)}): attach(plan=FILE) then takes them, and .grad is each worker's own"
+    return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
+            f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
+
+
+def is_synchronous(plan: Plan) -> bool:
+    """Whether each step is on the average of all gradients of that step."""
+    return not plan.steps_locally and not any(bucket.stale for bucket in plan.buckets)
+
+
 def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     compute_s = timeline.compute_s / plan.local_steps
     hosts = ", ".join(cluster.nodes[i].name for i in plan.hosts)
     lines = [
-        f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
-        f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes",
         f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
         f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}; "
         f"with free compression {ms(plan.free_s)}",
     ]
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
-    if way := way_of(plan):
-        lines.append(f"steps are taken otherwise than one after the other: {way}")
     if plan.servers:
         lines.append(f"servers on {hosts or f'{plan.servers} nodes'}")
     return "\n".join(lines)

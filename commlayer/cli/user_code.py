@@ -1,14 +1,16 @@
 """A user's function named on the command line (FILE.py, FILE.py:FUNCTION, MODULE:FUNCTION), and the Job of the model it makes.
 
-Knows no command and no codecs. Loads torch only to time.
+A file is imported only if importing starts no work; a module named as MODULE:FUNCTION is imported as it is. Loads torch only
+to time.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +28,8 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
     beside = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
     if str(beside) not in sys.path:
         sys.path.insert(0, str(beside))
+    if where.endswith(".py"):
+        _check_top_level(Path(where))
     try:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError:
@@ -51,7 +55,67 @@ def _file(path: Path) -> Any:
     return module
 
 
+QUIET = ("sys", "os", "warnings", "logging", "typing", "pathlib", "Path", "TypeVar", "int", "float", "str", "bool")
+QUIET_TORCH = ("torch.set_", "torch.backends.", "torch.manual_seed", "torch.device", "torch.cuda.is_available")
+"""What a file may call at its top level: modules and functions, and beginnings of torch's settings."""
+
+
+def _check_top_level(path: Path) -> None:
+    """ValueError if importing the file would do more than define: planning must not start a script's training."""
+    try:
+        source = path.read_bytes()
+        tree = ast.parse(source, str(path))
+    except (OSError, SyntaxError, ValueError):
+        return  # importing it tells
+    working = sorted(_working(tree.body), key=lambda node: node.lineno)
+    if working:
+        line = source.decode(errors="replace").splitlines()[working[0].lineno - 1].strip()
+        more = f" and {len(working) - 1} more statements" if len(working) > 1 else ""
+        raise ValueError(f"{path}:{working[0].lineno}: importing this file would run `{_shortened(line)}`{more}; put them into "
+                         f'a function or under `if __name__ == "__main__":`; or name {path.stem}:FUNCTION, from its folder, '
+                         "which imports the file as it is")
+
+
+def _working(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that do more than import, define, and assign or set what needs no call but to `QUIET`."""
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.If):
+            if _is_main(node.test):
+                yield from _working(node.orelse)
+            elif _works(node.test):
+                yield node
+            else:
+                yield from _working([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _working([*node.body, *(each for handler in node.handlers for each in handler.body), *node.orelse,
+                                 *node.finalbody])
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Match) or _works(node):
+            yield node
+
+
+def _is_main(test: ast.expr) -> bool:
+    return "__name__" in {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+
+
+def _works(node: ast.AST) -> bool:
+    """Whether it calls something that is not `QUIET`. What a lambda would call is not called here."""
+    if isinstance(node, ast.Lambda):
+        return False
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name.split(".")[0] not in QUIET and not name.startswith(QUIET_TORCH):
+            return True
+    return any(_works(child) for child in ast.iter_child_nodes(node))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
+
+
 T = TypeVar("T")
+LONGEST_LINE = 60
 
 
 def made_by(text: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from commlayer.observe import RecordedStep
@@ -20,14 +21,24 @@ WARM_STEPS, STEPS = 2, 5
 def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
     """The model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
     job = job_of(model)
-    watch = _Watch(model, len(job.tensors))
+    watch, kept = _Watch(model, len(job.tensors)), dict[int, int]()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
     try:
-        for _ in range(WARM_STEPS + STEPS):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            watch.step(loss_of)
+        for _ in range(WARM_STEPS - 1 + STEPS):
             model.zero_grad()
             watch.step(loss_of)
     finally:
         watch.remove()
-    return Job(job.tensors, batch, watch.timing(), name)
+    return Job(job.tensors, batch, structs.replace(watch.timing(), activation_nbytes=float(sum(kept.values()))), name)
 
 
 class _Watch:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES
-from commlayer.planner.model.learning import Recipe, late_measured
+from commlayer.planner.model.learning import Recipe, late_measured, measured_local_steps
 from commlayer.planner.model.thin import full
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.choices import ChoiceFound
@@ -68,12 +68,14 @@ class OtherWays:
 
     def best(self, *, exact: bool) -> Found:
         """Of the plain plan and of what the policy allows besides; of nearly equal ones the finest. `exact`: in place of the
-        policy's, which then allows no local steps and nothing late either."""
+        policy's: then no local steps and nothing late; or, where the policy keeps to averaged gradients, no more local steps
+        than were measured."""
         plain, _ = self._plain
         policy = plain.inputs.policy
         if exact and not policy.exact:
             policy = structs.replace(policy, exact=True, max_local_steps=1, staleness=False)
-        policy = structs.replace(policy, exact=exact)
+        elif policy.exact and not exact:
+            policy = structs.replace(policy, exact=False, max_local_steps=measured_local_steps(plain.inputs.profile.learning))
         kept = [self._found(*self._plain)]
         # What nobody has measured is done only where it is asked for by name.
         freely = not policy.exact and plain.ways.steps_count
@@ -98,9 +100,10 @@ class OtherWays:
         most_price = near()
         rest = [each for each in looked if each not in searched and _about(each) <= most_price]
         kept += [self._found(each, each.quick) for each in sorted(rest, key=lambda each: each.exact(each.quick))]
-        # Of equal ones the first.
-        most_price = near()
-        return min((each for each in kept if each.price <= most_price), key=lambda each: each.excess)
+        # Of equal ones the first. Time is given up for what is finer, not for what exchanges more rarely.
+        most_price, soonest = near(), min(kept, key=lambda each: each.shortest).entry.local_steps
+        return min((each for each in kept if each.price <= most_price and each.entry.local_steps <= soonest),
+                   key=lambda each: each.excess)
 
     def _entry(self, recipe: Recipe) -> LayoutCandidate:
         """With large tensors cut for its turns."""

@@ -1,9 +1,12 @@
-"""Built-in jobs: well-known models with the times at which their gradients become ready. Knows no machines but the tables'.
+"""Built-in jobs: well-known models with the times at which their gradients become ready.
 
-A step's compute time is published where `backward_s` says so (traces of 8 x V100 machines, reference 1.6), and elsewhere
-the multiply-adds at the rate of ResNet-50's published 356 images/s (NVIDIA's DeepLearningExamples, FP32, V100-32GB).
-It is spread over the layers by their multiply-adds; backward takes twice as long as forward. Other devices and
-batches scale it. That is enough to plan by; a measured profile replaces it.
+`builtin` is what somebody trains today: bf16, and a language model reads sequences of its full length. Its time is its
+operations over a stated part of the GPU's peak. `published` is what papers measured, which Espresso's figures rest on: a step's
+compute time is published where `backward_s` says so (traces of 8 x V100 machines, reference 1.6), and elsewhere the
+multiply-adds at the rate of ResNet-50's published 356 images/s (NVIDIA's DeepLearningExamples, FP32, V100-32GB).
+
+Time is spread over the layers by their multiply-adds; backward takes twice as long as forward. Other devices and batches scale
+it. That is enough to plan by; a measured profile replaces it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ FLOP_S = 3 * 2 * 4.09e9 * 356
 """Of training in FP32 on a V100: forward and twice as much backward, two operations a multiply-add."""
 WINOGRAD_FLOP_S = 2 * 2 * 15.47e9 * 32 / 85.3e-3
 """The same where nearly all is 3x3 convolution without stride, as in VGG-16, whose backward time is published."""
-UPDATE_NBYTES = 20
-"""Read and written per element by SGD with momentum: gradient, momentum twice, parameter twice."""
+SGD_NBYTES, ADAM_NBYTES = 20, 28
+"""Read and written per element by an optimizer's step: gradient, parameter twice, and its states twice."""
 
 
 class Work(NamedTuple):
@@ -38,8 +41,14 @@ class Work(NamedTuple):
     flop_s: float = FLOP_S
     """Where it is not."""
 
+    @property
+    def tokens(self) -> int:
+        """In a sample; 0: its samples are images."""
+        return self.reads if self.reads > IMAGE_PASSES else 0
 
-WORK: Mapping[str, Work] = {
+
+IMAGE_PASSES = 4
+PUBLISHED: Mapping[str, Work] = {
     "resnet50": Work(32),
     "resnet101": Work(32),
     "vgg16": Work(32, backward_s=85.3e-3),
@@ -50,24 +59,82 @@ WORK: Mapping[str, Work] = {
     "lstm": Work(80, reads=20, backward_s=71.5e-3),
     "ugatit": Work(2, reads=4, flop_s=WINOGRAD_FLOP_S),
 }
-"""gpt2: sequences of 80 tokens. ugatit: each image passes each generator as itself, translated, and back."""
+"""ugatit: each image passes each generator as itself, translated, and back."""
+
+
+class Preset(NamedTuple):
+    """A job of today."""
+
+    batch: int
+    kept_nbytes: float
+    """Kept for the backward pass, of a sample, or a token where it reads tokens."""
+    tokens: int = 0
+    """In a sample; 0: samples are images."""
+    utilisation: float = 0.4
+    """The part of the peak that training reaches. Convolutions: ResNet-50 has 0.23 on a V100 and 0.19 on an A100 in NVIDIA's
+    published images/s with mixed precision."""
+
+
+CONVOLUTIONS = 0.2
+KEPT = 34
+"""Bytes that a transformer's block keeps for each token and each element of its width, in bf16, with fused attention; beside
+them 6 bytes for each word of a language model's vocabulary."""
+
+PRESETS: Mapping[str, Preset] = {
+    "resnet50": Preset(32, 2 * 2 * 11.1e6, utilisation=CONVOLUTIONS),
+    "resnet101": Preset(32, 2 * 2 * 16.2e6, utilisation=CONVOLUTIONS),
+    "vit-b16": Preset(32, KEPT * 12 * 768 * 197),
+    "bert-base": Preset(16, KEPT * 12 * 768 + 6 * 30522, tokens=512),
+    "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, tokens=512),
+    "gpt2": Preset(8, KEPT * 12 * 768 + 6 * 50257, tokens=1024),
+}
+"""BERT reads 512 tokens at most, so its batch has twice as many sequences. resnet: two bf16 values for each output of a
+convolution."""
 
 
 def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """A job by name, of `batch` samples per worker, on that device."""
-    if name not in WORK:
-        near = difflib.get_close_matches(name, WORK, 3, 0.4)
-        raise ValueError(f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {', '.join(near or WORK)}")
-    if batch is not None and batch < 1:
-        raise ValueError(f"batch of {name}: got {batch}, allowed: at least 1")
-    work, parts = WORK[name], layers(name)
+    """A job by name, of `batch` samples per worker, on that device. In bf16 where it is one of `PRESETS`, else as published."""
+    if name not in PRESETS:
+        return published(name, batch, device)
+    _check(name, batch)
+    preset = PRESETS[name]
+    parts, batch, reads = layers(name, preset.tokens), batch or preset.batch, preset.tokens or 1
+    flops = 2 * sum(layer.macs for layer in parts) * reads * batch
+    forward_s = flops / (preset.utilisation * GPUS["v100"].peak_tflops * 1e12) / speed(device, half=True)
+    made = _job(name, parts, batch, forward_s, 2 * forward_s, ADAM_NBYTES, speed(device, half=True))
+    assert made.timing is not None
+    kept_nbytes = preset.kept_nbytes * reads * batch
+    return structs.replace(made, timing=structs.replace(made.timing, half=True, activation_nbytes=kept_nbytes))
+
+
+def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
+    """The same in FP32, with the batch and sequences of the papers that measured it."""
+    _check(name, batch)
+    work = PUBLISHED[name]
+    parts = layers(name, work.reads)
     batch = batch or work.batch
-    tensors = tuple(t for layer in parts for t in layer.tensors)
     flops = 2 * 2 * sum(layer.macs for layer in parts) * work.reads * work.batch
     backward_s = (work.backward_s or flops / work.flop_s) * batch / work.batch / speed(device)
-    memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * speed(device)
-    update_s = sum(t.numel for t in tensors) * UPDATE_NBYTES / memory_bytes_s
-    return Job(tensors, batch, timing(parts, backward_s, backward_s / 2, update_s), name)
+    return _job(name, parts, batch, backward_s / 2, backward_s, SGD_NBYTES, speed(device))
+
+
+def _check(name: str, batch: int | None) -> None:
+    if name not in PUBLISHED:
+        near = difflib.get_close_matches(name, PUBLISHED, 3, 0.4)
+        listed = ", ".join(near or PUBLISHED)
+        raise ValueError(f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {listed}")
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch of {name}: got {batch}, allowed: at least 1")
+
+
+def _job(
+    name: str, parts: tuple[Layer, ...], batch: int, forward_s: float, backward_s: float, update_nbytes: int,
+    device_speed: float,
+) -> Job:
+    tensors = tuple(t for layer in parts for t in layer.tensors)
+    memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * device_speed
+    update_s = sum(t.numel for t in tensors) * update_nbytes / memory_bytes_s
+    return Job(tensors, batch, timing(parts, backward_s, forward_s, update_s), name)
 
 
 def on_reference(job: Job) -> Job:

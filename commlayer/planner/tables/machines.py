@@ -1,8 +1,9 @@
 """What machines and codecs cost where nobody has measured: named GPUs and links. Knows data sheets; measuring replaces all.
 
-GPUs: FP32 peak and memory bandwidth of the vendors' data sheets. Training speed against a V100 is taken as the geometric mean
-of the two ratios: convolutions and products follow the first, everything between them the second. Where cards multiply in TF32
-that is too little; the A100's is from ResNet-50's published images/s (NVIDIA's DeepLearningExamples).
+GPUs: peaks, memory and its bandwidth, from the vendors' data sheets. Training speed in FP32 against a V100 is taken as the
+geometric mean of the ratios of FP32 peak and bandwidth: convolutions and products follow the first, everything between them the
+second. Where cards multiply in TF32 that is too little; the A100's is from ResNet-50's published images/s (NVIDIA's
+DeepLearningExamples). In bf16 it is the ratio of peaks.
 Codecs: what an element costs is sizes.py's; on a CPU at the speed that one core streams at, on a GPU at its own bandwidth.
 """
 
@@ -14,6 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import structs
 
 from commlayer.codec_name import named
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
@@ -27,6 +30,11 @@ class Gpu(NamedTuple):
 
     fp32_tflops: float
     memory_gbytes_s: float
+    half_tflops: float
+    """Of products in bf16, or fp16 where there is no bf16, with sums in FP32 and no sparsity; 0: no faster than FP32."""
+    memory_gbytes: float
+    """The smaller, where the card is sold with two."""
+    bf16: bool = True
     published_speed: float = 0.0
     """Of training against a V100, where both are published for one model and program."""
 
@@ -38,30 +46,41 @@ class Gpu(NamedTuple):
         v100 = GPUS["v100"]
         return math.sqrt(self.fp32_tflops / v100.fp32_tflops * self.memory_gbytes_s / v100.memory_gbytes_s)
 
+    @property
+    def peak_tflops(self) -> float:
+        """In the fastest precision to train in."""
+        return self.half_tflops or self.fp32_tflops
+
+    @property
+    def precision(self) -> str:
+        """That one."""
+        return "FP32" if not self.half_tflops else "bf16" if self.bf16 else "fp16"
+
 
 GPUS: Mapping[str, Gpu] = {
-    "gtx1070": Gpu(6.5, 256),
-    "gtx1080ti": Gpu(11.3, 484),
-    "m40": Gpu(6.8, 288),
-    "p100": Gpu(10.6, 732),
-    "v100": Gpu(15.7, 900),
-    "t4": Gpu(8.1, 320),
-    "rtx2060": Gpu(6.5, 336),
-    "rtx2080ti": Gpu(13.4, 616),
-    "rtx3060": Gpu(12.7, 360),
-    "rtx3070": Gpu(20.3, 448),
-    "rtx3080": Gpu(29.8, 760),
-    "rtx3090": Gpu(35.6, 936),
-    "rtx4060": Gpu(15.1, 272),
-    "rtx4070": Gpu(29.1, 504),
-    "rtx4080": Gpu(48.7, 717),
-    "rtx4090": Gpu(82.6, 1008),
-    "l4": Gpu(30.3, 300),
-    "a100": Gpu(19.5, 1555, 938 / 356),
-    "h100": Gpu(66.9, 3350),
+    "gtx1070": Gpu(6.5, 256, 0, 8),
+    "gtx1080ti": Gpu(11.3, 484, 0, 11),
+    "m40": Gpu(6.8, 288, 0, 12),
+    "p100": Gpu(10.6, 732, 0, 16),
+    "v100": Gpu(15.7, 900, 125, 16, bf16=False),
+    "t4": Gpu(8.1, 320, 65, 16, bf16=False),
+    "rtx2060": Gpu(6.5, 336, 25.8, 6, bf16=False),
+    "rtx2080ti": Gpu(13.4, 616, 56.9, 11, bf16=False),
+    "rtx3060": Gpu(12.7, 360, 25.4, 12),
+    "rtx3070": Gpu(20.3, 448, 40.6, 8),
+    "rtx3080": Gpu(29.8, 760, 59.5, 10),
+    "rtx3090": Gpu(35.6, 936, 71.0, 24),
+    "rtx4060": Gpu(15.1, 272, 30.2, 8),
+    "rtx4070": Gpu(29.1, 504, 58.3, 12),
+    "rtx4080": Gpu(48.7, 717, 97.5, 16),
+    "rtx4090": Gpu(82.6, 1008, 165.2, 24),
+    "l4": Gpu(30.3, 300, 121, 24),
+    "a100": Gpu(19.5, 1555, 312, 40, published_speed=938 / 356),
+    "h100": Gpu(66.9, 3350, 989, 80),
 }
 CPU_SPEED = 0.02
 """A CPU's training against a V100's: some 0.3 of 15.7 TFLOP/s."""
+CPU_TFLOPS = 0.3
 
 CPU_STREAM_BYTES_S = 9e9
 """In-place r += g on one core."""
@@ -100,9 +119,24 @@ def gpu(name: str) -> Gpu:
     return found
 
 
-def speed(device: str) -> float:
-    """Of a node's device against a V100."""
+def speed(device: str, *, half: bool = False) -> float:
+    """Of a node's device against a V100: in FP32, or each in its fastest precision."""
+    if half:
+        return peak_tflops(device) / GPUS["v100"].peak_tflops
     return CPU_SPEED if device == "cpu" else gpu(device).speed
+
+
+def peak_tflops(device: str) -> float:
+    return CPU_TFLOPS if device == "cpu" else gpu(device).peak_tflops
+
+
+def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
+    """With speeds of that precision where they are the table's of FP32."""
+    if not half:
+        return tuple(nodes)
+    known = ("cpu", *GPUS)
+    return tuple(structs.replace(node, speed=speed(node.device, half=True))
+                 if node.device in known and node.speed == speed(node.device) else node for node in nodes)
 
 
 def device_named(text: str) -> str:

@@ -95,9 +95,9 @@ def _vit_b16() -> Layers:
     yield _linear("heads.head", width, 1000)
 
 
-def _bert(width: int, blocks: int) -> Layers:
-    """With the heads of pre-training; the decoder shares the word embeddings' weight."""
-    words, seen = 30522, 128
+def _bert(width: int, blocks: int, seen: int) -> Layers:
+    """With the heads of pre-training; the decoder shares the word embeddings' weight. `seen`: tokens of a sequence."""
+    words = 30522
     for part, rows in (("word", words), ("position", 512), ("token_type", 2)):
         yield _layer(f"bert.embeddings.{part}_embeddings", 0.0, weight=(rows, width))
     yield _norm("bert.embeddings.LayerNorm", width)
@@ -117,8 +117,8 @@ def _bert(width: int, blocks: int) -> Layers:
     yield _linear("cls.seq_relationship", width, 2, times=0)
 
 
-def _gpt2() -> Layers:
-    width, words, seen = 768, 50257, 80
+def _gpt2(seen: int) -> Layers:
+    width, words = 768, 50257
     yield _layer("transformer.wte", 0.0, weight=(words, width))
     yield _layer("transformer.wpe", 0.0, weight=(1024, width))
     for block in range(12):
@@ -197,18 +197,19 @@ def _ugatit_discriminator(name: str, depth: int) -> Layers:
     yield _conv(f"{name}.conv", inside, 1, 4, side - 1)
 
 
-MODELS: Mapping[str, Callable[[], Layers]] = {
-    "resnet50": lambda: _resnet((3, 4, 6, 3)),
-    "resnet101": lambda: _resnet((3, 4, 23, 3)),
-    "vgg16": _vgg16,
-    "vit-b16": _vit_b16,
-    "bert-base": lambda: _bert(768, 12),
-    "bert-large": lambda: _bert(1024, 24),
+MODELS: Mapping[str, Callable[[int], Layers]] = {
+    "resnet50": lambda _: _resnet((3, 4, 6, 3)),
+    "resnet101": lambda _: _resnet((3, 4, 23, 3)),
+    "vgg16": lambda _: _vgg16(),
+    "vit-b16": lambda _: _vit_b16(),
+    "bert-base": lambda seen: _bert(768, 12, seen),
+    "bert-large": lambda seen: _bert(1024, 24, seen),
     "gpt2": _gpt2,
-    "lstm": _lstm,
-    "ugatit": _ugatit,
+    "lstm": lambda _: _lstm(),
+    "ugatit": lambda _: _ugatit(),
 }
 
 
-def layers(name: str) -> tuple[Layer, ...]:
-    return tuple(MODELS[name]())
+def layers(name: str, seen: int) -> tuple[Layer, ...]:
+    """`seen`: tokens of a sequence, where the model attends to all of them."""
+    return tuple(MODELS[name](seen))

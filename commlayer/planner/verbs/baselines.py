@@ -42,11 +42,15 @@ class Beside(Record, frozen=True):
         return self.step_s * self.steps_high
 
 
-def beside(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> tuple[Beside, ...]:
-    """The plan first, then the others."""
+def beside(
+    made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
+) -> tuple[Beside, ...]:
+    """The plan first, then the others. `synchronous`: the best plan that averages gradients in each step, if not `made`."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
-    others = [Beside("dense fp32", dense.step_s), Beside("DDP fp16", halves_s(job, cluster, profile, policy))]
+    others = [] if synchronous is None else \
+        [Beside("best synchronous", synchronous.step_s, synchronous.steps or 1.0, synchronous.steps_high or 1.0)]
+    others += [Beside("dense fp32", dense.step_s), Beside("DDP fp16", halves_s(job, cluster, profile, policy))]
     others += by_itself(timing, cluster, profile, policy)
     floor_s = latencies_s(made, job, cluster, profile, policy)
     return (Beside("this plan", made.step_s, made.steps or 1.0, made.steps_high or 1.0), *others,

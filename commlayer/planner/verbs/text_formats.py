@@ -80,8 +80,9 @@ def profile_of(text: str, what: str, *, toml: bool) -> Profile:
     return profile
 
 
-def nodes_of(text: str, *, first: int = 0) -> tuple[Node, ...]:
-    """
+def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, ...]:
+    """`what` names the text in errors.
+
     >>> [(n.name, n.link.up_bps) for n in nodes_of("2xrtx3060@100/20Mb,rtx4090@1Gb")]
     [('rtx3060-0', 20000000.0), ('rtx3060-1', 20000000.0), ('rtx4090-2', 1000000000.0)]
     """
@@ -89,12 +90,12 @@ def nodes_of(text: str, *, first: int = 0) -> tuple[Node, ...]:
     for group in filter(None, (part.strip() for part in text.split(","))):
         match = GROUP.fullmatch(group)
         if match is None:
-            raise ValueError(f"nodes: got {group!r}, allowed: {GROUP_FORM}")
+            raise ValueError(f"{what}: got {group!r}, allowed: {GROUP_FORM}")
         count, ranks, device, net = int(match[1] or 1), int(match[2] or 1), match[3].lower(), match[4]
         for _ in range(count):
             made.append(machines.node(f"{device}-{first + len(made)}", device, _table_link(net), ranks=ranks))
     if not made:
-        raise ValueError(f"nodes: got {text!r}, allowed: {GROUP_FORM}")
+        raise ValueError(f"{what}: got {text!r}, allowed: {GROUP_FORM}")
     return tuple(made)
 
 
@@ -102,6 +103,17 @@ def cluster_from_line(text: str) -> Cluster:
     """Nodes of a line; they reach one another if all their links are a rack's ("10g")."""
     nodes = nodes_of(text)
     return Cluster(nodes, all(node.link.alpha_s <= machines.RACK_ALPHA_S for node in nodes))
+
+
+def cluster_of_homes(text: str, server: str) -> Cluster:
+    """Machines behind NAT, which nobody dials, and a rented one that all dial: it sums and does not train. `server`: its link.
+
+    >>> [(n.name, n.ranks, n.server) for n in cluster_of_homes("2xrtx3060@100/20Mb", "1Gb").nodes]
+    [('server', 0, True), ('home-0', 1, False), ('home-1', 1, False)]
+    """
+    homes = (structs.replace(node, name=f"home-{place}", server=False)
+             for place, node in enumerate(nodes_of(text, what="homes")))
+    return Cluster((machines.node("server", "cpu", _table_link(server), ranks=0), *homes), reachable=False)
 
 
 def rate_of(text: str) -> float:

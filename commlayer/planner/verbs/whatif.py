@@ -128,7 +128,8 @@ def what_if(
         raise ValueError(f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
     clusters = {
         "bandwidth": lambda: _at_rates(cluster, bandwidths), "add_node": lambda: _grown(cluster, add_nodes),
-        "nodes": lambda: _counted(cluster, counts), "gpu": lambda: _with_gpus(cluster, gpus),
+        "nodes": lambda: _counted(cluster, counts),
+        "gpu": lambda: _with_gpus(cluster, gpus, half=job.timing is not None and job.timing.half),
     }[swept[0]]()
     points = tuple(point(label, x, job, made, profile, policy) for label, x, made in clusters)
     pays = None
@@ -154,10 +155,11 @@ def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> fl
 
 
 def at_rate(cluster: Cluster, bps: float) -> Cluster:
-    """Every node's link at this rate each way, with its own latency."""
+    """The link of every node that trains at this rate each way, with its own latency."""
     if not LEAST_BPS <= bps <= MOST_BPS:
         raise ValueError(f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
-    nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) for node in cluster.nodes)
+    nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) if node.ranks else node
+                  for node in cluster.nodes)
     return structs.replace(cluster, nodes=nodes)
 
 
@@ -184,9 +186,11 @@ def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, flo
         yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
 
 
-def _with_gpus(cluster: Cluster, gpus: Sequence[str]) -> Iterator[tuple[str, float, Cluster]]:
+def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator[tuple[str, float, Cluster]]:
+    """In nodes that train."""
     for i, name in enumerate(gpus):
-        nodes = tuple(structs.replace(node, device=name, speed=speed(name)) for node in cluster.nodes)
+        nodes = tuple(structs.replace(node, device=name, speed=speed(name, half=half)) if node.ranks else node
+                      for node in cluster.nodes)
         yield name, float(i), structs.replace(cluster, nodes=nodes)
 
 
