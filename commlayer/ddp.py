@@ -253,6 +253,8 @@ class HookState:
     def _finish(self, step: list[_Part]) -> None:
         """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
         try:
+            if self.connection.worker is None:
+                self.connection.passed()
             # A pass that DDP was already going to reduce when local steps began is the first of them.
             if (loop := self._averaging()) is not None and not loop.count_local():
                 brought = {self._numbers[id(p)]: (p, gradient) for part in step

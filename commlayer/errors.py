@@ -16,6 +16,12 @@ class CommError(Exception):
         head = ": ".join(part for part in (peer, what) if part)
         super().__init__(f"{head} ({', '.join(place)})" if place else head)
 
+    def call(self, named: str) -> None:
+        """The message then names the peer so ("worker 2 (ben)"); `peer` stays what it is."""
+        text = str(self)
+        if self.peer and text.startswith(self.peer) and not text.startswith(named):
+            self.args = (named + text[len(self.peer):],)
+
 
 class PeerLost(CommError):
     """The peer is gone: its connection ended, its heartbeats stopped, or it left the job."""

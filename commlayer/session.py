@@ -139,8 +139,9 @@ class Session:
 
     @property
     def step(self) -> int:
-        """How many training steps the job has made since it began, as backward passes count, dropped ones among them. At the
-        start that is 0, but in a home that has joined a running job: `for step in range(session.step, steps)`."""
+        """How many training steps the job has made since it began, as backward passes count, dropped ones among them; alone,
+        as steps of the optimizer count, if it was given. At the start that is 0, but in a home that has joined a running job:
+        `for step in range(session.step, steps)`."""
         return self._driver.connection.passes
 
     @property
@@ -154,7 +155,18 @@ class Session:
         return self._driver.connection.world
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start: steps, bytes, seconds in codecs, seconds that training waited."""
+        """Counters since the start. The keys are the same alone, with DDP, with servers and with collectives.
+
+        `steps`: training steps, as in `step`. `exchanges`: those of gradients or changes of weights that are whole: one a step,
+        or under local steps one for `every` steps.
+        `sent_nbytes`, `received_nbytes`: payloads of gradients that this rank exchanged with servers and with other nodes, with
+        zeros that did not travel, without headers. A torch.distributed collective counts by a formula: an all-reduce of b
+        bytes over n ranks as a ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
+        `encode_s`, `decode_s`: seconds in codecs. `exposed_s`: seconds that training waited for results, after backward passes.
+        `guard_s`: seconds of comparing with exact gradients (docs/tuning.md).
+        `reconnects`, `resent_nbytes`, `kept_nbytes`: connections that were made again, what was sent again over them, and what
+        is kept for that.
+        """
         return self._driver.connection.stats()
 
     def close(self, reason: str = "") -> None:

@@ -51,7 +51,7 @@ def main() -> None:
         print("\n".join(session.inspect.decisions()))
         last = losses[-LAST:]
         print(f"loss {sum(last) / len(last):.4f}, {1e3 * seconds / asked.steps:.1f} ms a step, the guard took "
-              f"{session.stats().get('guard_s', 0.0) / seconds:.2%} of the time")
+              f"{session.stats()['guard_s'] / seconds:.2%} of the time")
     session.close()
 
 

@@ -77,7 +77,7 @@ class Digits(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def on_train_end(self) -> None:
-        sent = self.trainer.strategy.session.stats().get("sent_nbytes", 0)
+        sent = self.trainer.strategy.session.stats()["sent_nbytes"]
         self.print(f"step {self.global_step}: loss {self.trainer.callback_metrics.get('loss', 0):.3f}, {sent:.0f} bytes sent")
 
 

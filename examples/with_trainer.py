@@ -35,7 +35,7 @@ class Commlayer(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            print(f"step {state.global_step}: {self.session.stats().get('sent_nbytes', 0):.0f} bytes sent")
+            print(f"step {state.global_step}: {self.session.stats()['sent_nbytes']:.0f} bytes sent")
         self.session.close()
 
     def place(self, args: Any, state: Any) -> str:

@@ -220,7 +220,7 @@ def test_a_change_is_told_with_what_is_expected_of_it(made: CodecChange, way: st
 def test_what_came_of_a_change_is_told_once(seen: Fidelity | None, text: str) -> None:
     state, _ = decide.changed(begun(), change(seen=seen), 5, entered=SPARSE, nbytes_factor=2.0)
     state, actions = decided(state, row(step_s=0.3), now=9)
-    assert actions[0] == Tell(f"what changed at step 5 {text}")
+    assert actions[0] == Tell(f"the last change of codecs {text}")
     assert not any(isinstance(action, Tell) for action in decided(state, row(), now=13)[1])
 
 

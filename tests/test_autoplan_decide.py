@@ -88,7 +88,8 @@ def test_decisions_are_pure() -> None:
 def test_what_no_plan_mends_is_said_with_what_would(computing_s: tuple[float, ...], line: str) -> None:
     made = Rank(1)
     made.step(1.0, times=FIRST_PLANNING)
-    lines = said(made.feed(Measured(LINKS, 1.0, computing_s)))
+    names = tuple(f"rank {n}" for n in range(len(computing_s)))
+    lines = said(made.feed(Measured(LINKS, 1.0, computing_s, names)))
     assert [each for each in lines.split(" | ") if "computes" in each] == ([line] if line else [])
 
 

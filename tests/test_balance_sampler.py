@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,9 +230,10 @@ def test_a_step_counts_when_it_was_averaged() -> None:
         steps = 0
 
         def stats(self) -> dict[str, float]:
-            return {"steps": self.steps}
+            return {"exchanges": self.steps}
 
     sampler, session = Sampler(40, 8, rank=0, world=1), Counting()
+    session.plan = SimpleNamespace(steps_locally=False)  # type: ignore[assignment]
     for _ in sampler.follow(sampler, session):
         assert sampler.step == session.steps
         if session.steps == 2:
@@ -283,10 +285,11 @@ def test_resumed_with_as_many_workers_the_shares_are_the_saved_ones() -> None:
 def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_left() -> None:
     class Idle(Noted):
         def stats(self) -> dict[str, float]:
-            return {"steps": 0.0}
+            return {"exchanges": 0.0}
 
-    sampler = Sampler(40, 8, rank=0, shares=[8])
-    for _ in sampler.follow(Ahead(sampler, 2), Idle()):
+    sampler, session = Sampler(40, 8, rank=0, shares=[8]), Idle()
+    session.plan = SimpleNamespace(steps_locally=False)  # type: ignore[assignment]
+    for _ in sampler.follow(Ahead(sampler, 2), session):
         assert sampler.drawn == 3
         break
     assert sampler.drawn == sampler.step == 0

@@ -62,7 +62,9 @@ class Session:
         self.members, self.own, self.may_leave = (0,), 0, False
         self.followers: dict[str, Any] = {}
         self.given: dict[str, str] = {}
-        self.connection = SimpleNamespace(groups=groups, members=None, on_close=[], on_shares=[], decisions=[],
+        self.decisions: list[str] = []
+        self.connection = SimpleNamespace(groups=groups, members=None, on_close=[], on_shares=[],
+                                          say=lambda what, _level: self.decisions.append(what),
                                           terms=SimpleNamespace(price=None), explain=lambda error: error)
 
     @property
@@ -85,7 +87,7 @@ class Session:
         pass
 
     def stats(self) -> dict[str, float]:
-        return {"steps": self.steps}
+        return {"exchanges": self.steps}
 
     def laps(self) -> list[Any]:
         return []
@@ -112,7 +114,7 @@ def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
             session.steps += 1
             if rank == 0 and sampler.step >= first:
                 sampler.state_dict()
-        return controller, session.inspect.connection.decisions
+        return controller, session.decisions
 
     with ThreadPoolExecutor(WORLD) as threads:
         (saves, said), (other, heard) = threads.map(train, range(WORLD))

@@ -333,10 +333,13 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
         """As a job that ends with that error tells why it leaves."""
         return PeerLost(f"left the job: {type(error).__name__}: {error}".splitlines()[0], peer=peer)
 
-    left = because_of(lost, "worker 0")
+    named = PeerLost(lost.what, peer=lost.peer)
+    named.call("worker 1 (ben)")
+    assert str(named) == str(lost).replace("worker 1", "worker 1 (ben)")
+    left = because_of(named, "worker 0")
     tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
-    for heard, named in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
-        assert client.first_cause(heard) is named
+    for heard, first in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
+        assert client.first_cause(heard) is first
 
 
 @pytest.mark.parametrize(("error", "said"), [

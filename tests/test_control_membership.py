@@ -260,9 +260,10 @@ def test_who_leaves_because_of_another_is_told_of_once_it_is_known_whether_that_
     assert heard(membership.leave(state, "s1", "an error of its own"), "w0", 9.7) == ["server 1", "worker 2"]
 
 
-def test_who_leaves_because_of_one_that_left_waits_for_the_same_news() -> None:
+@pytest.mark.parametrize("name", ["", " (ben)"])
+def test_who_leaves_because_of_one_that_left_waits_for_the_same_news(name: str) -> None:
     state = membership.leave(running(3), "w2", "PeerLost: server 0: connection lost")
-    state = membership.leave(state, "w1", "it had an error: worker 2: left the job: PeerLost: server 0: connection lost")
+    state = membership.leave(state, "w1", f"it had an error: worker 2{name}: left the job: PeerLost: server 0: connection lost")
     assert heard(state, "w0", 1.0) == []
     assert heard(beat(state, "s0", now=1.0), "w0", 1.1) == ["worker 1", "worker 2"]
 

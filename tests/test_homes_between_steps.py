@@ -115,7 +115,7 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
         def after_step() -> None:
             worlds.append(made.world)
             codecs.append(coded(made.plan))
-            if what == "by itself" and made.steps in (4, 8):
+            if what == "by itself" and made.exchanges in (4, 8):
                 go_over(made, other(), by_itself=True)
 
         session._driver.observers.add(Observer(Place.OTHER, after_step, after_step, after_drain=after_step))
@@ -138,7 +138,7 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
                 commlayer.session.switch(session, other() if what == "asked" or made.rank == 0 else None)
         session.drain()
         owed = owed_of(made)
-        told = {"home": home, "worlds": worlds, "said": session.inspect.decisions(), "steps": made.steps, "put": flat(put),
+        told = {"home": home, "worlds": worlds, "said": session.inspect.decisions(), "steps": made.exchanges, "put": flat(put),
                 "weights": flat([-p.detach().double() for p in model.parts]), "owed": flat(owed),
                 "codecs": codecs}
     print(json.dumps(told), flush=True)

@@ -73,7 +73,7 @@ def main(home: str, how: str, *more: str) -> None:
             time.sleep(PAUSE_S)
         session.drain()
         told = {"first": first, "worlds": worlds, "weights": flat([p.detach() for p in model.parts]), "rank": made.rank,
-                "momentum": digest(optimizer.state[p]["momentum_buffer"] for p in model.parts), "steps": made.steps,
+                "momentum": digest(optimizer.state[p]["momentum_buffer"] for p in model.parts), "steps": made.exchanges,
                 "calls": model.calls.item(), "step": session.step, "said": session.inspect.decisions(),
                 "invited in vain": invited_in_vain}
     print(json.dumps(told), flush=True)

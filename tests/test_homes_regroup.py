@@ -180,7 +180,7 @@ def main(codec: str, how: str, ends: str) -> None:
         applied = [-p.detach().double() for p in model.parts]
         owed = owed_of(made)
         told = {"home": home, "worlds": worlds, "rank": dist.get_rank(), "sums": sums, "said": session.inspect.decisions(),
-                "weights": flat(applied), "put": flat(put), "owed": flat(owed), "steps": made.steps,
+                "weights": flat(applied), "put": flat(put), "owed": flat(owed), "steps": made.exchanges,
                 "calls": model.calls.item()}
     print(json.dumps(told), flush=True)
 
@@ -321,7 +321,7 @@ def test_homes_die_one_after_the_other_until_too_few_are_left_and_then_all_stop_
     every = started(homes, 4, 2, "topk(ratio=0.1)", "killed", "0@3+0.001 2@3+0.004 1@8+0.0")
     codes = [ended(process) for process in every]
     assert [code for code, _, _ in codes] == [KILLED, KILLED, KILLED, 1]
-    assert re.search(r"PeerLost: worker 1: .*; 1 worker is left, and fewer than 2 do not go on \(min_workers\): start all "
+    assert re.search(r"commlayer: worker 1: .*; 1 worker is left, and fewer than 2 do not go on \(min_workers\): start all "
                      "again from the last save", codes[3][2])
     assert "worker 0" in codes[3][2]
     assert "worker 2" in codes[3][2]

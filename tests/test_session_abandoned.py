@@ -84,7 +84,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
                 said.append(f"{type(error).__name__}: {error}")
                 continue
             seen.append([p.detach().clone() for p in model.parameters()])
-        return {"said": said, "seen": seen, "steps": session.stats()["steps"]}
+        return {"said": said, "seen": seen, "steps": session.stats()["exchanges"]}
     finally:
         session.close()
 
@@ -137,11 +137,11 @@ def exchanges(rank: int) -> tuple[float, float]:
     session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config=pool_kit.quick(ranks_per_node=WORLD))
     model(torch.ones(1, 3)).sum().backward()
     session.synchronize()
-    once = session.stats()["steps"]
+    once = session.stats()["exchanges"]
     with session.no_sync():
         model(torch.ones(1, 3)).sum().backward()
     session.synchronize()
-    twice = session.stats()["steps"]
+    twice = session.stats()["exchanges"]
     session.close()
     return once, twice
 

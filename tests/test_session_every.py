@@ -146,7 +146,7 @@ def shares(how: str, every: int) -> list[list[float]]:
 def test_a_line_gives_what_averaging_weights_by_hand_gives(how: str, every: int) -> None:
     with Servers(WORLD, 2) as servers:
         first, second = pool(WORLD).call(run, servers.address, how, every, "identity()")
-    assert first["stats"]["steps"] == ROUNDS
+    assert (first["stats"]["steps"], first["stats"]["exchanges"]) == (ROUNDS * every, ROUNDS)
     assert first["plan"].local_steps == every
     wanted = by_hand(how, every, shares(how, every))
     for step, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):

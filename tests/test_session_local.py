@@ -205,7 +205,7 @@ def skipped(rank: int, address: str, hurt: int) -> tuple[list[list[torch.Tensor]
     found = training.train(0, 2 * H + 1, hurt)
     training.session.drain()
     found.append(training.tensors())
-    steps = training.session.stats()["steps"]
+    steps = training.session.stats()["exchanges"]
     training.session.close()
     return found, steps
 

@@ -175,7 +175,7 @@ def test_it_is_what_the_reference_says(how: dict[str, Any], parts: Sequence[Any]
     turns = steps // (every // len(parts))
     assert all(result["under way"] == ("overlap" in how or turns % len(parts) > 0) for result in results)
     assert (results[0]["end"] == results[1]["end"]).all(), "drained, weights are the same"
-    assert {result["stats"]["steps"] for result in results} == {-(-turns // len(parts)) + 1}
+    assert {result["stats"]["exchanges"] for result in results} == {-(-turns // len(parts)) + 1}
 
 
 def ended(training: Training, first: Any) -> tuple[Any, Any]:
@@ -251,7 +251,7 @@ def ahead(rank: int, address: str) -> int:
             dist.barrier()  # rank 0 has taken all but one of the steps of a round whose exchange rank 1 has not begun
         training.step(step)
     training.session.close()  # brings in what is under way
-    return training.session.inspect.connection.steps
+    return training.session.inspect.connection.exchanges
 
 
 def test_nobody_waits_for_an_exchange_under_way() -> None:

@@ -25,7 +25,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int]] = []
 
     def note(moment: str, place: Place) -> None:
-        seen.append((moment, place, session.inspect.connection.steps))
+        seen.append((moment, place, session.inspect.connection.exchanges))
 
     observers = session.inspect.observers
     for place in sorted(PLACES, reverse=run.rank == 1):

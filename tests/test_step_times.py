@@ -129,7 +129,7 @@ def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None
         perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
     monkeypatch.setattr("commlayer.job.connection.time", clock)
     connection.plan, connection.terms.auto = START, True
-    connection.worker = SimpleNamespace(step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, steps=0))  # type: ignore[assignment]
+    connection.worker = SimpleNamespace(step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, exchanges=0))  # type: ignore[assignment]
     auto = AutoPlan(connection, JOB)
 
     def feed(fact: Fact) -> None:

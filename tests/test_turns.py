@@ -29,6 +29,7 @@ from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 from commlayer.planner.model.plan_rules import verify
+from commlayer.planner.model.plan_words import way_of
 from commlayer.planner.pricing.hidden_links import hidden
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search import other_ways
@@ -39,7 +40,6 @@ from commlayer.planner.tables.learning import rows as shipped_rows
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.diff import diff
 from commlayer.planner.verbs.explain import explain
-from commlayer.planner.verbs.whatif import way_of
 from commlayer.records import Job, Plan
 
 _ranks = pool_kit.ranks_first(WORLD)

@@ -136,7 +136,7 @@ def from_the_start(rank: int, address: str, way: str) -> dict[str, Any]:
         training.train(1)
         apart.append([p.grad.clone() for p in training.model.parameters()])
     training.session.drain()
-    found = {"grads": apart, "rows": training.tensors(), "steps": training.connection.steps}
+    found = {"grads": apart, "rows": training.tensors(), "steps": training.connection.exchanges}
     training.session.close()
     training.optimizer.zero_grad()
     training.loss(0).backward()
@@ -272,7 +272,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
         said[name] = str(caught.value)
     training.optimizer.param_groups[0]["capturable"] = False
     training.train(2)
-    assert training.connection.steps == 3
+    assert training.connection.exchanges == 3
     training.switch("forward")
     training.train(2)
     training.switch("every")

@@ -110,11 +110,11 @@ class Handout:
         self.fraction, self.last = 1.0, True
 
     def applied(self) -> bool:
-        """Whether the step whose last batch is out has been averaged, or taken where steps are local; without a session that
-        is taken for granted."""
+        """Whether the step whose last batch is out has been averaged, or taken where steps are local. Without a session, and
+        alone in one, that is taken for granted."""
         if not self.out:
             return False
-        return (self.session is None or not self.session.stats()
+        return (self.session is None or self.session.inspect.plan is None
                 or _steps(self.session, local=self._local) > self._steps_before)
 
     def over(self) -> None:
@@ -158,10 +158,10 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
 
 
 def _steps(session: Averaging | None, *, local: bool) -> float:
-    """Of local steps a session counts the exchanges among those that it has averaged."""
+    """Steps that were averaged, or under local steps, that were taken."""
     if session is None:
         return 0.0
-    return float(session.step) if local else session.stats().get("steps", 0.0)
+    return float(session.step if local else session.stats().get("exchanges", 0))
 
 
 class HandsOut:

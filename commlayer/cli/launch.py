@@ -36,6 +36,7 @@ def launch(
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text to other machines.")] = False,
     nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine, one for each GPU.", min=1)] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of the homes this is, from 0; -1: in order of coming.", min=-1)] = -1,
+    full: Annotated[bool, typer.Option("--traceback", help="Print whole tracebacks of errors of commlayer.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
 ) -> None:
     """Train with others through `commlayer serve`: nobody connects to this machine, and it connects to that server alone."""
@@ -65,7 +66,7 @@ def launch(
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "token_file": str(Path(token_file).expanduser().absolute()) if token_file else "",
                     "min_workers": str(seat.min_workers)}
-        line = [str(script), *(args or [])]
+        line = ["traceback" if full else "line", str(script), *(args or [])]
         children = [_start(line, attendance.request.home, seat, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
         code, reason = _wait(children, attendance)

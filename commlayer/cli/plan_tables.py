@@ -10,12 +10,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from commlayer.planner.model.cluster import Cluster
+from commlayer.planner.model.plan_words import most_used, way_of
 from commlayer.planner.simulation.timeline import Timeline, per_step
 from commlayer.planner.tables.learning import LearningTable
 from commlayer.planner.verbs.baselines import Beside, Looser
 from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
-from commlayer.planner.verbs.whatif import Curve, break_even, most_used, way_of
+from commlayer.planner.verbs.whatif import Curve, break_even
 from commlayer.records import Bucket, Job, Plan, Why
 from commlayer.setting_kinds import MOST_LOSS
 

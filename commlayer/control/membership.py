@@ -24,6 +24,7 @@ from commlayer.control.messages import (
     digest_of,
     dropped_by,
     incompatible,
+    named_at,
     names,
 )
 from commlayer.errors import one_line
@@ -162,7 +163,7 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     if state.view is None:
         return _without(state, {token})
     named = [p for t, p in state.places.items() if t != token and names(reason, p.peer)]
-    first = min(named, key=lambda p: reason.index(f"{p.peer}: "), default=None)
+    first = min(named, key=lambda p: named_at(reason, p.peer), default=None)
     blames = "" if first is None else first.peer if first.here else first.blames
     return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blames=blames))
 

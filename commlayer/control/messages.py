@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -331,8 +332,16 @@ def names(reason: str, peer: str) -> bool:
 
     >>> names("PeerLost: server 1: connection lost", "server 1"), names("it met server 1", "server 1")
     (True, False)
+    >>> names("PeerLost: worker 1 (ben): is gone", "worker 1"), names("PeerLost: worker 11: is gone", "worker 1")
+    (True, False)
     """
-    return f"{peer}: " in reason
+    return named_at(reason, peer) >= 0
+
+
+def named_at(reason: str, peer: str) -> int:
+    """Where the reason names that peer as its cause; -1 if it does not."""
+    found = re.search(rf"\b{re.escape(peer)}( \([^()]*\))?: ", reason)
+    return found.start() if found else -1
 
 
 def dropped_by(server: str, why: str) -> str:

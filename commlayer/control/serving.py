@@ -43,7 +43,7 @@ MOST_TOLD = 64
 """So many dropped workers a heartbeat names: it must stay small, and what is said once the first have gone is said then."""
 MOST_OVERDUE = 4096
 """Where more than so many let others wait, no heartbeat names them, and all end by their deadline."""
-STALL_S = 5.0
+STALL_S = 4.0
 """How long a sum waits before those who wait hear for whom."""
 
 

@@ -51,6 +51,7 @@ class Uplink:
         self._membership: Membership | None = None
         self._missed: Callable[[], tuple[str, ...]] = tuple
         self._dial: Callable[[float], None] = lambda _: None
+        self._names: dict[int, tuple[str, str]] = {}
         self.address = ""
         self.staying: tuple[str, ...] = ()
         """After close(): the workers that were still in the job."""
@@ -108,6 +109,24 @@ class Uplink:
     def view(self) -> View:
         assert self._membership is not None
         return self._membership.view
+
+    def name_of(self, worker: int) -> str:
+        """The node of that worker, present or gone: as its certificate names it, or where all have one certificate, its host.
+        "" where all have one host, too."""
+        if self._membership is not None:
+            members = (*self._membership.view.members, *self._membership.newest.members)
+            self._names |= {member.rank: (member.certificate, member.name) for member in members}
+        for names in zip(*self._names.values(), strict=True):
+            if worker in self._names and len(set(names)) > 1:
+                found: str = names[list(self._names).index(worker)]
+                return found
+        return ""
+
+    def called(self, peer: str) -> str:
+        """A peer as people know it: "worker 2" as "worker 2 (ben)"."""
+        kind, _, number = peer.partition(" ")
+        name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
+        return f"{peer} ({name})" if name else peer
 
     @property
     def plan(self) -> bytes:
@@ -200,12 +219,6 @@ class Uplink:
         if not found or "node " in error.what:
             return error
         return type(error)(f"{error.what} ({_place(found[0])})", peer=error.peer, step=error.step, bucket=error.bucket)
-
-    def stats(self) -> dict[str, float]:
-        """Connections that were made again, and what was sent again over them, and is kept to be."""
-        if (resumed := self.resumed) is None:
-            return {}
-        return {"reconnects": resumed.breaks, "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
     @property
     def embedded(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from commlayer import records
 from commlayer.compressors import restore, snapshot
+from commlayer.control.messages import named_at
 from commlayer.errors import CommError, PeerLost
 from commlayer.job import checkpoint_files
 from commlayer.job.connection import Connection
@@ -57,7 +58,7 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     _refuse_under_way(connection, "load_state_dict()")
     step = int(state["step"])
     summed = any(b.served for b in worker.plan.buckets)
-    if summed and worker.counters.steps > 0 and step != worker.step:
+    if summed and worker.counters.exchanges > 0 and step != worker.step:
         raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
                          "with session.load_residuals(), which takes what session.save_residuals() wrote and resets the "
                          "servers, too")
@@ -152,7 +153,8 @@ def _not_loaded(connection: Connection, directory: Path, error: Exception) -> Co
     known = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
     if (members := connection.members) is not None and members.pending(connection.waits.verdict_s):
         peer = members.gone()[0]
-        known = PeerLost(str(known).partition(f"{peer}: ")[2] or "is gone", peer=peer)
+        at = named_at(str(known), peer)
+        known = PeerLost(str(known)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
     else:
         explained = connection.explain(known)
         assert isinstance(explained, CommError)

@@ -26,6 +26,7 @@ from commlayer.errors import CommError, cause_of
 from commlayer.job.fault import FaultVerdict
 from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.plan_terms import PlanTerms
+from commlayer.job.wait_notices import WaitNotices
 from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
@@ -50,6 +51,8 @@ class Waits(NamedTuple):
     """The same, behind a collective, which names nobody: the silence after which a worker counts as dead comes first."""
     stay_s: float = 0.0
     """Before the servers that this rank hosts end under the others."""
+    silent_s: float = 0.0
+    """For a peer that gives no sign of life, until it counts as dead."""
 
 
 class Changes(Protocol):
@@ -115,6 +118,7 @@ class Connection:
     uplink, embedded, id                   connect(), once
     rows, waits, terms                     connect(), once
     rank, world, groups, members           connect(), regroup.py
+    logs                                   connect(), once
     plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
     matched                                switch(), told_lengths.py, newcomer.py
@@ -175,6 +179,8 @@ class Connection:
         self.entered = 0
         """`carried` as it was when this rank joined the running job."""
 
+        self.logs = True
+        """Whether this rank is the one of its node, or home, that logs what all ranks know."""
         self.decisions: list[str] = []
         """What was decided in this run, at which step, and why."""
         self.events: list[StalePlan] = []
@@ -202,17 +208,15 @@ class Connection:
         way."""
 
         self._verdict = FaultVerdict()
+        self._notices: WaitNotices | None = None
         self._owner = os.getpid()
         self._closed = False
 
     @property
-    def steps(self) -> int:
-        """Steps that this rank has averaged since the start, the same on all ranks between two steps. The one such count.
-
-        (`worker.step` is the number that the next step has on the wire: it goes on behind a restored checkpoint, and a step
-        that was abandoned has one, too. Under local steps each exchange counts as one.)
-        """
-        return 0 if self.worker is None else self.worker.counters.steps
+    def exchanges(self) -> int:
+        """Whole exchanges since the start, the same on all ranks between two steps. `worker.step` is the number of the next
+        one on the wire: it goes on after a restored checkpoint, and an exchange that was dropped has one, too."""
+        return 0 if self.worker is None else self.worker.counters.exchanges
 
     @property
     def carried(self) -> int:
@@ -248,9 +252,11 @@ class Connection:
         home_world.release()
 
     def stats(self) -> dict[str, float]:
-        if self.worker is None:  # alone: nothing is exchanged
-            return Counters().as_dict()
-        return self.worker.counters.as_dict() | ({} if self.uplink is None else self.uplink.stats())
+        counters = Counters() if self.worker is None else self.worker.counters
+        resumed = None if self.uplink is None else self.uplink.resumed
+        return {"steps": self.passes, **counters.as_dict(), "reconnects": 0 if resumed is None else resumed.breaks,
+                "resent_nbytes": 0 if resumed is None else resumed.resent_nbytes,
+                "kept_nbytes": 0 if resumed is None else resumed.kept_nbytes}
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """A worker that runs this plan here; it takes no part in anything until `follow`."""
@@ -277,6 +283,9 @@ class Connection:
 
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
         self.uplink.vouch(records.encode(worker.plan))
+        if self._notices is None:
+            self._notices = WaitNotices(lambda: self.worker, self.uplink.called, self.waits.silent_s, self.log)
+            self.on_close.append(self._notices.close)
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
             worker.patience = members.patience
@@ -314,12 +323,28 @@ class Connection:
 
     def explain(self, error: BaseException) -> BaseException:
         """Who is to blame for it, as the coordinator knows soon."""
-        return self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
+        error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
+        if isinstance(error, CommError) and self.uplink is not None:
+            error.call(", ".join(map(self.uplink.called, error.peer.split(", "))))
+        return error
 
-    def say(self, what: str) -> None:
-        """A decision of before the first step."""
-        self.decisions.append(f"step 0: {what}")
-        log.warning("%s", what)
+    # ---- what people see
+
+    def say(self, what: str, level: int = logging.WARNING) -> None:
+        """Adds a decision to `decisions`, with the number of training steps so far, and logs it."""
+        self.decisions.append(f"step {self.passes}: {what}")
+        self.log(self.decisions[-1], level)
+
+    def log(self, line: str, level: int = logging.INFO) -> None:
+        """Logs what all ranks know: once on each node, and in each home."""
+        if self.logs:
+            log.log(level, "%s", line)
+
+    def called(self, place: int) -> str:
+        """A rank, by its place among those that train: "rank 2 (ben)", or "rank 2" where all nodes have one name."""
+        number = place if self.groups is None else self.groups.members.ranks[place]
+        name = "" if self.uplink is None else self.uplink.name_of(self.uplink.view.members[place].rank)
+        return f"rank {number} ({name})" if name else f"rank {number}"
 
     # ---- the end
 

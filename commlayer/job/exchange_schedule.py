@@ -20,8 +20,6 @@ from commlayer.runtime.plan_handover import owe
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 
-log = logging.getLogger("commlayer")
-
 
 def _nothing() -> None:
     """Everything is in the exchange."""
@@ -91,9 +89,9 @@ class ExchangeSchedule:
 
     def detach(self) -> None:
         """No more exchanges."""
-        if self.local is not None and self.local.apart:
-            log.warning("the last %d steps were not exchanged, so ranks end with different weights: session.drain() before "
-                        "close() brings them together", self.local.taken or self.local.every)
+        if self.local is not None and self.local.unsent:
+            self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so ranks end with different weights: "
+                                 "session.drain() before close() brings them together", logging.WARNING)
         self._unhook()
 
     def _unhook(self) -> None:

@@ -15,11 +15,13 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from commlayer.config import Launch, judged_s, read_config, read_launch
+from commlayer.errors import CommError
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
@@ -44,9 +46,33 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
 
 
 def main() -> None:
-    """`python -m commlayer.job.home_process PARENT SCRIPT ARGS...`"""
-    parent, script, *args = sys.argv[1:]
-    _end_with(int(parent))
+    """`python -m commlayer.job.home_process PARENT line|traceback SCRIPT ARGS...`: how an error of commlayer's is printed."""
+    parent, how, script, *args = sys.argv[1:]
+    try:
+        _end_with(int(parent))
+        _run(script, args)
+    except BaseException as error:
+        if how == "traceback" or not (line := line_for(error)):
+            raise
+        sys.last_value = error  # as if Python had printed it: the session's end at exit gives it as the reason
+        if not isinstance(error, KeyboardInterrupt):  # which the launcher reports
+            print(f"commlayer: {line}", file=sys.stderr, flush=True)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def line_for(error: BaseException) -> str:
+    """The one line that says enough of an error that ends a script: Ctrl-C, a peer that is gone, or a refusal of commlayer's.
+    "" for an error of the script itself, or a defect, which need their traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, CommError):
+        return str(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = frames and frames[-1][0].f_globals.get("__name__", "").startswith("commlayer.")
+    return str(error) if isinstance(error, ValueError) and ours else ""
+
+
+def _run(script: str, args: list[str]) -> None:
     tell()
     _stand_in()
     if read_launch().joins >= 0:

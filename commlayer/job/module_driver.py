@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from commlayer.config import Config
 from commlayer.job.accepted_models import refuse_ddp_around
@@ -73,7 +74,11 @@ class ModuleDriver:
                               config=config, observers=self.observers, schedule=schedule)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
-        if connection.worker is not None:
+        self._alone: Any = None
+        """Counts steps where there is nobody to average with."""
+        if connection.worker is None:
+            self._alone = self._counting(optimizer)
+        else:
             connection.stepped = Stepped(self._parameters, optimizer, outer)
             connection.terms.useless = useless_of(connection, scaler, clips=clips)
             connection.after_switch.append(self._enter)
@@ -149,6 +154,14 @@ class ModuleDriver:
         if self._overlap is not None:
             self._overlap.look()
 
+    def _counting(self, optimizer: Any) -> Any:
+        """By the optimizer's steps, which costs a call each; without an optimizer, by backward passes. None if neither is."""
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not of a wrapper
+            return optimizer.register_step_post_hook(lambda *_: self.connection.passed())
+        trained = [p for p in self._parameters if p.requires_grad]
+        count = lambda _: self.connection.passed() if self._syncing else None  # noqa: E731
+        return register_multi_grad_hook(trained, count, mode="any") if trained else None
+
     def _drop(self) -> None:
         if self._overlap is not None:
             self._overlap.drop()
@@ -166,8 +179,9 @@ class ModuleDriver:
         return found
 
     def detach(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
+        for hooks in (self._hooks, self._alone):
+            if hooks is not None:
+                hooks.remove()
         if self._ddp is not None:
             self._ddp.remove()
         if self._overlap is not None:

@@ -80,7 +80,7 @@ def enter(
     made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
     made.entered = told.carried
     worker = made.worker_for(plan, job, device, wire_generation(view))
-    worker.step, worker.counters.steps = told.step, told.counted
+    worker.step, worker.counters.exchanges = told.step, told.counted
     worker.units.regroup(sum(word.weight for word in ready))
     made.members = Regrouping(made, config, home)
     made.follow(worker)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 import zlib
 from collections import deque
@@ -36,8 +35,6 @@ from commlayer.runtime.ended_peers import UNEQUAL
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather, gather_bytes
 from commlayer.transport.groups import Groups
-
-log = logging.getLogger("commlayer")
 
 COST_MOST = 0.001
 """Part of the training time that digests may take, where the setting leaves it open."""
@@ -191,16 +188,15 @@ class ParameterDrift:
         self._apart = bool(others)
         if not others or made.worker is None or made.groups is None:
             return
-        there = made.groups.members.ranks
-        ranks = ", ".join(str(there[rank]) for rank in others)
-        what = (f"step {made.worker.step}: rank {ranks} and rank {there[0]} have stepped their optimizers behind different "
-                f"exchanges ({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} times since the last look): {UNEQUAL}")
+        ranks = ", ".join(map(made.called, others))
+        what = (f"{ranks} and {made.called(0)} have stepped their optimizers behind different exchanges "
+                f"({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} times since the last look): {UNEQUAL}")
         if self._answer == "end" or (self._answer == "resync" and before):
-            raise CommError(what)
+            raise CommError(f"step {self._step}: {what}")
         if not self._fixed:
             self._span = LEAST
         if not before:
-            self._say(what)
+            self._connection.say(what)
 
     # ---- everything at once
 
@@ -269,20 +265,20 @@ class ParameterDrift:
         """Acts as the setting `drift` says."""
         groups = self._connection.groups
         assert groups is not None
-        what = f"step {self._step}: {what}"
         if self._answer == "warn":
-            self._say(f'{what}; training goes on so, since drift="warn"')
+            self._connection.say(f'{what}; training goes on so, since drift="warn"')
             return
+        at = f"step {self._step}: "
         if self._answer == "end":
-            raise CommError(f'{what}; drift="resync" would go on from what rank 0 has, drift="warn" as it is')
+            raise CommError(f'{at}{what}; drift="resync" would go on from what rank 0 has, drift="warn" as it is')
         if bad := [name for name in unlike if structural(name)]:
-            raise CommError(f'{what}; ranks that differ in {bad[0]} cannot go on from what rank 0 has: give all the same, or '
-                            'say drift="warn"')
+            raise CommError(f'{at}{what}; ranks that differ in {bad[0]} cannot go on from what rank 0 has: give all the '
+                            'same, or say drift="warn"')
         try:
             take(groups)
         except ValueError as error:
-            raise CommError(f"{what}; all cannot go on from what rank 0 has: {error}") from None
-        self._say(f"{what}: all go on from what rank 0 has")
+            raise CommError(f"{at}{what}; all cannot go on from what rank 0 has: {error}") from None
+        self._connection.say(f"{what}: all go on from what rank 0 has")
 
     # ---- weights, as they are compared on the way
 
@@ -308,21 +304,17 @@ class ParameterDrift:
         if not differing or made.worker is None or made.groups is None:
             self._said = []
             return
-        what = (f"step {made.worker.step}: rank {self._ranks(differing)} and rank {self._there[0]} have drifted apart in "
-                f"{self._named_some(differing)}")
+        ranks = ", ".join(map(made.called, sorted({rank for each in differing.values() for rank in each})))
+        what = f"{ranks} and {made.called(0)} have drifted apart in {self._named_some(differing)}"
         if self._answer == "end":
-            raise CommError(f'{what}; drift="resync" would go on from what rank 0 has')
+            raise CommError(f'step {self._step}: {what}; drift="resync" would go on from what rank 0 has')
         if self._answer == "resync":
             what += ": all go on from what rank 0 has, " + self._resync([*differing], made.groups)
         else:
             what += ': training goes on with different models; drift="resync" would take what rank 0 has'
         if [*differing] != self._said or self._answer == "resync":
-            self._say(what)
+            self._connection.say(what)
         self._said = [*differing]
-
-    def _say(self, what: str) -> None:
-        self._connection.decisions.append(what)
-        log.warning("%s", what)
 
     def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
         """Takes parameters and what the optimizer keeps for them from rank 0."""

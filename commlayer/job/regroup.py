@@ -21,7 +21,6 @@ said that they are ready for it, and no step is whole that they have not all tak
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -43,8 +42,6 @@ from commlayer.transport import home_world, members
 from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import peer_name
 from commlayer.transport.view_change import ViewChange, wire_generation
-
-log = logging.getLogger("commlayer")
 
 
 class Regrouping:
@@ -227,7 +224,7 @@ class Regrouping:
         self._stands = self._stands.gone_over()
         for act in made.after_regroup:
             act()
-        self._say(old.step, former, view, time.monotonic() - begin)
+        self._say(former, view, time.monotonic() - begin)
 
     def _send(self, uplink: Uplink, server: int, change: ViewChange, generation: int) -> None:
         """A server takes none but the coordinator's newest view, of which it may have heard before this rank."""
@@ -238,19 +235,17 @@ class Regrouping:
                 raise
             raise Newer from None
 
-    def _say(self, step: int, former: View, view: View, took_s: float) -> None:
+    def _say(self, former: View, view: View, took_s: float) -> None:
         made, left = self._made, {m.rank for m in view.members}
         assert made.uplink is not None
-        gone = [peer_name(m.rank) for m in former.members if m.rank not in left]
-        joined = [peer_name(rank) for rank in new_in(view, former)]
+        gone = [made.uplink.called(peer_name(m.rank)) for m in former.members if m.rank not in left]
+        joined = [made.uplink.called(peer_name(rank)) for rank in new_in(view, former)]
         parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
                  for who, what in ((gone, "gone"), (joined, "taken in")) if who]
         parts = parts or ["who was to be taken in is gone"]
         lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
-        what = (f"step {step}: {' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after "
-                f"all had come to this step{lost}; this is rank {made.rank} of {made.world} now")
-        made.decisions.append(what)
-        log.warning("%s", what)
+        made.say(f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all had "
+                 f"come to this step{lost}; this is rank {made.rank} of {made.world} now")
 
 
 def new_world(made: Connection, config: Config, home: str, view: View) -> None:

@@ -29,6 +29,7 @@ from commlayer.errors import CommError
 from commlayer.job import home_process, optimizer_settings
 from commlayer.records import Plan
 from commlayer.transport import own_address
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.members import Members, exchange
 
 NAMED = 3
@@ -41,6 +42,7 @@ class Arrival(NamedTuple):
     """What a rank says of itself."""
 
     host: str
+    """Of a home, the name in its certificate."""
     machine: str
     agent: int = -1
     address: str = ""
@@ -72,6 +74,8 @@ class Met(NamedTuple):
     """Whether ranks reach those on other machines."""
     differs: str = ""
     """How optimizers differ between ranks, where that may be."""
+    logs: bool = True
+    """Whether this rank is the first of its node, or home."""
 
 
 class Start:
@@ -101,9 +105,10 @@ class Start:
         if members is None:
             return Met(None, launch, here=launch.local_world)
         if launch.joins >= 0:  # the others have met; the coordinator compares
-            return Met(members, launch, here=launch.local_world, reachable=False)
+            return Met(members, launch, here=launch.local_world, reachable=False, logs=launch.local_rank == 0)
         address = own_address.address_to(master()) if master() else own_address.default_address()
-        mine = _here(agent=launch.agent, address=address,
+        name = Keys(config.keys).me.name if launch.home and config.keys else ""
+        mine = _here(name, agent=launch.agent, address=address,
                      insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
                      settings=settings)
         rows = self._tell(members, config, mine)
@@ -120,7 +125,9 @@ class Start:
         if several and members.reachable and "gloo" not in dist.get_backend():
             use_interface(own_address.interface_of(address))  # for the groups of small rows, which are Gloo's
         here = Counter(row.machine for row in rows)[mine.machine]
-        return Met(members, launch, per_node, here, address, note, members.reachable, differs)
+        mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
+        return Met(members, launch, per_node, here, address, note, members.reachable, differs,
+                   logs=rows[members.rank] is mates[0])
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
         begin_group(launch, self._device, config)
@@ -245,8 +252,8 @@ def _stay(members: Members | None) -> None:
             members.tell(b"", HEARD_S, "start")
 
 
-def _here(**told: Any) -> Arrival:
-    return Arrival(socket.gethostname(), own_address.machine(), **told)
+def _here(name: str = "", **told: Any) -> Arrival:
+    return Arrival(name or socket.gethostname(), own_address.machine(), **told)
 
 
 def _versions() -> dict[str, str]:

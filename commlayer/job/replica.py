@@ -39,7 +39,7 @@ class Given(Record, frozen=True):
     step: int = 0
     """On the wire, as Worker.step."""
     counted: int = 0
-    """As Connection.steps."""
+    """As Connection.exchanges."""
     passes: int = 0
     """As Connection.passes."""
     carried: int = 0
@@ -85,7 +85,7 @@ class Replica:
             worker = made.worker
             assert worker is not None
             told = Given(
-                plan=records.encode(plan), step=worker.step, counted=worker.counters.steps, passes=made.passes,
+                plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=made.passes,
                 carried=made.carried, matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
                 optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),

@@ -16,8 +16,6 @@ from commlayer.job.connection import Connection
 from commlayer.observe import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
 
-log = logging.getLogger("commlayer")
-
 REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or take plan="auto"'
 
 
@@ -65,12 +63,11 @@ class StalePlanWatch:
         step_s = time.perf_counter() - self._ended
         plan = made.plan
         warming = plan is not None and made.worker is not None and made.worker.step < plan.warmup
-        self._state, stale = decide(self._state, None if made.terms.auto or warming else plan, made.steps, step_s)
+        self._state, stale = decide(self._state, None if made.terms.auto or warming else plan, made.passes, step_s)
         if stale is not None:
-            said = f"step {stale.step}: {stale.reason}"
             if stale.slower:
                 made.events.append(stale)
-                said += f"; {REMEDY}"
-            made.decisions.append(said)
-            log.log(logging.WARNING if stale.slower else logging.INFO, said)
+                made.say(f"{stale.reason}; {REMEDY}")
+            else:
+                made.say(stale.reason, logging.INFO)
         self._ended = time.perf_counter()

@@ -12,7 +12,7 @@ import torch
 
 from commlayer import records
 from commlayer.compressors import kernels
-from commlayer.config import Config, codec_threads, is_loopback, notice_s, verdict_s
+from commlayer.config import Config, codec_threads, is_loopback, notice_s, reconnect_window_s, verdict_s
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
 from commlayer.job import requested_plan
@@ -25,6 +25,7 @@ from commlayer.job.replica import Replica
 from commlayer.job.ways import Asked, Forbids, stepping
 from commlayer.planner.model import float64
 from commlayer.planner.model.gradients_only import without_buffers
+from commlayer.planner.model.plan_words import in_words
 from commlayer.records import Job, Plan
 from commlayer.runtime.initial_sync import align as align_tensors
 from commlayer.transport import secret
@@ -51,11 +52,13 @@ def connect(
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
     made = Connection()
+    made.logs = met.logs
     made.terms.asked, made.terms.forbids = asked, forbids
     made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
     made.terms.optimizer, made.terms.max_loss = optimizer, config.max_loss
     made.terms.loss, made.terms.learning = config.loss, config.learning
-    made.waits = Waits(notice_s(config), verdict_s(config), config.deadline_s)
+    silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
+    made.waits = Waits(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     regroups = False
     if met.members is not None:
         made.rank = made.id = met.members.rank
@@ -111,6 +114,7 @@ def connect(
         if regroups:
             made.members = Regrouping(made, config, met.launch.home)
         made.follow(made.worker_for(made.plan, job, device))
+        made.log(f"begins with plan {records.digest(made.plan)}: {in_words(made.plan)}")
     except BaseException:
         made.close("failed to start")
         raise

@@ -6,7 +6,7 @@
     written    averages are in `.grad`: from here on it is watched what becomes of them
     observe    planning, accuracy, trace, stale plan, drift, in the order of job/observers.py
 
-Who calls it (session.py, ddp.py) knows where gradients come from and where averages go. Steps are counted by Connection.steps.
+Who calls it (session.py, ddp.py) knows where gradients come from and where averages go. Steps are counted by Connection.passes.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class StepLoop:
         in this step: nobody has it whole, however quick its sums are, so they come in here."""
         members = self.connection.members
         if members is not None and members.invites():
-            self.worker.stopwatch.stop(self.worker.counters.steps)
+            self.worker.stopwatch.stop(self.worker.counters.exchanges)
             self.worker.heed()
         self.worker.finish(leftovers, self.deadline_s)
 

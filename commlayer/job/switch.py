@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,8 +19,6 @@ from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.transport.all_or_none import gather, together
 from commlayer.transport.groups import Groups
-
-log = logging.getLogger("commlayer")
 
 
 class _Told(Exception):
@@ -75,9 +72,7 @@ def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again:
             act()
         assert made.worker is not None
         if again and not gather(made.groups, [plan is not None])[0][0]:
-            made.decisions.append(f"step {made.worker.step}: the plan to go over to is gone with rank 0, which alone had it: "
-                                  "the plan of before goes on")
-            log.warning("%s", made.decisions[-1])
+            made.say("the plan to go over to is gone with rank 0, which alone had it: the plan of before goes on")
             return
         _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
         for behind in made.after_switch:
@@ -111,7 +106,7 @@ def _go_over(
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
     said = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
-        agreed, said = _updates_still(agreed, old.step, by_itself=by_itself)
+        agreed, said = _updates_still(agreed, by_itself=by_itself)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:
@@ -152,8 +147,7 @@ def _go_over(
     old.close()
     old.forget_states()
     if said:
-        made.decisions.append(said)
-        log.log(logging.WARNING if made.rank == 0 else logging.DEBUG, said)
+        made.say(said)
 
 
 class _Stand(NamedTuple):
@@ -190,7 +184,7 @@ def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int
     return stands
 
 
-def _updates_still(plan: Plan, step: int, *, by_itself: bool) -> tuple[Plan, str]:
+def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
     """The same with coded updates, and a line that says so. ValueError where that cannot be, but is what was asked for."""
     late = any(b.stale for b in plan.buckets)
     if (late or plan.overlap) and not by_itself:
@@ -199,8 +193,8 @@ def _updates_still(plan: Plan, step: int, *, by_itself: bool) -> tuple[Plan, str
                          f"without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
     return in_updates(unpredicted), (
-        f"step {step}: the ranks' optimizers are in different states since they stepped locally, so changes of weights are "
-        "still what is exchanged, now every step")
+        "the ranks' optimizers are in different states since they stepped locally, so changes of weights are still what is "
+        "exchanged, now every step")
 
 
 def _given(plan: Plan | None) -> Plan:

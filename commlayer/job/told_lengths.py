@@ -9,7 +9,6 @@ nobody waits for more than a row's way.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +19,6 @@ from commlayer.optim import Outer
 from commlayer.runtime.initial_sync import align
 from commlayer.runtime.step import Regroup
 from commlayer.transport.all_or_none import gather
-
-log = logging.getLogger("commlayer")
 
 
 class ToldLengths:
@@ -98,8 +95,6 @@ class ToldLengths:
                 except Regroup:
                     assert made.members is not None
                     made.members.go()
-        if differing and made.worker is not None:
-            what = (f"step {made.worker.step}: those who are left had merged the last exchange differently, since some had not "
-                    "heard how long the changes of others were: all go on from what rank 0 has")
-            made.decisions.append(what)
-            log.warning("%s", what)
+        if differing:
+            made.say("those who are left had merged the last exchange differently, since some had not heard how long the "
+                     "changes of others were: all go on from what rank 0 has")

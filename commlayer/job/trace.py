@@ -71,7 +71,7 @@ class Tracer:
         self, connection: Connection, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
     ) -> None:
         self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
-        self._before, self._planning, self._ask = connection.steps, planning, WARM_STEPS
+        self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
         self._first = warm
         """After so many steps it begins to record, at the earliest."""
         self._steps: list[RecordedStep] = []
@@ -84,7 +84,7 @@ class Tracer:
     @property
     def _done(self) -> int:
         """Steps since it was made."""
-        return self._connection.steps - self._before
+        return self._connection.exchanges - self._before
 
     def _after_step(self) -> None:
         worker = self._connection.worker

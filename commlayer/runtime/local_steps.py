@@ -205,6 +205,11 @@ class LocalSteps:
         return sum(self._steps)
 
     @property
+    def unsent(self) -> int:
+        """So many of the last steps are in no exchange that has begun or will be brought in by `settle`."""
+        return self._steps[1] if self.apart else 0
+
+    @property
     def shifted(self) -> bool:
         """Whether ranks' weights are alike at no time: then only `starts` can be compared."""
         return self._overlap or self._fragments > 1

@@ -16,17 +16,33 @@ from commlayer.runtime.units import Units
 
 @dataclasses.dataclass
 class Counters:
-    """What a worker counts about itself: sums since the start, read by session.stats(). One thread writes each field."""
+    """Sums since the start, as Session.stats defines them. Any thread adds bytes and seconds of coding, by the methods."""
 
-    steps: int = 0
+    exchanges: int = 0
     sent_nbytes: int = 0
     received_nbytes: int = 0
     encode_s: float = 0.0
     decode_s: float = 0.0
     exposed_s: float = 0.0
-    """Time that the training thread waited for communication after backward was over."""
     guard_s: float = 0.0
-    """Time that it spent on comparing with exact gradients."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def carried(self, sent_nbytes: int, received_nbytes: int) -> None:
+        with self._lock:
+            self.sent_nbytes += sent_nbytes
+            self.received_nbytes += received_nbytes
+
+    def coded(self, *, encode_s: float = 0.0, decode_s: float = 0.0) -> None:
+        with self._lock:
+            self.encode_s += encode_s
+            self.decode_s += decode_s
+
+    def all_reduced(self, nbytes: int, members: int) -> None:
+        """An all-reduce of that many bytes: a ring sends and receives 2 (n - 1) / n of them on each of n members."""
+        part = 2 * (members - 1) * nbytes // members
+        self.carried(part, part)
 
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)

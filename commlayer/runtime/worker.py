@@ -109,6 +109,8 @@ class Worker(Unapplied):
         self.ended = Ended()
         self.patience: Callable[[], float] = _at_once
         """For how many seconds behind the deadline it waits for a step, since others judge who is late."""
+        self.waiting_since = 0.0
+        """By time.monotonic(): since when the training thread waits for results; 0 while it does not."""
         self._abandoned = False
         self.not_finite = -1
         """The first tensor of which what this worker put into a step that is not finite was not; -1 if there is none."""
@@ -155,7 +157,7 @@ class Worker(Unapplied):
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward is over: whatever was not yet on its way goes."""
         begin = time.monotonic()
-        self.stopwatch.stop(self.counters.steps)
+        self.stopwatch.stop(self.counters.exchanges)
         self.recorder.mark("backward")
         self.check()
         self._intake.take_leftovers(leftovers)
@@ -163,7 +165,7 @@ class Worker(Unapplied):
 
     def wait(self, deadline_s: float, turn: int = 0) -> None:
         """Until the sums of that turn's buckets, all of which are on their way, are here."""
-        begin = time.monotonic()
+        self.waiting_since = begin = time.monotonic()
         self._deadline_s = deadline_s
         try:
             for route in self._routes.turns[turn]:
@@ -171,6 +173,7 @@ class Worker(Unapplied):
                     route.finish(begin + deadline_s + self.patience())
         except BaseException as error:
             self.latch(error)
+        self.waiting_since = 0.0
         self.check()
         if reason := broken_off([b for b in self.turns[turn] if not b.late], here=self.units.broken):
             self._drop(reason)
@@ -208,7 +211,12 @@ class Worker(Unapplied):
             return True  # a buffer that some rank has as NaN stays what it is on each
         if not bucket.finite and self.not_finite < 0 and self.weight:
             self.not_finite = bucket.own_not_finite()
+        if not bucket.keeps_body:
+            bucket.commit(self._factor(bucket, bucket.weight), targets)
+            return bucket.finite
+        begin = time.perf_counter()
         bucket.commit(self._factor(bucket, bucket.weight), targets)
+        self.counters.coded(decode_s=time.perf_counter() - begin)  # which is what it does then
         return bucket.finite
 
     def end(self, *, finite: bool, computes: bool = True) -> None:
@@ -222,7 +230,7 @@ class Worker(Unapplied):
             raise
         self.tentative = not finite
         self._judge(finite=finite)
-        self.counters.steps += 1
+        self.counters.exchanges += 1
         self._next(computes=computes)
 
     def abandon(self, deadline_s: float) -> None:
@@ -289,6 +297,7 @@ class Worker(Unapplied):
         route = self._routes.of[bucket.id]
         here: bool | None = True
         begin = time.monotonic()
+        self.waiting_since = 0.0 if deadline is None else begin
         try:
             if route not in self._finished and (here := route.take(bucket, deadline)) is None and deadline is not None:
                 route.finish(deadline)
@@ -296,6 +305,7 @@ class Worker(Unapplied):
                 here = True
         except BaseException as error:
             self.latch(error)
+        self.waiting_since = 0.0
         self.check()
         if deadline is not None:
             waited_s = time.monotonic() - begin
@@ -307,6 +317,17 @@ class Worker(Unapplied):
         """Waits for all buckets. Routes put their books in order, also where nothing is missing any more."""
         for turn in range(len(self.turns)):
             self.wait(deadline_s, turn)
+
+    @property
+    def waits_s(self) -> float:
+        """How long the last wait might last."""
+        return self._deadline_s + self.patience()
+
+    def missing(self) -> tuple[str, ...]:
+        """From any thread: the peers that results are waited for, as far as that is known; none of a collective."""
+        late = [bucket for bucket in self.buckets if bucket.served and not bucket.done]
+        found = {name: None for bucket in late for name in self._routes.awaited(bucket)}
+        return tuple(found)
 
     def holding(self, tensor: int) -> list[WorkerBucket]:
         """The buckets with parts of that tensor."""

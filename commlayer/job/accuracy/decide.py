@@ -194,5 +194,5 @@ def _bounded(level: LevelState, plan: PlanLevels) -> LevelState:
 def _outcome(made: MadeChange, seen: Fidelity, step_s: float) -> str:
     change = made.change
     cosine, residual = ("?", "?") if change.seen is None else (f"{change.seen.cosine:.2f}", f"{change.seen.residual_ratio:.2g}")
-    return (f"what changed at step {made.step} brought: cosine {cosine} -> {seen.cosine:.2f}, residual {residual} -> "
+    return (f"the last change of codecs brought: cosine {cosine} -> {seen.cosine:.2f}, residual {residual} -> "
             f"{seen.residual_ratio:.2g} gradients, {1e3 * change.step_s:.1f} -> {1e3 * step_s:.1f} ms a step")

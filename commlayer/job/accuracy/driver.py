@@ -38,8 +38,6 @@ from commlayer.runtime.gradient_comparison import Piece
 from commlayer.runtime.worker import Worker
 from commlayer.transport.groups import Groups
 
-log = logging.getLogger("commlayer")
-
 
 def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
     """For a job of several ranks whose plan was left to commlayer, where a budget is named, or where it is asked for."""
@@ -176,9 +174,7 @@ class AccuracyGuard:
         for action in actions:
             match action:
                 case Tell(text, warning):
-                    self._connection.decisions.append(f"step {self._steps}: {text}")
-                    if self._connection.rank == 0:
-                        log.log(logging.WARNING if warning else logging.INFO, "step %d: %s", self._steps, text)
+                    self._connection.say(text, logging.WARNING if warning else logging.INFO)
                 case BoundPlanner(level):
                     self._connection.terms.floor = level
                 case Harder(times):
@@ -215,7 +211,7 @@ class AccuracyGuard:
 
     @property
     def _steps(self) -> int:
-        return self._connection.steps
+        return self._connection.exchanges
 
     @property
     def _in_force(self) -> Plan:

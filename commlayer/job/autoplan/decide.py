@@ -47,6 +47,7 @@ from commlayer.job.autoplan.facts import (
 from commlayer.job.autoplan.state import Lead, Links, Measuring, State, Warming, Watching
 from commlayer.observe import LinkWatch, Rates, ReprobeSchedule, SeenStep, differ, slower, spelled
 from commlayer.planner.model.cluster import Link
+from commlayer.planner.model.plan_words import in_words
 from commlayer.records import digest
 
 WARM_STEPS = 2
@@ -146,7 +147,7 @@ def _measured(state: State, fact: Measured, now: float) -> Decided:
     """What was measured is planned for. Rank 0 goes on alone."""
     soon = isinstance(state.phase, Warming)
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
-    actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact.computing_s)]
+    actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact)]
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0, checks=True)
     # A slow step that goes on beside the search costs more than the wait.
@@ -158,14 +159,15 @@ def _links_hold(fact: PaceTold) -> bool:
     return fact.step_s >= SOON_S and fact.waited_s >= LINKS_HOLD * fact.step_s
 
 
-def _uneven(computing_s: Sequence[float]) -> list[Say]:
+def _uneven(fact: Measured) -> list[Say]:
     """What no plan mends."""
+    computing_s = fact.computing_s
     if not computing_s or max(computing_s) < UNEVEN * min(computing_s):
         return []
     slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
     times = max(computing_s) / min(computing_s)
-    return [Say(f"rank {slowest} computes {times:.1f} times as long as the fastest, and all wait for it: a Sampler with a "
-                "Controller would give it a smaller share of the batch")]
+    remedy = ": a Sampler with a Controller would give it a smaller share of the batch" if fact.shares else ""
+    return [Say(f"{fact.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}")]
 
 
 # ---- rows that all ranks hear
@@ -294,7 +296,8 @@ def _switched(state: State, fact: Switched) -> Decided:
         back = proposed is not None and proposed.back
         lead, actions = decide_rank0.switched(state.lead, fact.plan, fact.left)
         state = _described(_with(state, lead), actions)
-    return state, [*actions, Afresh(), Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}")]
+    said = Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}: {in_words(fact.plan)}")
+    return state, [*actions, Afresh(), said]
 
 
 def _described(state: State, actions: Sequence[Action]) -> State:

@@ -64,8 +64,6 @@ from commlayer.records import Job
 from commlayer.transport.all_or_none import gather
 from commlayer.transport.groups import Groups
 
-log = logging.getLogger("commlayer")
-
 SEARCH_S = 60.0
 """A search that takes longer, all the while that training waits for it, is given up. Planning takes seconds."""
 
@@ -136,7 +134,7 @@ class AutoPlan:
         begin = time.perf_counter()
         self._busy = True  # a change of plans first catches up with exchanges that are due
         try:
-            self._feed(StepOver(self._connection.steps, step_s, self._meanwhile(), waited_s))
+            self._feed(StepOver(self._connection.exchanges, step_s, self._meanwhile(), waited_s))
         except CommError as error:
             self._connection.broke(error)
         finally:
@@ -190,10 +188,10 @@ class AutoPlan:
         made = self._connection
         match action:
             case Say():
-                self._say(action.text, logging.WARNING if action.warning else logging.INFO)
+                made.say(action.text, logging.WARNING if action.warning else logging.INFO)
             case Suggest():
                 made.terms.suggested = True
-                self._say(action.text, logging.WARNING)
+                made.say(action.text, logging.WARNING)
             case Report():
                 made.events.append(action.event)
             case Describe():
@@ -244,10 +242,10 @@ class AutoPlan:
         measurements = measured(made, self._job, self._probe_s, seen)
         self._replanner.measured(measurements)
         rows = measurements.rows
-        # Where workers may leave no Controller is taken.
-        follows = made.members is not None or any(row.balanced for row in rows)
-        computing_s = () if follows else tuple(row.compute_s for row in rows)
-        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, computing_s))
+        computing_s = () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows)
+        shares = made.members is None  # where workers may leave no Controller is taken
+        self._feed(Measured(tuple(links_of(made, rows)), measurements.step_s, computing_s,
+                            tuple(map(made.called, range(len(rows)))), shares))
         if self._reports is None and not self._state.keep:
             assert made.rows is not None
             self._reports = StepReports(made.rows.rows(), self._meter)
@@ -326,9 +324,3 @@ class AutoPlan:
     def _groups(self) -> Groups:
         assert self._connection.groups is not None
         return self._connection.groups
-
-    def _say(self, what: str, level: int) -> None:
-        step = self._state.step
-        self._connection.decisions.append(f"step {step}: {what}")
-        if self._connection.rank == 0:
-            log.log(level, "step %d: %s", step, what)

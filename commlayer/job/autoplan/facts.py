@@ -95,7 +95,11 @@ class Measured(Record, frozen=True):
     links: tuple[Link, ...]
     step_s: float
     computing_s: tuple[float, ...] = ()
-    """Of each rank; none where shares of the batch follow that already, or cannot."""
+    """Of each rank; none where shares of the batch follow that already."""
+    names: tuple[str, ...] = ()
+    """Of each rank, for people."""
+    shares: bool = True
+    """Whether shares of the batch could follow it."""
 
 
 class Heard(Record, frozen=True):

@@ -31,8 +31,6 @@ from commlayer.transport.rank_rows import RowChannel, Rows
 if TYPE_CHECKING:  # it loads solvers, which jobs that do not profile do without
     from commlayer.balance.first_shares import Opening
 
-log = logging.getLogger("commlayer")
-
 TOGETHER = Policy(exclude_gain=1.0)
 """A rank without share still takes part in the step, and the others wait for it: leaving one out gains nothing."""
 
@@ -130,7 +128,7 @@ class Controller:
                 _check_plan(self.session)  # each step, for plans change
                 last, step = self.sampler.last, self.sampler.step  # asked for its state in the body, the sampler goes on
                 if last and not first:  # before an epoch's first step there may be evaluation, and workers that start
-                    self._own.begins(int(self.session.stats().get("steps", 0)), self.sampler.computed)
+                    self._own.begins(int(self.session.stats()["exchanges"]), self.sampler.computed)
                 first = first and not last
                 yield batch
                 if last:
@@ -189,10 +187,7 @@ class Controller:
     def _say(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Decision | Outcome):
-            line = f"step {event.step}: {said(event)}"
-            self.session.inspect.connection.decisions.append(line)
-            if self.sampler.rank == 0:
-                log.info("%s", line)
+            self.session.inspect.connection.say(said(event), logging.INFO)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ def together(
     def run() -> WorkerProfile:
         end, most = time.monotonic() + limit_s, min(sampler.batch, sampler.cap or sampler.batch)
         try:
-            with session.no_sync(), trial.untouched(begun=session.stats().get("steps", 0) > 0):
+            with session.no_sync(), trial.untouched(begun=session.step > 0):
                 found = profile(trial, most, left_s=lambda: end - time.monotonic())
         except MemoryError:
             return WorkerProfile((), 0, True)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import structs
 
 from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
+from commlayer.planner.model.plan_words import most_used, way_of
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.search.plan import PAYS, plan
 from commlayer.planner.tables.machines import speed
 from commlayer.planner.verbs.baselines import by_itself, halves_s, latencies_s, looser, uncompressed
-from commlayer.records import Job, Plan, Record
+from commlayer.records import Job, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
 HALVINGS = 7
@@ -94,24 +95,6 @@ def point(
     return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0, made.steps,
                  made.steps_high, made.local_steps, way_of(made), most_used(made), halves_s(job, cluster, profile, policy),
                  alone[0].to_loss_s if alone else 0.0, floor_s, other.after_s if other else 0.0, other.loss if other else 0.0)
-
-
-def way_of(made: Plan) -> str:
-    """How a plan's steps are taken, in a few words; nothing for the plain way."""
-    parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
-    parts += [made.overlap] if made.overlap else []
-    parts += [f"fragments={made.fragments}"] if made.fragments > 1 else []
-    late = sum(b.numel for b in made.buckets if b.stale) / max(1, sum(b.numel for b in made.buckets))
-    return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
-
-
-def most_used(made: Plan) -> str:
-    """The codec of most elements."""
-    by: dict[str, int] = {}
-    for bucket in made.buckets:
-        name = bucket.codec + (f" down {bucket.down}" if bucket.down else "")
-        by[name] = by.get(name, 0) + bucket.numel
-    return max(by, key=by.__getitem__, default="")
 
 
 def what_if(

@@ -41,6 +41,7 @@ class AllReduce(Route):
         take_back(self, bucket, self._staging)
         fill(bucket, self._step, self._staging)
         if self._groups is not None:
+            self._step.counters.all_reduced(bucket.all.nbytes, self._groups.world)
             self._issued.append(_Issued(bucket, self._groups.allreduce(bucket.all), time.perf_counter()))
         self._left -= 1
         if self._hosts is not None and not self._left:  # the last one waits for the end of the backward pass

@@ -79,7 +79,7 @@ class ServerExchange:
         if broken:
             self._give_up(way)
             return
-        step.counters.encode_s += time.perf_counter() - begin
+        step.counters.coded(encode_s=time.perf_counter() - begin)
         step.recorder.add(bucket.op("encode"), bucket.id, begin, nbytes)
         self._send(way, 0, bucket.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
 
@@ -103,7 +103,7 @@ class ServerExchange:
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
         answer.on_done(lambda handle: self._answered(way, r, handle, begin))
-        step.counters.sent_nbytes += len(body)  # ahead of it: the step may be over as soon as it is sent
+        step.counters.carried(len(body), 0)  # ahead of it: the step may be over as soon as it is sent
         self._transport.send(server, header, body).on_done(self._sent)
 
     def _sent(self, handle: Handle) -> None:
@@ -140,7 +140,7 @@ class ServerExchange:
         begin = time.perf_counter()
         message = handle.message()
         nbytes = len(message.body)
-        step.counters.received_nbytes += nbytes
+        step.counters.carried(0, nbytes)
         last = r + 1 == len(bucket.codec.rounds)
         if message.header.flags & Flag.ABANDON:
             bucket.abandoned, bucket.weight, bucket.finite = str(message.body, "utf-8", "replace"), math.nan, False
@@ -163,7 +163,7 @@ class ServerExchange:
             raise CorruptFrame(error.what, peer=who, step=bucket.step, bucket=bucket.id) from None
         if not (last and bucket.keeps_body):
             self._recycle(message.body)
-        step.counters.decode_s += time.perf_counter() - begin
+        step.counters.coded(decode_s=time.perf_counter() - begin)
         step.recorder.add(bucket.op("decode"), bucket.id, begin, nbytes)
         if last:
             self._staging.to_device(bucket)
@@ -193,11 +193,17 @@ class ServerExchange:
         server = peer_name(SERVER_BASE + bucket.server)
         if not bucket.started:
             return DeadlineExceeded("not summed inside the node before the deadline", peer="a rank of this node", **place)
-        said, missing = self._stalled.get(bucket.id, (step, ()))
-        if said == step and missing:
-            names = ", ".join(peer_name(m) for m in missing)
-            return DeadlineExceeded(f"did not contribute before the deadline ({server} waits for it)", peer=names, **place)
+        if (names := self.awaited(bucket)) != (server,):
+            return DeadlineExceeded(f"did not contribute before the deadline ({server} waits for it)", peer=", ".join(names),
+                                    **place)
         return DeadlineExceeded("no result before the deadline", peer=server, **place)
+
+    def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
+        """The members that have not contributed, if the server has told of any; else the server."""
+        said, missing = self._stalled.get(bucket.id, (bucket.step, ()))
+        if said == bucket.step and missing:
+            return tuple(map(peer_name, missing))
+        return (peer_name(SERVER_BASE + bucket.server),)
 
     def drain(self, timeout_s: float) -> bool:
         """Whether both lanes came to an end of what they were given."""

@@ -88,7 +88,7 @@ class Staged(Route):
             with self._staging.lane(bucket):
                 if stage == 0 and bucket.in_means:
                     self._to_means(bucket)
-                staged.advance(stage, self._step.failed, self._step.recorder)
+                staged.advance(stage, self._step)
                 if stage + 1 == len(staged.segments):
                     self._staging.settle()
         except CorruptFrame as error:

@@ -15,10 +15,10 @@ from commlayer.compressors.debts import cut_of
 from commlayer.compressors.one_round import accumulator
 from commlayer.compressors.reducing import Reduced
 from commlayer.errors import CorruptFrame
-from commlayer.observe import Recorder
 from commlayer.records import Spec
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.routes.path_program import Decode, Encode, Exchange, Range, Segment
+from commlayer.runtime.step import Counters, Step
 from commlayer.transport.pending import Pending
 from commlayer.transport.stage_groups import Channel, Channels
 
@@ -28,6 +28,21 @@ FOREVER_S = 1e9
 """A deadline that the training thread's own ends: it latches an error, which ends the wait."""
 
 Error = Callable[[], BaseException | None]
+
+
+def carried(e: Exchange, own: int, whole: int) -> tuple[int, int]:
+    """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part: an all-reduce
+    as a ring, any other as direct sends."""
+    others = e.size - 1
+    if e.name == "allreduce":
+        return 2 * others * whole // e.size, 2 * others * whole // e.size
+    if e.name in ("alltoall", "reduce_scatter"):
+        return whole - own, others * own
+    if e.name == "allgather":
+        return others * own, others * own
+    if e.name == "broadcast":
+        return (others * own, 0) if e.place == e.root else (0, own)
+    return (0, others * own) if e.place == e.root else (own, 0)  # gather and reduce
 
 
 class _Coder(NamedTuple):
@@ -107,13 +122,13 @@ class StagedBucket:
         spec = self.bucket.spec if widest == self.bucket.numel else Spec((widest,))
         return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
 
-    def advance(self, stage: int, failed: Error, recorder: Recorder) -> None:
+    def advance(self, stage: int, now: Step) -> None:
         """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
-        bucket = self.bucket.id
+        bucket, recorder = self.bucket.id, now.recorder
         if stage == 0:
             self._started.clear()
         if self._under is not None:
-            self._under.pending.over(FOREVER_S, failed)
+            self._under.pending.over(FOREVER_S, now.failed)
             self._under.then()
             self._under = None
             recorder.add(*self._issued)
@@ -121,13 +136,15 @@ class StagedBucket:
             begin = time.perf_counter()
             if isinstance(step, Encode):
                 self._encode(step)
+                now.counters.coded(encode_s=time.perf_counter() - begin)
             else:
                 self._decode(step)
+                now.counters.coded(decode_s=time.perf_counter() - begin)
             recorder.add(f"{'encode' if isinstance(step, Encode) else 'decode'}@{step.device}", bucket, begin)
         exchange = self.segments[stage].exchange
         if exchange is not None:
             self._issued = f"{exchange.scope}.{exchange.name}", bucket, time.perf_counter()
-            self._under = self._begin(exchange, self._channels[stage, exchange.scope])
+            self._under = self._begin(exchange, self._channels[stage, exchange.scope], now.counters)
 
     def reset(self) -> None:
         """Before a step."""
@@ -183,14 +200,20 @@ class StagedBucket:
 
     # ---- exchanges
 
-    def _begin(self, e: Exchange, channel: Channel) -> _Under:
-        if e.coded:
-            return self._reduce_coded(e, channel) if e.name == "allreduce" else self._move_payloads(e, channel)
-        return self._move_floats(e, channel)
+    def _begin(self, e: Exchange, channel: Channel, counters: Counters) -> _Under:
+        def count(own: int, whole: int) -> None:
+            if e.scope != "node":  # which is no network
+                counters.carried(*carried(e, own, whole))
 
-    def _move_floats(self, e: Exchange, channel: Channel) -> _Under:
+        if e.coded:
+            return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)
+        return self._move_floats(e, channel, count)
+
+    def _move_floats(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         x = self.bucket.x
         whole = x[e.span[0] : e.span[1]]
+        if e.name in ("allreduce", "reduce", "broadcast"):
+            count(whole.nbytes, whole.nbytes)
         if e.name == "allreduce":
             return _Under(channel.allreduce(whole), _nothing)
         if e.name == "reduce":
@@ -202,11 +225,13 @@ class StagedBucket:
         if e.name == "reduce_scatter":
             # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
             rows = x.new_empty(e.size * mine.numel())
+            count(mine.nbytes, whole.nbytes)
             pending = channel.alltoall(rows, whole, [mine.numel()] * e.size, sizes)
             return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
         most = max(sizes)
         padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
         padded[: mine.numel()] = mine
+        count(padded.nbytes, rows.nbytes)
         pending = channel.allgather(rows, padded)
 
         def spread() -> None:
@@ -215,20 +240,23 @@ class StagedBucket:
 
         return _Under(pending, spread)
 
-    def _move_payloads(self, e: Exchange, channel: Channel) -> _Under:
+    def _move_payloads(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         # From where x lies, which is where the groups move floats as well.
         payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
         if e.name == "broadcast":
             if e.place != e.root:
                 payloads = payloads.new_empty((e.units, e.pieces, slot))
+            count(payloads.nbytes, payloads.nbytes)
             return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
         if e.name == "alltoall":
             got = torch.empty_like(payloads)
+            count(payloads.nbytes // e.size, payloads.nbytes)
             pending = channel.alltoall(got, payloads.contiguous(), None, None)
             # [member, unit, piece, byte], the members' payloads of one unit side by side
             shape = (e.size, e.units // e.size, e.pieces, slot)
             return _Under(pending, lambda: self._keep(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
         rows = payloads.new_empty((e.size, e.units, e.pieces, slot))
+        count(payloads.nbytes, rows.nbytes)
         if e.name == "gather":
             pending = channel.gather(payloads.contiguous(), list(rows) if e.place == e.root else None, e.root)
         else:
@@ -237,7 +265,7 @@ class StagedBucket:
             return _Under(pending, lambda: self._keep(rows.view(-1, e.pieces, slot)))
         return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
-    def _reduce_coded(self, e: Exchange, channel: Channel) -> _Under:
+    def _reduce_coded(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         """One round of a SUM or MAX codec: accumulators add up without being decoded."""
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
@@ -245,6 +273,7 @@ class StagedBucket:
         codec.add(r, _payload(slot), acc, first=True)
         reduced = Reduced(acc, e.size)
         largest = codec.rounds[r] is Round.MAX
+        count(reduced.values.nbytes, reduced.values.nbytes)
         works = [channel.allreduce(reduced.values, largest=largest)] if reduced.values.numel() else []
         works.append(channel.allreduce(reduced.facts, largest=True))
 

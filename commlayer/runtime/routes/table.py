@@ -48,6 +48,10 @@ class Routes(NamedTuple):
         if self.exchange is not None:
             self.exchange.stalled(bucket, step, missing)
 
+    def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
+        """Peers without whom a bucket that goes over a server has no result yet."""
+        return () if self.exchange is None else self.exchange.awaited(bucket)
+
     def drain(self, timeout_s: float) -> bool:
         """Whether all threads came to an end of what they were given, each within that time."""
         shared = [each.drain(timeout_s) for each in (self.exchange, self.handing) if each is not None]

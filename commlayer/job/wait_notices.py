@@ -1,0 +1,74 @@
+"""Logs which members a rank waits for: a line after 5 s, more at growing intervals, and one when the wait is over."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+FIRST_S = 5.0
+GROWTH = 2.0
+LOOK_S = 1.0
+"""Training stores one number when it begins to wait and one when it goes on; this thread looks at them so often."""
+
+
+class Waiting(Protocol):
+    """The worker in force."""
+
+    waiting_since: float
+
+    @property
+    def waits_s(self) -> float: ...
+
+    def missing(self) -> tuple[str, ...]: ...
+
+
+class State(NamedTuple):
+    """What has been logged of the wait that began at `since`."""
+
+    since: float = 0.0
+    who: str = ""
+    next_s: float = FIRST_S
+
+
+def decide(state: State, since: float, now: float, told: Callable[[], tuple[str, str]]) -> tuple[State, str]:
+    """The state after a look, and the line to log or "". `since`: when the wait under way began, 0 for none. `told`: for whom
+    it is, and how long it may last."""
+    if since != state.since:
+        over = f"goes on after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
+        return State(since), over
+    if not since or now - since < state.next_s:
+        return state, ""
+    who, limits = told()
+    return State(since, who, GROWTH * state.next_s), f"waiting for {who}: {now - since:.0f} s, {limits}"
+
+
+class WaitNotices:
+    """A thread that looks at the worker in force, until close()."""
+
+    def __init__(self, worker: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
+                 log: Callable[[str, int], None]) -> None:
+        """`called` gives a peer's name for people. A peer that is silent for `silent_s` counts as dead."""
+        self._worker, self._called, self._silent_s, self._log = worker, called, silent_s, log
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        state = State()
+        while not self._closing.wait(LOOK_S):
+            if (worker := self._worker()) is not None:
+                state, line = decide(state, worker.waiting_since, time.monotonic(), functools.partial(self._told, worker))
+                if line:
+                    self._log(line, logging.WARNING)
+
+    def _told(self, worker: Waiting) -> tuple[str, str]:
+        who = ", ".join(map(self._called, worker.missing())) or "other ranks"
+        return who, f"up to {worker.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(2 * LOOK_S)
