@@ -249,7 +249,7 @@ def converted(rank: int, address: str) -> str:
 def test_a_model_of_another_type_than_was_attached_is_refused_by_name() -> None:
     with pool_kit.Servers(WORLD, 1) as servers:
         for said in pool(WORLD).call(converted, servers.address):
-            assert said.startswith("parameter words.weight is torch.float64, and was torch.float32"), said
+            assert said.startswith("parameter scale is torch.float64, and was torch.float32"), said
 
 
 def refused(rank: int, address: str) -> list[str]:

@@ -92,7 +92,7 @@ class ParameterDrift:
         self._compared = connection.fresh and connection.local is not None
         """Whether settings and states have been."""
         self.begin_again()
-        connection.on_close.append(register_optimizer_step_post_hook(self._stepped).remove)
+        connection.on_close.append(register_optimizer_step_post_hook(torch.compiler.disable(self._stepped)).remove)
 
     def begin_again(self) -> None:
         """With the first round: there is somebody now who knows of none before. All ranks call it in the same step."""

@@ -30,7 +30,7 @@ class Averaged:
         self._parameters = [p for _, p in named]
         _averaged.update((p, name) for name, p in named)
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_before_step)
+            _hook = register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
 
     def remove(self) -> None:
         global _hook

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from commlayer.runtime.hooks import uncompiled
+
 log = logging.getLogger("commlayer")
 
 NOBODY_STEPS = (
@@ -61,8 +63,8 @@ class AverageUse:
         """Tensors that some optimizer holds, so that it is seen when they are stepped."""
         self._said = False
         self._of_steps: list[Any] = [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
-            torch_optimizer.register_optimizer_step_post_hook(self._after_step),
+            torch_optimizer.register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step)),
+            torch_optimizer.register_optimizer_step_post_hook(torch.compiler.disable(self._after_step)),
         ]
         self._of_parameters: list[Any] = []
 
@@ -85,8 +87,9 @@ class AverageUse:
     def _watch(self) -> None:
         for number, p in enumerate(self._parameters):
             if p.requires_grad:
-                self._of_parameters.append(p.register_hook(functools.partial(self._before_adding, number)))
-                self._of_parameters.append(p.register_post_accumulate_grad_hook(functools.partial(self._added, number)))
+                self._of_parameters.append(p.register_hook(uncompiled(functools.partial(self._before_adding, number))))
+                self._of_parameters.append(p.register_post_accumulate_grad_hook(
+                    uncompiled(functools.partial(self._added, number))))
 
     def _look_away(self) -> None:
         for handle in self._of_parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -30,6 +31,18 @@ TAKEN = (
 )
 
 
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile from a hook that autograd calls, and from what that calls: a compiled function may call backward().
+
+    torch.compiler.disable does the same with a wrapper that costs more than a hook.
+    """
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(getattr(inner, "__func__", inner).__code__, frames._FrameExecStrategy(skip, skip))
+    return hook
+
+
 class Hooks:
     """Calls `ready(tensor, gradient)` for each parameter and `finish()` when the outermost backward pass ends.
 
@@ -56,9 +69,8 @@ class Hooks:
         self._climbing: list[Any] = []
         self._brought: list[torch.Tensor] = []
         """Parameters that have got a gradient in this pass."""
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(parameters) if p.requires_grad
-        ]
+        self._handles = [p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
+                         for number, p in enumerate(parameters) if p.requires_grad]
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def final(parameter: torch.Tensor) -> None:
@@ -92,7 +104,7 @@ class Hooks:
             self._root = _nothing if root is None else weakref.ref(root)
         self._graphs.add(graph)
         if node is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(uncompiled(self._end))
             return
         self._segmented = self._holds = True
         if not self._logged:
@@ -105,7 +117,7 @@ class Hooks:
         def queue(_gradients: Any) -> None:
             for handle in handles:
                 handle.remove()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(uncompiled(self._end))
 
         handles = [after.register_prehook(queue) for after, _ in node.next_functions if after is not None]
         self._climbing += handles

@@ -1,0 +1,42 @@
+"""torch.compile of a function that holds forward, backward and optimizer step: hooks run as without it. Real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attach_kit import coordinators, data, mlp, weights
+from pool_kit import pool, quick, ranks_first
+from torch import nn
+
+import commlayer
+
+WORLD, STEPS = 2, 3
+_ranks = ranks_first(WORLD)
+
+
+def trained(rank: int, codec: str, compiled: bool, address: str) -> dict[str, torch.Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan=codec, config=quick(join=address)):
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        for number in range(STEPS):
+            run(*data(rank, number))
+    torch._dynamo.reset()
+    return weights(model)
+
+
+@pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.1)"])
+def test_a_compiled_step_trains_as_one_that_is_not(codec: str) -> None:
+    found = []
+    for compiled in (False, True):
+        with coordinators(1, WORLD, 1) as made:
+            found += pool(WORLD).call(trained, codec, compiled, made[0].address)
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            torch.testing.assert_close(other[name], tensor)
+    assert all(torch.equal(found[2][name], found[3][name]) for name in found[2]), "ranks are alike"
