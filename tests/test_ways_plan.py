@@ -38,6 +38,7 @@ def plan(*, stale: bool = False, **fields: Any) -> Plan:
     ({"local_steps": 4}, {"overlap": "round"}, {"local_steps": 4, "overlap": "round"}),
     ({"local_steps": 4, "overlap": "round"}, {"every": 4}, {"local_steps": 4, "overlap": "round"}),
     ({"overlap": "forward"}, {"codes": "gradients", "every": 1}, {"overlap": "forward"}),
+    ({}, {"every": 4, "fragments": 4}, {"local_steps": 4, "fragments": 2}),
 ])
 def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[str, Any], wanted: dict[str, Any]) -> None:
     every, codes = asked.pop("every", None), asked.pop("codes", None)
@@ -52,7 +53,7 @@ def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[s
     ({"codes": "updates"}, Asked(codes="gradients"), "codes='gradients', but the plan is one of coded updates"),
     ({"local_steps": 8}, Asked(codes="gradients"), "codes='gradients', but the plan is one of 8 local steps"),
     ({"overlap": "forward"}, Asked(every=4, overlap="round"), "overlap='round', but the plan has overlap='forward'"),
-    ({"local_steps": 4, "fragments": 2}, Asked(fragments=4), "fragments: got 4 with every=4, and the plan has 2"),
+    ({"local_steps": 4, "fragments": 2}, Asked(fragments=1), "fragments: got 1 with every=4, and the plan has 2"),
     ({"stale": True}, Asked(codes="updates"), "a step late, and updates are coded"),
 ])
 def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: Asked, said: str) -> None:
