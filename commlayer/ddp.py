@@ -9,7 +9,7 @@ not seen which parameters there are.
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,12 @@ from commlayer.job.observers import Observers
 from commlayer.job.optimizer_settings import settings_of
 from commlayer.job.rendezvous import Start, group_of
 from commlayer.job.start import connect
+from commlayer.job.step_guard import WITH_DDP, StepGuard
 from commlayer.job.step_loop import StepLoop
 from commlayer.job.ways import read_ways
 from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.optim import family_of
-from commlayer.runtime.hooks import TAKEN
+from commlayer.runtime.hooks import COMPILED, TAKEN, in_compiled_autograd
 from commlayer.runtime.lanes import Lane
 from commlayer.runtime.model_job import check_dense, check_quarantine
 from commlayer.runtime.write_gradients import write_gradient
@@ -85,7 +86,7 @@ class HookState:
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
-        self._attached: AttachedModel | None = None
+        self._guard: StepGuard | None = None
         self._unused_here: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters that this rank has not used in the last pass, with averages that are for them all the same."""
         self._actions: list[Callable[[], None]] = []
@@ -102,6 +103,8 @@ class HookState:
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """One bucket of DDP's; its future completes when the whole step is in."""
+        if in_compiled_autograd():
+            self._latch(RuntimeError(COMPILED))
         if self._error is not None:
             raise self._error
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -174,16 +177,20 @@ class HookState:
         self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
         self.connection.on_close.append(self.release)
         self.connection.after_regroup.append(self._regroup)
-        self._attached = AttachedModel(self.module, found.named, self._optimizer,
-                                       getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.connection.on_close.append(self._attached.remove)
+        if self.connection.worker is None:
+            self._unwatch()
+        else:
+            self.watch(found.named)
+        self.connection.on_close.append(self._unwatch)
         self._loop = StepLoop(
             self.connection, [p for _, p in found.named if isinstance(p, nn.Parameter)], found.named, optimizer=self._optimizer,
             scaler=self._scaler, config=self._config, observers=self.observers,
-            schedule=None if self.ways is None else self.ways.schedule(self.connection, found.named, self.observers))
-        if self.ways is not None and self.connection.worker is not None:
+            schedule=None if self.ways is None else self.ways.schedule(self.connection, found.named, self.observers,
+                                                                               self._guard),
+            guard=self._guard)
+        if self.ways is not None and self._guard is not None:
             self.connection.after_switch.append(self._weigh)
-            self.ways.follow(self._loop, functools.partial(self._attached.check, self._latch))
+            self.ways.follow(self._loop, self._guard)
             self._weigh()
         for action in self._actions:
             action()
@@ -202,7 +209,7 @@ class HookState:
         if self._lane is not None:
             self._lane.close(CLOSING_S)
         self._closed = self._error is None
-        self._lane = self._loop = self._attached = self.ways = self.module = None
+        self._lane = self._loop = self._guard = self.ways = self.module = None
         self._optimizer = self._scaler = None
         self.connection, self.observers = Connection(), Observers()
         for kept in (self._numbers, self._step, self._unused_here, self._actions, self._brought):
@@ -219,6 +226,18 @@ class HookState:
         self._process_group = None
         if (ddp := wrapper_of(self)) is not None:
             ddp.process_group = dist.distributed_c10d._get_default_group()
+
+    def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """From now on optimizers that step these parameters are checked."""
+        if self._guard is None:
+            ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+            named = [(name, p) for name, p in named if name not in ignored]
+            self._guard = StepGuard(AttachedModel(self.module, named, self._optimizer, ignored), named, self._latch, WITH_DDP)
+
+    def _unwatch(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
     def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """ValueError if another session averages one of them."""
@@ -282,8 +301,8 @@ class HookState:
         patience_s = 0.0 if made.worker is None else made.worker.patience()
         if not self._ended.wait(self._config.deadline_s + ENDING_S + made.waits.verdict_s + patience_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
-        if self._attached is not None and self.connection.worker is not None:
-            self._attached.check(self._latch)
+        if self._guard is not None:
+            self._guard.check()
         for p in self._brought if torch._C._current_graph_task_id() == self._pass else ():
             if p.grad is None:
                 self._latch(RuntimeError(TAKEN.format(tuple(p.shape))))
@@ -317,6 +336,7 @@ class HookState:
 
     def detach(self) -> None:
         """The session ends."""
+        self._unwatch()
         if self.ways is not None:
             self.ways.remove()
             if self._loop is not None:

@@ -16,7 +16,7 @@ from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
 from commlayer.errors import cause_of
 from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of
+from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.job.allowed_ways import check_local, check_overlap, forbids_of
 from commlayer.job.clipping import Clipping, checked, clipping
 from commlayer.job.connection import Connection
@@ -29,7 +29,6 @@ from commlayer.job.quiet_ddp import QuietDDP, check_silenceable, silenceable
 from commlayer.job.rendezvous import Start, group_of
 from commlayer.job.replica import Replica
 from commlayer.job.start import connect
-from commlayer.job.step_in_backward import Averaged, refuse
 from commlayer.job.switch import switch as go_over
 from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of, usual
@@ -139,8 +138,9 @@ class Session:
 
     @property
     def step(self) -> int:
-        """How many training steps the job has made since it began, as backward passes count, dropped ones among them; alone,
-        as steps of the optimizer count, if it was given. At the start that is 0, but in a home that has joined a running job:
+        """How many training steps the job has made since it began, dropped ones among them. Backward passes outside of no_sync
+        count; under local steps optimizer steps do, and alone, if an optimizer was given. At the start that is 0, but in a home
+        that has joined a running job:
         `for step in range(session.step, steps)`."""
         return self._driver.connection.passes
 
@@ -220,7 +220,7 @@ def attach(
         read = read_config(config)
         check_quarantine(read.quarantine, scaler)
         check_model(model)
-        refuse(model.named_parameters())
+        refuse_steps_in_backward(model.named_parameters())
         asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None
         if asked.updates:
             check_local(optimizer, f"every={every}" if every not in (None, 1) else "codes='updates'")
@@ -285,7 +285,9 @@ class _DDPDriver:
         except BaseException:
             state.release()
             raise
-        self._averaged = Averaged(parameters_of(model.module))  # the hook learns them in the first backward pass
+        if model.process_group.size() > 1:
+            state.module = model.module  # the hook learns of it in the first backward pass only
+            state.watch(parameters_of(model.module))
         self._ended: tuple[Connection, Observers] | None = None
 
     @property
@@ -317,7 +319,6 @@ class _DDPDriver:
     def detach(self) -> None:
         """DDP has no way to take a hook out again: it keeps the state, which drops what this session still shows."""
         self._ended = self._ended or (self._state.connection, self._state.observers)
-        self._averaged.remove()
         self._state.detach()
 
 

@@ -16,6 +16,7 @@ from commlayer.records import Job
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SHARDED = "each rank has a shard of it, and commlayer averages whole gradients: use a plain module or DistributedDataParallel"
+STEP_AFTER_BACKWARD = "averages are there when backward() returns, so step then, with one optimizer over model.parameters()"
 
 _claims: Any = WeakIdKeyDictionary()
 """By parameter, who averages its gradients."""
@@ -63,6 +64,14 @@ def check_model(model: nn.Module) -> None:
 def check_parameter(name: str, p: torch.Tensor) -> None:
     if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
         raise ValueError(f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
+
+
+def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """ValueError for what apply_optimizer_in_backward has marked: its steps take this rank's own gradients."""
+    for name, p in named:
+        for optimizer in getattr(p, "_in_backward_optimizers", ()):
+            raise ValueError(f"{name} is stepped inside backward by {type(optimizer).__name__} (apply_optimizer_in_backward), "
+                             f"with what its own rank has: {STEP_AFTER_BACKWARD}")
 
 
 def check_dtypes(job: Job) -> None:

@@ -13,14 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from commlayer.job.step_in_backward import Averaged, is_averaged
+from torch.utils.weak import WeakIdKeyDictionary
 
 log = logging.getLogger("commlayer")
 
 REMEDY = "session.close(), then attach again"
 NAMED = 3
 """Number of parameters that one line names."""
+
+_averaged: Any = WeakIdKeyDictionary()
+"""The parameters that some session of this process averages."""
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Whether a session of this process averages its gradients."""
+    return parameter in _averaged
 
 
 class AttachedModel:
@@ -34,7 +41,7 @@ class AttachedModel:
         self._model, self._optimizer, self._ignored = model, optimizer, ignored
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
         self._kept = [p for _, p in named]  # so that no other object gets their ids
-        self._averaged = Averaged(named)
+        _averaged.update((p, None) for p in self._kept)
         self._stepped = [p for group in self._groups() for p in group]
         self._known = {id(p) for p in self._stepped}
         self._asked = False
@@ -49,21 +56,30 @@ class AttachedModel:
         self._frozen = [p for _, p in self._others()]
         self._grouped = [[*map(id, group)] for group in self._groups()]
 
-    def check(self, latch: Callable[[BaseException], None]) -> None:
-        """ValueError with the name of a parameter that is trained, but not averaged. It is latched: no step can follow."""
+    def check(self, latch: Callable[[BaseException], None], stranger: Any = None) -> None:
+        """ValueError with the name of a parameter that is trained, but not averaged. It is latched: no step can follow.
+
+        `stranger`: an optimizer without an averaged parameter, which is about to step. It matters if it holds another parameter
+        of this model.
+        """
         try:
-            self._check()
+            if stranger is None:
+                self._tell_others_once()
+            if self._changed() and (stranger is None or self._holds_others(stranger)):
+                self._check()
         except ValueError as error:
             latch(error)
             raise
 
-    def _check(self) -> None:
-        if not self._asked:
-            self._asked = True
-            self._tell_others()
+    def _changed(self) -> bool:
         grouped = [[*map(id, group)] for group in self._groups()]
-        if grouped == self._grouped and not any(map(_trained, self._frozen)) and self._marks() == self._seen:
-            return
+        return grouped != self._grouped or any(map(_trained, self._frozen)) or self._marks() != self._seen
+
+    def _holds_others(self, optimizer: Any) -> bool:
+        others = {id(p) for _, p in self._others()}
+        return any(id(p) in others for group in optimizer.param_groups for p in group["params"])
+
+    def _check(self) -> None:
         for name, p in self._others():
             if p.requires_grad:
                 was = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
@@ -80,7 +96,9 @@ class AttachedModel:
 
     def remove(self) -> None:
         """The session ends."""
-        self._averaged.remove()
+        for p in self._kept:
+            _averaged.pop(p, None)
+        self._kept.clear()
 
     def _marks(self) -> list[int]:
         """Which parameters and modules are in each module."""
@@ -95,8 +113,11 @@ class AttachedModel:
     def _groups(self) -> list[list[Any]]:
         return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
 
-    def _tell_others(self) -> None:
+    def _tell_others_once(self) -> None:
         """At the first step, when other models that the optimizer serves are attached, too."""
+        if self._asked:
+            return
+        self._asked = True
         model = {id(p) for p in self._model.parameters()} if self._model is not None else set()
         others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
         if others and self._model is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import OptimizerHooks
 from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
+from commlayer.job.step_guard import StepGuard
 from commlayer.job.step_loop import StepLoop
 from commlayer.job.ways import Asked, Forbids
 from commlayer.optim import Outer
@@ -44,6 +45,7 @@ class DDPWays:
 
     def schedule(
         self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], observers: Observers,
+        guard: StepGuard | None,
     ) -> ExchangeSchedule:
         """`named`: the parameters by number."""
         self._connection, self._names = connection, [name for name, _ in named]
@@ -52,11 +54,12 @@ class DDPWays:
         connection.terms.useless = useless_of(connection, None, clips=False)
         return ExchangeSchedule(
             self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self._outer, connection=connection,
-            observers=observers, deadline_s=self._deadline_s, share=self._share_buffers)
+            observers=observers, deadline_s=self._deadline_s, guard=guard, optimizer=self._optimizer,
+            share=self._share_buffers)
 
-    def follow(self, loop: StepLoop, check: Callable[[], None]) -> None:
-        """From now on, whatever plan is in force. `check` is called behind each pass of a local step."""
-        self._loop, self._check = loop, check
+    def follow(self, loop: StepLoop, guard: StepGuard) -> None:
+        """From now on, whatever plan is in force."""
+        self._loop, self._guard = loop, guard
         self._connection.after_switch.append(self._enter)
         self._enter()
 
@@ -74,7 +77,7 @@ class DDPWays:
 
     def _end(self) -> None:
         """A backward pass is over."""
-        self._check()
+        self._guard.check()
         self._loop.count_local()
 
     def remove(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
+from commlayer.job.step_guard import StepGuard
 from commlayer.job.told_lengths import ToldLengths
 from commlayer.optim import Outer
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
@@ -28,20 +30,29 @@ def _nothing() -> None:
 class ExchangeSchedule:
     """Of one attached model, under whatever plan is in force; under one that averages gradients it does nothing.
 
-    Steps are counted by backward passes, which all ranks have alike: a scaler may skip an optimizer step on one rank alone. An
-    exchange follows the optimizer's step, or if that was skipped, comes before the next forward pass of the training.
+    Steps are counted by the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
+    that a scaler skips on one rank alone counts there, too. A pass begins another step if gradients were applied or cleared
+    before it. A step with gradients of no backward pass, as of torch.autograd.grad, counts as it begins.
+
+    An exchange follows the optimizer's step, or if that was skipped, comes before the next forward pass of the training.
     """
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
         hooks: OptimizerHooks, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
-        share: Callable[[], None] = _nothing,
+        guard: StepGuard | None = None, optimizer: Any = None, share: Callable[[], None] = _nothing,
     ) -> None:
         """`model`: the module whose forward passes come behind exchanges. `share` is called with each, on all ranks."""
         self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
-        self._share = share
+        self._share, self._guard, self._optimizer = share, guard, optimizer
+        self._counted = False
+        """Whether a step was counted since steps are local."""
+        self._noted = 0, 0
+        """How many gradients there were after the last pass, and the sum of their versions."""
+        if guard is not None:
+            guard.local_step = self._local_step
         self.merged: Callable[..., None] | None = None
         """See LocalSteps."""
         self._lengths = ToldLengths(connection, outer, deadline_s)
@@ -59,13 +70,67 @@ class ExchangeSchedule:
     def local(self) -> LocalSteps | None:
         return self._connection.local
 
-    def count(self, scale: float) -> bool:
-        """A backward pass is over, of a loss times `scale`. Whether it was of a local step."""
+    def count(self, scale: float, *, adds: bool = True) -> bool:
+        """A backward pass is over, of a loss times `scale`. Whether it was of a local step.
+
+        `adds`: it has added to gradients. Otherwise the script has put them in place.
+        """
         if self.local is None:
             return False
+        if not self._accumulates or (adds and not self._stepping and self._cleared()):
+            self._count(scale)
+        self._noted = self._versions()
+        return True
+
+    def _count(self, scale: float = 1.0) -> None:
+        assert self.local is not None
+        self._counted = True
         self.local.count(scale)
         self._connection.passed()
+        if self._guard is not None:
+            self._guard.exchanged()
+
+    def _local_step(self, counts: bool) -> bool:
+        if self.local is None:
+            return False
+        if counts:
+            self._count()
+        elif self._counted:  # else its gradients are averages of the plan before
+            self.local.begin()
         return True
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether a local step is counted whose gradients the optimizer has not applied yet."""
+        return self._counted and self._guard is not None and self._guard.awaits_step(self._optimizer)
+
+    @property
+    def _stepping(self) -> bool:
+        return self._guard is not None and self._guard.inside
+
+    def _versions(self) -> tuple[int, int]:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        return len(grads), sum(grad._version for grad in grads)
+
+    def _cleared(self) -> bool:
+        """Whether gradients were cleared before the last pass added to them. Adding moves the version of each by one, and
+        clearing by one more; gradients in place of None begin at version 0."""
+        count, versions = self._noted
+        return not 1 <= self._versions()[1] - versions <= count
+
+    def _skipped(self) -> bool:
+        """Before a forward pass: whether gradients that no step has applied are gone, zeros or not finite."""
+        grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
+        largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
+        return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if not model.training or self.local is None or self._stepping:
+            return
+        if not self._accumulates or (self.local.due and self._skipped()):
+            self._if_due()
+        elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
+            self._noted = self._versions()  # clipped, or a scale was taken out: they are not cleared
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
         """The others have let this rank in, in an exchange. `given`: what they gave."""
@@ -120,8 +185,9 @@ class ExchangeSchedule:
             made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
                                     hold=self._invites, merged=self._heard)
             made.local.owe(made.worker.unpaid)
+            self._counted = False
             self._hooks.join(self._around)
-            self._forward = self._model.register_forward_pre_hook(lambda model, _: self._if_due() if model.training else None)
+            self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
         made.local.go(plan.local_steps, **how, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
 from commlayer.runtime.finite import all_finite
+from commlayer.runtime.optimizer_steps import watch
 from commlayer.runtime.step import Regroup
 
 log = logging.getLogger("commlayer")
@@ -45,8 +46,7 @@ class FiniteSteps:
         """Whether an optimizer is inside a step, with a closure."""
         self._in_row = self._spoilt = 0
         """So many steps have been dropped one after the other, and so many exchanges."""
-        for handle in (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)):
-            connection.on_close.append(handle.remove)
+        connection.on_close.append(watch(self._before, self._after))
 
     # ---- averaged gradients
 

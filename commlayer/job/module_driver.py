@@ -24,6 +24,7 @@ from commlayer.job.observers import Observers
 from commlayer.job.optimizer_hooks import OptimizerHooks
 from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
+from commlayer.job.step_guard import StepGuard
 from commlayer.job.step_loop import StepLoop
 from commlayer.optim import Outer
 from commlayer.runtime.forward_order import ForwardOrder
@@ -63,15 +64,20 @@ class ModuleDriver:
         """The gradients that the last step wrote."""
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
-        self._attached: AttachedModel | None = None
+        self._guard: StepGuard | None = None
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
         steps = OptimizerHooks(optimizer)
+        if connection.worker is not None:
+            named = parameters_of(model)
+            self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: self._loop.worker.latch(error))
+            connection.on_close.append(self._guard.remove)
         connection.catch_up.append(self._catch_up)
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, hooks=steps, outer=outer,
-                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s)
+                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s,
+                                    guard=self._guard, optimizer=optimizer)
         self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
-                              config=config, observers=self.observers, schedule=schedule)
+                              config=config, observers=self.observers, schedule=schedule, guard=self._guard)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         self._alone: Any = None
@@ -85,8 +91,6 @@ class ModuleDriver:
             connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
             connection.bring_in.append(self._complete)
             connection.on_close.append(self._drop)
-            self._attached = AttachedModel(model, parameters_of(model), optimizer)
-            connection.on_close.append(self._attached.remove)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
             ordered = [*self._parameters, *self._buffers_now()]
             self._enter()
@@ -147,7 +151,7 @@ class ModuleDriver:
 
     def synchronize(self) -> None:
         if not self._complete() and self._written != self._gradients():
-            self._end()
+            self._end(adds=False)
             self._complete()
 
     def _catch_up(self) -> None:
@@ -196,12 +200,12 @@ class ModuleDriver:
             gradient = self._rows.dense(number, gradient)
         self._loop.ready(number, gradient)
 
-    def _end(self) -> None:
-        """A backward pass is over, or the script asks for it."""
-        if self._attached is None:
+    def _end(self, *, adds: bool = True) -> None:
+        """A backward pass is over; or, where it `adds` nothing, the script asks for it."""
+        if self._guard is None:
             return
-        self._attached.check(self._loop.worker.latch)
-        if self._loop.count_local():
+        self._guard.check()
+        if self._loop.count_local(adds=adds):
             return
         if self._overlap is not None:
             self._overlap.look()  # where no gradient came first: the step before is over

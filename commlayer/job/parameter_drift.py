@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
 
 from commlayer.config import Config
 from commlayer.errors import CommError
@@ -32,6 +32,7 @@ from commlayer.job.optimizer_settings import differences, digest, settings_of, s
 from commlayer.job.replica import share_optimizer
 from commlayer.job.spacing import steps_between
 from commlayer.runtime.ended_peers import UNEQUAL
+from commlayer.runtime.optimizer_steps import watch
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather, gather_bytes
 from commlayer.transport.groups import Groups
@@ -92,7 +93,7 @@ class ParameterDrift:
         self._compared = connection.fresh and connection.local is not None
         """Whether settings and states have been."""
         self.begin_again()
-        connection.on_close.append(register_optimizer_step_post_hook(torch.compiler.disable(self._stepped)).remove)
+        connection.on_close.append(watch(after=self._stepped))
 
     def begin_again(self) -> None:
         """With the first round: there is somebody now who knows of none before. All ranks call it in the same step."""

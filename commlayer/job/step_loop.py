@@ -28,6 +28,7 @@ from commlayer.job.finite_steps import FiniteSteps
 from commlayer.job.observers import Observer, Observers, Place
 from commlayer.job.parameter_drift import drift_of
 from commlayer.job.stale_plan import watch_of
+from commlayer.job.step_guard import StepGuard
 from commlayer.job.trace import trace_once
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.model_job import learning_rate, loss_scale
@@ -42,13 +43,14 @@ class StepLoop:
     def __init__(
         self, connection: Connection, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
+        guard: StepGuard | None = None,
     ) -> None:
         """`parameters`: those that are averaged, by number. `compared`: what must be the same on all ranks, by name.
 
         `schedule`: when local steps are exchanged; None if there cannot be any.
         """
         self.connection, self.observers = connection, observers
-        self._optimizer, self._scaler, self._schedule = optimizer, scaler, schedule
+        self._optimizer, self._scaler, self._schedule, self._step_guard = optimizer, scaler, schedule, guard
         self._compared = compared
         self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
@@ -118,9 +120,9 @@ class StepLoop:
         """Whether this pass has added to that parameter's gradient, as far as anybody sees."""
         return self._use is None or not self._use.watching or number in self._use.touched
 
-    def count_local(self) -> bool:
-        """A backward pass is over. Whether it was of a local step, which ends with the optimizer's."""
-        if self._schedule is None or not self._schedule.count(loss_scale(self._scaler)):
+    def count_local(self, *, adds: bool = True) -> bool:
+        """See ExchangeSchedule.count."""
+        if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         with contextlib.suppress(Regroup):
             for drift in self.observers.at(Place.PARAMETER_DRIFT):
@@ -162,8 +164,13 @@ class StepLoop:
         into = targets()
         worker = self.worker
         worker.commit(into)
+        self._exchanged()
         self.judged(worker)
         return into
+
+    def _exchanged(self) -> None:
+        if self._step_guard is not None:
+            self._step_guard.exchanged()
 
     def judged(self, worker: Worker, *, dropped: bool = False) -> None:
         """A step has ended. `dropped`: what was not finite in it has not been applied."""
@@ -209,6 +216,7 @@ class StepLoop:
         self.worker.complete(leftovers)
         if self._finite is not None:
             self._finite.begun()
+        self._exchanged()
         self.connection.passed()
         self.worker.stopwatch.start()
 
@@ -268,7 +276,9 @@ class StepLoop:
         if worker is None:
             return False
         self._units(worker)
-        return hand_out(worker, parameters)
+        if found := hand_out(worker, parameters):
+            self._exchanged()
+        return found
 
     def detach(self) -> None:
         """No more steps of this model."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
 from commlayer.runtime.hooks import uncompiled
+from commlayer.runtime.optimizer_steps import watch
 
 log = logging.getLogger("commlayer")
 
@@ -62,10 +62,7 @@ class AverageUse:
         self._known = set(self._mine(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else set()
         """Tensors that some optimizer holds, so that it is seen when they are stepped."""
         self._said = False
-        self._of_steps: list[Any] = [
-            torch_optimizer.register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step)),
-            torch_optimizer.register_optimizer_step_post_hook(torch.compiler.disable(self._after_step)),
-        ]
+        self._end_watch = watch(self._before_step, self._after_step)
         self._of_parameters: list[Any] = []
 
     @property
@@ -107,9 +104,7 @@ class AverageUse:
         self._open.clear()
 
     def detach(self) -> None:
-        for handle in self._of_steps:
-            handle.remove()
-        self._of_steps.clear()
+        self._end_watch()
         self._look_away()
         self._open.clear()
 

@@ -31,6 +31,18 @@ TAKEN = (
 )
 
 
+COMPILED = (
+    "this backward pass runs under compiled autograd, which compiles the hooks that average gradients: set "
+    "torch._dynamo.config.compiled_autograd=False, and call backward() outside of what is compiled"
+)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs this thread's backward pass. (Importing torch's module for it takes seconds.)"""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps torch.compile from a hook that autograd calls, and from what that calls: a compiled function may call backward().
 
@@ -89,6 +101,9 @@ class Hooks:
 
     def _enter(self, graph: int) -> None:
         """Once per backward pass: asks to be called at its end."""
+        if in_compiled_autograd():
+            self._worker().latch(RuntimeError(COMPILED))
+            self._worker().check()
         worker, node, root = self._worker(), _node_around(), _root()
         worker.check()
         if self._graphs and graph > max(self._graphs) and (node is None or self._root() is not root):

@@ -186,14 +186,18 @@ class LocalSteps:
         self.recorder.next()
         if self._owed:
             self._pay(scale)
+        self.begin()
+        self.taken += 1
+        self._steps = self._steps[0], self._steps[1] + 1
+        self.weights.count()
+
+    def begin(self) -> None:
+        """An optimizer step of this rank's own is to come."""
         if not self.apart:
             for start, p in zip(self.starts, self._parameters, strict=True):
                 if not torch.equal(start.to(p.dtype), p):  # the script has put other weights in place
                     start.copy_(p.detach())
         self.apart = True
-        self.taken += 1
-        self._steps = self._steps[0], self._steps[1] + 1
-        self.weights.count()
 
     @property
     def due(self) -> bool:

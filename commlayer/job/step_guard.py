@@ -1,0 +1,185 @@
+"""Checks before every optimizer step that what it is about to apply was averaged. Each session has one guard.
+
+The check goes by parameters, not by gradient tensors: an exchange averages all parameters of its session. So a script may clip,
+scale or replace what it was given. It may also step twice with the same gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from commlayer.job.accepted_models import STEP_AFTER_BACKWARD
+from commlayer.job.attached_model import AttachedModel
+from commlayer.runtime.gradient_mark import GradientMark
+from commlayer.runtime.optimizer_steps import watch
+
+OUTSIDE = -1
+"""torch's number of the backward pass that runs in this thread, where none does."""
+WITNESSES = 8
+"""Number of gradients that are compared to see whether an optimizer steps twice with the same ones."""
+Gradient = tuple[int, int, int]
+"""A parameter's number, the identity of its `.grad`, and the version of that tensor."""
+
+WITH_HOOKS = "call backward() outside session.no_sync(), or session.synchronize() before the optimizer's step"
+WITH_DDP = ("call backward() on what the DistributedDataParallel module returns, outside no_sync(); for gradients of "
+            "torch.autograd.grad attach the module inside it, and call session.synchronize()")
+
+
+class _Held(NamedTuple):
+    """What an optimizer holds of the session's parameters."""
+
+    ids: list[int]
+    """The ids of all its parameters."""
+    mine: tuple[int, ...]
+
+
+class StepGuard:
+    """Counts exchanges, and notes for each parameter the count at its last optimizer step."""
+
+    def __init__(
+        self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
+        remedy: str = WITH_HOOKS,
+    ) -> None:
+        """`latch` keeps an error, so that no later step of this rank succeeds, and the other ranks learn of it."""
+        self._attached, self._latch, self._remedy = attached, latch, remedy
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._dtypes = [p.dtype for p in self._parameters]
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._checked = False
+        """Whether `check` was called since the last step."""
+        self._exchanges = 0
+        self._stepped_at = [0] * len(self._parameters)
+        self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
+        self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
+        self._inside: list[int] = []
+        """The ids of optimizers whose step runs now. One may call another."""
+        self.local_step: Callable[[bool], bool] = _not_local
+        """Called before each step: whether steps are local, so that gradients need not be averaged. The argument says whether
+        this one is to be counted, since its gradients come from no exchange and no backward pass that was counted."""
+        self._end = watch(self._before_step, self._after_step)
+
+    def exchanged(self) -> None:
+        """All parameters have taken part in an exchange; under local steps, in a backward pass that counts as a step."""
+        self._exchanges += 1
+
+    def check(self) -> None:
+        """After a backward pass: ValueError if a parameter is trained that is not averaged."""
+        self._attached.check(self._latch)
+        self._checked = True
+
+    def remove(self) -> None:
+        self._end()
+        self._attached.remove()
+
+    @property
+    def inside(self) -> bool:
+        """Whether an optimizer's step runs now, as it does where a closure calls backward()."""
+        return bool(self._inside)
+
+    def awaits_step(self, optimizer: Any) -> bool:
+        """Whether this optimizer has not stepped since the last exchange."""
+        return any(self._stepped_at[number] < self._exchanges for number in self._mine(optimizer))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        mine = self._mine(optimizer)
+        if mine and torch._C._current_graph_task_id() != OUTSIDE:
+            raise RuntimeError(f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with what its own "
+                               f"rank has: {STEP_AFTER_BACKWARD}")
+        if not self._checked:
+            self._attached.check(self._latch, None if mine else optimizer)
+        if not mine:
+            return
+        self._checked = False
+        if self._inside and not _nested():
+            self._inside.clear()  # an earlier step has raised
+        if not self._inside:
+            closure = _closure(args, kwargs)  # its backward passes are part of this step
+            late = self._late(mine)
+            counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
+            if not self.local_step(counts) and closure is None:
+                self._judge(optimizer, mine, late)
+        self._inside.append(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not (mine := self._mine(optimizer)):
+            return
+        if id(optimizer) in self._inside:
+            del self._inside[self._inside.index(id(optimizer)):]
+        if not self._inside and _closure(args, kwargs) is not None:
+            self._judge(optimizer, mine, self._late(mine))  # the closure may have made the exchange; a local step was counted
+        for number in mine:
+            self._stepped_at[number] = self._exchanges
+        self._applied[optimizer] = self._witnesses(mine)
+
+    def _late(self, mine: Sequence[int]) -> list[int]:
+        """The parameters with gradients that have not taken part in an exchange since their last step."""
+        return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
+
+    def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
+        """ValueError, which is latched, if the optimizer applies gradients that were not averaged since their last step."""
+        if not late:
+            return
+        if (witnesses := self._witnesses(mine)) and witnesses == self._applied.get(optimizer):
+            return
+        if not (own := [n for n in late if _any(self._parameters[n].grad)]):
+            return
+        p, name = self._parameters[own[0]], self._names[own[0]]
+        if p.dtype != self._dtypes[own[0]]:
+            before, now = (str(dtype).removeprefix("torch.") for dtype in (self._dtypes[own[0]], p.dtype))
+            error = ValueError(f"parameter {name} was {before} when the model was attached, and is {now}: its gradient is not "
+                               "averaged; remedy: session.close(), then attach again")
+        else:
+            more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""
+            error = ValueError(f"the gradient of {name} was not averaged since its last step{more}: each rank would apply its "
+                               f"own; remedy: {self._remedy}")
+        self._latch(error)
+        raise error
+
+    def _mine(self, optimizer: Any) -> tuple[int, ...]:
+        groups = getattr(optimizer, "param_groups", ())
+        ids = [*map(id, chain.from_iterable(group["params"] for group in groups))]
+        held = self._held.get(optimizer)
+        if held is None or held.ids != ids:
+            held = _Held(ids, tuple(self._numbers[i] for i in ids if i in self._numbers))
+            if isinstance(optimizer, Optimizer):
+                self._held[optimizer] = held
+        return held.mine
+
+    def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
+        """Some of the gradients, spread over all: enough to see whether a script has put others in place."""
+        chosen = mine[::max(1, len(mine) // WITNESSES)]
+        return [(n, id(grad), grad._version) for n in chosen if (grad := self._parameters[n].grad) is not None]
+
+
+def _not_local(_whole: bool) -> bool:
+    return False
+
+
+def _closure(args: Any, kwargs: Any) -> Any:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
+def _any(grad: torch.Tensor | None) -> bool:
+    """Whether an optimizer would apply something of it. A mark stands for an average that is on its way."""
+    if grad is None or isinstance(grad, GradientMark):
+        return False
+    return bool((grad._values() if grad.is_sparse else grad).any())
+
+
+def _nested() -> bool:
+    """Whether the optimizer's step that begins was called by another one's."""
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code.co_filename == torch_optimizer.__file__ and frame.f_code.co_name == "wrapper"
+        frame = frame.f_back
+    return steps > 1
