@@ -286,6 +286,7 @@ class _Rank:
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank, self.turns = sums, rank, sums.turns
         self.scale = self.rate = self.weight = 1.0
+        self.not_finite = -1
 
     def send(self, changes: Mapping[int, torch.Tensor], turn: int = 0) -> None:
         self._sums.give(self._rank, changes, turn)
