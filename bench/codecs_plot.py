@@ -9,11 +9,11 @@ from typing import Any
 
 FAMILIES = {
     "dense": ("identity", "fp16", "bf16", "int8", "int4"),
-    "dithered": ("qsgd", "natural", "terngrad", "shared_int"),
+    "dithered": ("qsgd",),
     "one bit": ("onebit",),
-    "sparse": ("topk", "block_threshold", "randomk", "chain"),
+    "sparse": ("topk", "block_threshold", "randomk"),
     "low rank": ("powersgd",),
-    "around another": ("partition", "ef21", "momentum", "dgc"),
+    "around another": ("partition", "momentum"),
     "torch": (),
 }
 LEAST = 1e-4

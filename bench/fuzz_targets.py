@@ -30,10 +30,9 @@ from commlayer.transport.zero_chunks import left_out, put_back
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
-    "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "natural()", "terngrad()", "onebit()",
-    "topk(ratio=0.05)", "block_threshold(ratio=0.1)", "randomk(ratio=0.2)", "powersgd(rank=2)", "shared_int()",
+    "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "onebit()",
+    "topk(ratio=0.05)", "block_threshold(ratio=0.1)", "randomk(ratio=0.2)", "powersgd(rank=2)",
     "partition(topk(ratio=0.1), parts=3)",
-    "chain(topk(ratio=0.1, values='fp32'), int8(block=64))", "ef21(topk(ratio=0.1))",
 )
 """Every id on the wire."""
 SHAPE = (20, 16)
@@ -364,7 +363,7 @@ def _payload(text: str, r: int) -> Target:
 def states() -> list[Target]:
     """Saved codec states at a server."""
     made = []
-    for text in ("topk(ratio=0.1)", "qsgd()", "partition(topk(ratio=0.1), parts=3)", "ef21(topk(ratio=0.1))"):
+    for text in ("topk(ratio=0.1)", "qsgd()", "partition(topk(ratio=0.1), parts=3)"):
         bucket = msgspec.structs.replace(PLAN.buckets[0], codec=text)
         ops = server_codecs.CodecOps(codec_of(bucket, plan=PLAN), bucket, PLAN.job)
         made.append(Target(f"state {text.partition('(')[0]}", [ops.snapshot()], _restoring(ops), (CorruptFrame, ValueError)))

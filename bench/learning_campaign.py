@@ -47,7 +47,6 @@ SECOND: tuple[dict[str, Any], ...] = (
     {"codec": INT4, "every": 8, "overlap": "round"},
     {"codec": TOP(0.1), "every": 4},
     {"codec": "powersgd(rank=4)"},
-    {"codec": "dgc(ratio=0.01)"},
     {"codec": "randomk(ratio=0.01)"},
     {"codec": TOP(0.03)},
     {"codec": TOP(0.003)},
@@ -62,11 +61,9 @@ SECOND: tuple[dict[str, Any], ...] = (
     {"codec": INT4, "codes": "updates", "overlap": "round"},
     {"codec": TOP(0.01), "ratio_over": "plan"},
     {"codec": TOP(0.01), "codes": "updates", "ratio_over": "plan"},
-    {"codec": "terngrad()"},
     {"codec": "qsgd()"},
     {"codec": "bf16()"},
     {"codec": "randomk(ratio=0.1)"},
-    {"codec": "dgc(ratio=0.001)"},
     {"codec": "powersgd(rank=1)"},
     {"codec": TOP(0.3)},
 )
@@ -117,7 +114,5 @@ def quick() -> Iterator[Way]:
 def _everywhere(ways: tuple[dict[str, Any], ...], seed: int) -> Iterator[Way]:
     for way in ways:
         for optimizer in OPTIMIZERS:
-            if optimizer == "adam" and way.get("codec", "").startswith("dgc"):
-                continue  # its momentum stands in for SGD's
             for task in TASKS:
                 yield Way(task, optimizer, seed=seed, **way)

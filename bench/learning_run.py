@@ -7,7 +7,6 @@ from torch import nn
 
 from bench import Unmeasurable
 from bench.learning_tasks import TASKS, Task
-from commlayer.codec_name import named
 from commlayer.measure import learning
 from commlayer.measure.learning import LOOKS, OUTERS, STEPS, WARMUP, Way, plan_of
 
@@ -35,5 +34,4 @@ def train(way: Way, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
 def optimizer_of(way: Way, model: nn.Module, rate: float) -> torch.optim.Optimizer:
     if way.optimizer == "adam":
         return torch.optim.AdamW(model.parameters(), rate, fused=True)
-    momentum = 0.0 if named(way.codec).family == "dgc" else MOMENTUM  # which has the momentum inside
-    return torch.optim.SGD(model.parameters(), rate, momentum=momentum, fused=True)
+    return torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM, fused=True)

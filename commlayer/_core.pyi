@@ -80,22 +80,6 @@ def linear_encode(
 def linear_decode(acc: Array, q: Payload, scale: Payload, block: int, bits: int, assign: bool = False) -> None:
     """acc += scale * q, or acc = scale * q."""
 
-def ternary_encode(
-    q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, clip: float, key: int, step: int
-) -> bool:
-    """As int8_encode, in five ternaries a byte and scales in bfloat16; clip in root mean squares, 0 for none."""
-
-def ternary_decode(acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False) -> None:
-    """As linear_decode."""
-
-def natural_encode(
-    q: Payload, base: Payload, x: Array, residual: Array | None, block: int, bits: int, key: int, step: int
-) -> bool:
-    """As int8_encode, in sign and power of two; base is a byte per block."""
-
-def natural_decode(acc: Array, q: Payload, base: Payload, block: int, bits: int, assign: bool = False) -> None:
-    """As linear_decode."""
-
 def onebit_encode(q: Payload, scale: Payload, x: Array, residual: Array | None, block: int) -> bool:
     """As int8_encode, in signs and scales in bfloat16."""
 
@@ -200,24 +184,6 @@ def flat_positions(idx: Array, at: Array, shape: tuple[int, ...]) -> None:
 
 def coordinates(at: Array, idx: Array, shape: tuple[int, ...]) -> None:
     """The inverse of flat_positions, for positions within the shape."""
-
-def int_maxima(max: Payload, x: Array, block: int) -> bool:
-    """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
-
-def int_encode(q: Payload, x: Array, max: Payload, block: int, bits: int, dither: bool, key: int, step: int) -> None:
-    """x in the scale that max gives, packed; dithered with the random numbers of (key, step), or rounded to nearest."""
-
-def int_legal(q: Payload, n: int, bits: int) -> bool:
-    """Whether q holds n integers that an encoder makes, and no padding is set."""
-
-def int_add(acc: Array, q: Payload, bits: int, assign: bool) -> None:
-    """acc (int32) += q, or = q."""
-
-def int_pack(out: Payload, acc: Array, width: int) -> None:
-    """acc (int32) packed in `width` bits each, which must hold them."""
-
-def int_decode(out: Array, q: Payload, max: Payload, block: int, bits: int, width: int) -> None:
-    """out = scale * q."""
 
 def outer(out: Array, p: Array, q: Array, rank: int) -> None:
     """The product of the factors p (rank x m) and q (rank x n), added in the order of rank."""

@@ -23,18 +23,16 @@ LEVEL_BITS: Mapping[int, int] = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
 DRAWN_VALUES = ("fp32", "fp16", "bf16")
 """Kinds of values of random-k: sums of them need no scale."""
 NORMS = ("max", "l2")
-POWER_BITS = (3, 4, 5, 8)
 RUNS = (8, 16, 32, 64)
 MOST_RANK = 256
 MOST_BLOCK = 1 << 20
-ROUNDINGS = ("stochastic", "nearest")
 ELEMENT_NBYTES = 4
 NAMES_NBYTES = 4096
 """Of the names and numbers of one codec's state, generously."""
 
 FEEDBACK = "error_feedback"
 TWO_WAY = "two_way"
-SPARSE = ("topk", "block_threshold", "randomk", "dgc", "chain")
+SPARSE = ("topk", "block_threshold", "randomk")
 """Families that send some entries and not others."""
 
 
@@ -42,7 +40,7 @@ class CodecName(msgspec.Struct, frozen=True):
     """
     >>> named("error_feedback(topk(0.5))").bare == named("topk(ratio=0.5, values='int8')")
     True
-    >>> named("warmup(topk(values='fp32'), steps=9)").core.get("values")
+    >>> named("momentum(topk(values='fp32'))").core.get("values")
     'fp32'
     """
 
@@ -69,7 +67,7 @@ class CodecName(msgspec.Struct, frozen=True):
 
     @property
     def core(self) -> CodecName:
-        """The innermost codec: of a chain the chain itself, since both its parts say what is sent."""
+        """The innermost codec."""
         return self if self.inner is None else self.inner.core
 
     @property
@@ -80,8 +78,7 @@ class CodecName(msgspec.Struct, frozen=True):
     @property
     def ratio(self) -> float | None:
         """Of the entries, as many are sent; None for a codec that sends all."""
-        core = self.core
-        found = core.get("first").ratio if core.family == "chain" else core.get("ratio")
+        found = self.core.get("ratio")
         return None if found is None else float(found)
 
     @property
@@ -108,10 +105,9 @@ class CodecName(msgspec.Struct, frozen=True):
         return name.inner if name.family == "partition" and name.inner is not None else name
 
     def kept_nbytes(self, numel: int) -> int:
-        """At most so many bytes a server keeps of a bucket from step to step: a residual, or ef21's two estimates."""
-        each = 2 * ELEMENT_NBYTES if any(layer.family == "ef21" for layer in self.layers()) else ELEMENT_NBYTES
+        """At most so many bytes a server keeps of a bucket from step to step."""
         slices = sum(layer.slices(numel) for layer in self.layers())
-        return each * numel + NAMES_NBYTES * (1 + slices)
+        return ELEMENT_NBYTES * numel + NAMES_NBYTES * (1 + slices)
 
     @property
     def most_nbytes(self) -> int:
@@ -136,6 +132,13 @@ class CodecName(msgspec.Struct, frozen=True):
             (name, value.but_ratio() if isinstance(value, CodecName) else None if name == "ratio" else value)
             for name, value in self.arguments
         ))
+
+
+REMOVED: Mapping[str, str] = {
+    "ef21": "error_feedback(topk(...))", "dgc": "topk(...)", "momentum_correction": "topk(...)", "shared_int": "int8()",
+    "chain": "topk(..., values='int8')", "terngrad": "qsgd(levels=1)", "natural": "qsgd()", "warmup": "the plan's field warmup",
+}
+"""Families that there were, and what to use instead."""
 
 
 class _Rule(NamedTuple):
@@ -186,7 +189,6 @@ def _shapes(value: object) -> bool:
 _FLAG = _Rule(False, lambda v: isinstance(v, bool), "True or False")
 _INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecName), "a codec")
 _BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 up to, and not, 1")
-_NORM_CLIP = _optional(_Rule(_NEEDED, lambda v: _number(v) and v > 0, "a number above 0"))
 _VALUES = _one_of("int8", tuple(VALUE_BITS))
 _COUNT = _Rule(_NEEDED, _whole, "a whole number of at least 1")
 
@@ -198,28 +200,17 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
     "int4": {"block": _block(64, 8)},
     "qsgd": {"block": _block(512, 8), "levels": _one_of(7, tuple(LEVEL_BITS), ", which fill whole bits"),
              "norm": _one_of("max", NORMS)},
-    "natural": {"block": _block(512, 8), "bits": _one_of(4, POWER_BITS)},
-    "terngrad": {"block": _block(640, 160),
-                 "clip": _optional(_Rule(_NEEDED, lambda v: _number(v) and 1 <= v <= 1000,
-                                         "a number from 1 to 1000 (root mean squares)"))},
     "onebit": {"block": _block(512, 8)},
     "topk": {"ratio": _ratio(0.01), "values": _VALUES, "exact": _FLAG},
     "block_threshold": {"ratio": _ratio(0.01), "run": _one_of(16, RUNS), "values": _VALUES},
     "randomk": {"ratio": _ratio(0.01), "values": _one_of("fp32", DRAWN_VALUES), "unbiased": _FLAG},
     "powersgd": {"rank": _Rule(4, lambda v: _whole(v) and v <= MOST_RANK, f"a whole number from 1 to {MOST_RANK}")},
-    "shared_int": {"bits": _one_of(8, (4, 8)), "block": _block(1024, 8), "rounding": _one_of("stochastic", ROUNDINGS)},
     "partition": {"inner": _INNER, "parts": _optional(_COUNT),
                   "nbytes": _optional(_Rule(_NEEDED, lambda v: _whole(v, ELEMENT_NBYTES),
                                             f"a whole number of at least {ELEMENT_NBYTES}")),
                   "shapes": _optional(_Rule(_NEEDED, _shapes, "a tuple of shapes, such as ((64, 33), (64,))"))},
-    "chain": {"first": _INNER, "second": _INNER},
     "error_feedback": {"inner": _INNER, "lr_correction": _FLAG},
-    "ef21": {"inner": _INNER},
     "momentum": {"inner": _INNER, "beta": _BETA},
-    "momentum_correction": {"inner": _INNER, "beta": _BETA, "nesterov": _FLAG, "clip": _NORM_CLIP},
-    "dgc": {"ratio": _ratio(0.001), "momentum": _BETA, "clip": _NORM_CLIP,
-            "warmup": _Rule(0, lambda v: _whole(v, 0), "a whole number, 0 for none")},
-    "warmup": {"inner": _INNER, "steps": _Rule(_NEEDED, _whole, "a whole number above 0")},
 }
 """By family its arguments, in the order of its factory."""
 
@@ -281,6 +272,8 @@ def _call(text: str) -> ast.Call:
 
 def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecName:
     family = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    if family in REMOVED:
+        raise ValueError(f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
     if family not in every:
         inside = f"; {TWO_WAY} goes around all others" if family == TWO_WAY else ""
         raise ValueError(f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(every))}{inside}")

@@ -10,21 +10,17 @@ import torch
 from commlayer.compressors import (
     bf16,
     block_threshold,
-    chain,
     error_feedback,
     fp16,
     identity,
     int4,
     int8,
-    natural,
     onebit,
     parse,
     partition,
     qsgd,
     randomk,
-    terngrad,
     topk,
-    warmup,
     wrap,
 )
 from commlayer.compressors.codec import Codec, State
@@ -47,10 +43,6 @@ PLAIN: list[Codec] = [
     qsgd(),
     qsgd(block=128, levels=15, norm="l2"),
     qsgd(block=64, levels=127),
-    natural(),
-    natural(block=64, bits=8),
-    terngrad(block=320),
-    terngrad(clip=None),
     onebit(),
     onebit(block=40),
     topk(ratio=0.02, values="bf16"),
@@ -63,11 +55,8 @@ PLAIN: list[Codec] = [
     randomk(ratio=0.3, values="fp16"),
     randomk(ratio=0.3, values="bf16", unbiased=True),
     randomk(ratio=1.0, unbiased=True),
-    chain(topk(ratio=0.1, values="fp32"), int8(block=64)),
-    chain(topk(ratio=0.1, values="fp32"), fp16()),
     partition(int8(block=48), parts=3),
     partition(topk(ratio=0.06), nbytes=4000),
-    warmup(topk(ratio=0.05), steps=4),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
 NAMED: dict[str, str] = {
@@ -77,27 +66,19 @@ NAMED: dict[str, str] = {
     "int8": "int8()",
     "int4": "int4()",
     "qsgd": "qsgd()",
-    "natural": "natural()",
-    "terngrad": "terngrad()",
     "onebit": "onebit()",
     "topk": "topk(ratio=0.05)",
     "block_threshold": "block_threshold(ratio=0.1)",
     "randomk": "randomk(ratio=0.2)",
     "powersgd": "powersgd(rank=2)",
-    "shared_int": "shared_int()",
     "partition": "partition(topk(ratio=0.1), parts=3)",
-    "chain": "chain(topk(ratio=0.1, values='fp32'), int8(block=64))",
     "error_feedback": "error_feedback(int8(), lr_correction=True)",
-    "ef21": "ef21(topk(ratio=0.1))",
     "momentum": "momentum(topk(ratio=0.1), beta=0.5)",
-    "momentum_correction": "momentum_correction(topk(ratio=0.1), beta=0.5)",
-    "dgc": "dgc(ratio=0.05, momentum=0.5, warmup=4)",
-    "warmup": "warmup(topk(ratio=0.05), steps=4)",
 }
 """Every name that a plan may use, as a plan would spell it."""
 EVERY: dict[str, Codec] = {name: wrap(parse(text)) for name, text in NAMED.items()}
 """What a plan makes of them: error feedback where it is needed."""
-COARSE = ("int4", "qsgd", "natural", "terngrad", "onebit", "randomk", "block_threshold")
+COARSE = ("int4", "qsgd", "onebit", "randomk", "block_threshold")
 """Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
 AVAILABLE = list(BACKENDS)

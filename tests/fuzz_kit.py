@@ -29,10 +29,7 @@ CORPUS = Path(__file__).parent / "corpus" / "payloads.txt"
 TEXTS = [
     *kit.NAMED.values(),
     *map(str, kit.PLAIN),
-    "shared_int(bits=4, block=64, rounding='nearest')",
     "partition(powersgd(rank=1), shapes=((12, 9), (5,)))",
-    "partition(shared_int(bits=4, block=8), nbytes=200)",
-    "chain(topk(ratio=0.2, values='fp32'), terngrad(block=160))",
 ]
 SHAPES = [(300,), (37,), (1,), (0,), (12, 9)]
 WORDS = [0, 1, 2, 15, 16, 0x7F7F, 0x7F80, 0x8000, 0xFFFF, 0x7F800000, 0x7FC00000, 0x7F7FFFFF, 0x80000000, 0xFFFFFFFF]
@@ -63,7 +60,7 @@ def targets() -> list[Target]:
             except ValueError:  # partition by shapes fits one bucket alone
                 continue
             found += [Target(text, shape, r) for r in range(len(codec.rounds))]
-    found += [Target(TEXTS[-3], (113,), r) for r in range(2)]
+    found += [Target("partition(powersgd(rank=1), shapes=((12, 9), (5,)))", (113,), r) for r in range(2)]
     return found
 
 

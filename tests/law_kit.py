@@ -50,7 +50,7 @@ def slopes(rank: int, step: int, salt: int = 0) -> list[torch.Tensor]:
 def plan_of(job: Job, kind: str, per_node: int) -> Plan:
     """Results come down whole, so that only workers owe anything."""
     codec = {"topk": "topk(ratio=0.1)", "int8": "int8(block=32)", "low rank": "powersgd(rank=1)",
-             "momentum": "momentum_correction(topk(ratio=0.1), beta=0.0)", "onebit": "onebit(block=64)"}[kind.split(",")[0]]
+             "momentum": "momentum(topk(ratio=0.1), beta=0.0)", "onebit": "onebit(block=64)"}[kind.split(",")[0]]
     made = default_plan(job, codec=codec, path="service", servers=2, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
     changes: dict[str, Any] = {} if "powersgd" in codec else {"down": "identity()"}
     if "staged" in kind:

@@ -16,7 +16,6 @@ INT8 = "int8(block=64)"
 RUNS = "block_threshold(ratio=0.2, run=8, values='int4')"
 DITHERED = "qsgd(block=64, levels=7, norm='max')"
 FACTORS = "powersgd(rank=2)"
-SHARED = "shared_int(bits=8, block=64, rounding='stochastic')"
 DRAWN = "randomk(ratio=0.7, values='bf16', unbiased=False)"
 
 
@@ -44,7 +43,7 @@ def dense() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("codec", "how"), [(TOPK, "module"), (TOPK, "ddp"), (INT8, "module"), (INT8, "ddp"), (RUNS, "module"), (DRAWN, "ddp"),
-                       (DITHERED, "module"), (FACTORS, "module"), (SHARED, "ddp")]
+                       (DITHERED, "module"), (FACTORS, "module")]
 )
 def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Tensor) -> None:
     with coordinators(1, WORLD, 2) as made:

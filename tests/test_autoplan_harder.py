@@ -66,4 +66,4 @@ def test_what_was_not_looked_at_is_no_harder() -> None:
             assert excess(made, codec, recipe) == excess(rows, codec, recipe)
     plain, harder = (excess(table, "topk(ratio=0.01)").steps for table in (rows, made))
     assert harder >= 2 * plain * (1 - 1e-9)
-    assert excess(made, "dgc(ratio=0.01)").steps >= harder * (1 - 1e-9), "what nobody measured is no better than its relatives"
+    assert excess(made, "block_threshold(ratio=0.01)").steps >= harder * (1 - 1e-9), "unmeasured: no better than its relatives"

@@ -12,20 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.compressors import Codec, error_feedback, kernels, partition, powersgd, seed, shared_int, wrap
+from commlayer.compressors import Codec, error_feedback, kernels, partition, powersgd, seed, wrap
 from commlayer.compressors.lowrank import orthonormal, signs
-from commlayer.compressors.shared_int import width_for
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 PLAIN: list[Codec] = [
     powersgd(rank=2),
     powersgd(rank=200),
-    shared_int(),
-    shared_int(bits=4, block=64),
-    shared_int(bits=8, block=8, rounding="nearest"),
-    shared_int(bits=4, rounding="nearest"),
-    partition(shared_int(bits=4), nbytes=1000),
     partition(powersgd(rank=2), shapes=((30, 40), (11,))),
 ]
 SPEC = Spec((7, 173))
@@ -193,8 +187,6 @@ def test_backends_agree(codec: Codec) -> None:
 
 CASES: dict[str, tuple[Any, Spec]] = {
     "powersgd": (powersgd(rank=1), Spec((4, 6))),
-    "shared-int": (shared_int(bits=4, block=8), Spec((21,))),
-    "shared-int-8": (shared_int(bits=8, block=16, rounding="nearest"), Spec((21,))),
 }
 
 
@@ -284,56 +276,10 @@ def test_rows_become_orthonormal_or_zero() -> None:
     assert not torch.equal(signs(64, 1, 2, 3), signs(64, 1, 2, 4))
 
 
-# ---- shared_int
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_stochastic_rounding_is_unbiased_and_workers_do_not_share_it(bits: int) -> None:
-    spec, steps = Spec((4096,)), 400
-    x = kit.noise(4096)
-    cluster = kit.Cluster(shared_int(bits=bits), spec, 2)
-    for rank, state in enumerate(cluster.states):
-        seed(state, "job", 0, rank)
-    total, differ = torch.zeros(4096, dtype=torch.float64), False
-    for _ in range(steps):
-        total += cluster.step([x, x])[0].double()
-        differ |= bytes(cluster.payloads[0]) != bytes(cluster.payloads[1])
-    unit = 1.01 * float(x.abs().max()) / ((1 << bits - 1) - 1)
-    error = total / steps - 2 * x.double()
-    assert differ
-    assert float(error.abs().max()) < 5 * unit * (0.5 / steps) ** 0.5
-    assert abs(float(error.mean())) < 5 * unit * (0.5 / steps / 4096) ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("bits", "workers", "width"),
-    [(8, 1, 8), (8, 2, 12), (8, 16, 12), (8, 17, 16), (4, 1, 4), (4, 2, 8), (4, 18, 8), (4, 19, 12)],
-)
-def test_the_sum_of_so_many_fits_its_width(bits: int, workers: int, width: int) -> None:
-    x = torch.cat([torch.ones(20), -torch.ones(20)])
-    cluster = kit.Cluster(shared_int(bits=bits, block=8), Spec((40,)), workers)
-    torch.testing.assert_close(cluster.step([x] * workers)[0], workers * x)
-    assert cluster.result[3] == width
-    levels = (1 << bits - 1) - 1
-    assert width_for(workers, levels) == width
-    assert width_for(65_535, levels) <= 32
-
-
-def test_a_block_follows_the_largest_of_all_workers() -> None:
-    xs = [torch.full((16,), 1e-3), torch.full((16,), 1e-3)]
-    xs[1][:8] = 100.0
-    sums = kit.Cluster(shared_int(bits=8, block=8, rounding="nearest"), Spec((16,)), 2).step(xs)[0]
-    torch.testing.assert_close(sums[8:], torch.full((8,), 2e-3), rtol=0.01, atol=0)
-    torch.testing.assert_close(sums[:8], torch.full((8,), 100.0), rtol=0.01, atol=0)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: powersgd(rank=0), "powersgd: rank is 0, allowed is a whole number from 1 to 256"),
-        (lambda: shared_int(bits=5), "shared_int: bits is 5, allowed is one of 4, 8"),
-        (lambda: shared_int(block=12), "shared_int: block is 12, allowed is a multiple of 8"),
-        (lambda: shared_int(rounding="up"), "shared_int: rounding is 'up', allowed is one of 'stochastic', 'nearest'"),
     ],
 )
 def test_arguments_are_checked(make: Any, words: str) -> None:

@@ -19,9 +19,6 @@ SEEDS = (0, 1)
 RATE, MOMENTUM = 0.2, 0.8
 HOW = {
     "momentum": ("momentum(topk(ratio=0.05), beta=0.8)", RATE, 0.0),
-    "momentum_correction": ("momentum_correction(topk(ratio=0.05), beta=0.8)", RATE, 0.0),
-    "dgc": ("dgc(ratio=0.02, momentum=0.8, warmup=40)", RATE, 0.0),
-    "ef21": (kit.NAMED["ef21"], 0.5, 0.5),
     "randomk": (kit.NAMED["randomk"], 0.5, 0.0),
 }
 """Those that hold the momentum themselves leave none to the optimizer; what delays gradients bears less of it."""

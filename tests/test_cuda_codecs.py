@@ -18,7 +18,6 @@ from commlayer.compressors import (
     int4,
     int8,
     kernels,
-    natural,
     onebit,
     place,
     positions,
@@ -27,7 +26,6 @@ from commlayer.compressors import (
     restore,
     seed,
     snapshot,
-    terngrad,
     topk,
     tracked_threshold,
 )
@@ -44,8 +42,7 @@ PLAIN: list[Codec] = [
     int4(), qsgd(), randomk(ratio=0.1), randomk(ratio=0.02, values="bf16", unbiased=True),
 ]  # fmt: skip
 QUANTISERS: list[Codec] = [
-    int4(block=8), onebit(), qsgd(block=64, levels=127, norm="l2"), natural(), natural(block=64, bits=3),
-    terngrad(), terngrad(block=160, clip=None),
+    int4(block=8), onebit(), qsgd(block=64, levels=127, norm="l2"),
 ]  # fmt: skip
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN + QUANTISERS]
 SIZES = (0, 1, 33, 257, 4097, 20_011)
@@ -219,7 +216,7 @@ def test_a_checkpoint_of_a_device_goes_on_on_the_host_and_the_other_way() -> Non
 
 
 BODY = {
-    "int8": int8(), "int4": int4(), "qsgd": qsgd(levels=3), "natural": natural(), "terngrad": terngrad(), "onebit": onebit(),
+    "int8": int8(), "int4": int4(), "qsgd": qsgd(levels=3), "onebit": onebit(),
     "topk": topk(ratio=0.05), "fp16 values": topk(ratio=0.05, values="fp16"), "bitmap": topk(ratio=0.5, values="int4"),
     "randomk": randomk(ratio=0.1),
 }  # fmt: skip

@@ -58,24 +58,8 @@ def test_signs(kind: str) -> None:
             check("onebit", block, n, kind, 1, 2, (), ())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", [0.0, 2.5])
-def test_three_values(clip: float, kind: str) -> None:
-    for n in (*SIZES, 159, 160, 161):
-        for block in (160, 1600):
-            check("ternary", block, n, kind, 1.6, 2, (clip, KEY, STEP), ())
-
-
-@pytest.mark.parametrize("bits", [3, 4, 5, 8])
-def test_powers_of_two(bits: int) -> None:
-    for n in SIZES:
-        for kind in KINDS if n <= 257 else KINDS[:3]:
-            for block in (8, 64, 1024)[n > 257 :]:
-                check("natural", block, n, kind, bits, 1, (bits, KEY, STEP), (bits,))
-
-
 CODERS: dict[str, tuple[object, ...]] = {
-    "int8": (), "linear": (4, False, False), "onebit": (), "ternary": (2.5, KEY, STEP), "natural": (4, KEY, STEP),
+    "int8": (), "linear": (4, False, False), "onebit": (),
 }  # fmt: skip
 
 

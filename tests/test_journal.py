@@ -27,8 +27,8 @@ from commlayer.transport.summation import Summation
 
 JOB = Job((TensorInfo("a", (24, 20)), TensorInfo("b", (9,))))
 WORLD, STEPS = 2, 6
-CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "shared_int()", "randomk(ratio=0.2)",
-          "ef21(topk(ratio=0.2))", "momentum(topk(ratio=0.1))", "qsgd(levels=7)"]
+CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.2)",
+          "momentum(topk(ratio=0.1))", "qsgd(levels=7)"]
 
 
 @pytest.fixture

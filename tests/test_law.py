@@ -31,12 +31,13 @@ CODECS = [
     "error_feedback(bf16())",
     "topk(0.05)", "topk(0.3)", "topk(0.1, 'fp32')", "topk(0.1, 'fp16')", "topk(0.1, 'int4')", "topk(0.05, exact=True)",
     "block_threshold(0.2)", "block_threshold(0.1, run=8, values='int4')", "randomk(0.2)", "randomk(0.3, values='bf16')",
-    "powersgd(1)", "powersgd(2)", "shared_int(4, rounding='nearest')", "warmup(topk(0.1), 4)",
-    "partition(topk(0.2), 3)", "partition(powersgd(1), nbytes=512)", "chain(topk(0.2, 'fp32'), int8())",
-    "error_feedback(qsgd())", "error_feedback(natural())", "error_feedback(terngrad())",
+    "powersgd(1)", "powersgd(2)",
+    "partition(topk(0.2), 3)", "partition(powersgd(1), nbytes=512)",
+    "error_feedback(qsgd())", "error_feedback(qsgd(64, levels=15, norm='l2'))", "int4(8)", "topk(0.1, 'bf16')",
+    "block_threshold(0.2, values='bf16')", "randomk(0.3, values='fp16')", "randomk(0.3, unbiased=True)",
+    "momentum(randomk(0.3), 0.5)", "momentum(int4(), 0.5)", "partition(int8(48), 3)",
     "error_feedback(int8(), lr_correction=True)",
-    "momentum(topk(0.2), 0.5)", "momentum(int8(64), 0.9)", "momentum(onebit(64), 0.5)", "momentum_correction(topk(0.2), 0.5)",
-    "dgc(0.1, 0.5, warmup=3)",
+    "momentum(topk(0.2), 0.5)", "momentum(int8(64), 0.9)", "momentum(onebit(64), 0.5)",
 ]
 DOWN = {"topk(0.3)": "int8(64)", "int8(2048)": "onebit(64)", "topk(0.05)": "topk(0.5)"}
 """Answered in another codec, with the server's own residual."""
@@ -181,7 +182,7 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
             scale = worker.scale = event.scale(n)
             worker.weigh(weights[rank], sum(weights) if event.told else None)
             mine: list[Any] = [None if t in event.unused(n, rank) else g for t, g in enumerate(gradients(rank, step))]
-            if "momentum" in codec or "dgc" in codec:
+            if "momentum" in codec:
                 worker.undone()  # as the next gradients would do, so that velocities are what these meet
             parts = fed(worker, mine, weights[rank] * WORLD / sum(weights))
             sent = [None if g is None else g * scale for g in mine]
@@ -241,7 +242,7 @@ def most_put(accounts: list[Account]) -> float:
     return max(float(each.abs().max()) for each in sums)
 
 
-TOLD = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)", "momentum_correction(topk(0.2), 0.5)"]
+TOLD = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
 
 
 @pytest.mark.parametrize("codec", TOLD)
@@ -264,34 +265,6 @@ def hold(r: kit.Rig, codec: str) -> None:
             if error > 1e-5 * most:
                 wrong.append(f"{name}: tensor {t} is off by {error / most:.1e} of what was put in")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(("inner", "fields"), [("topk(0.3)", {}), ("topk(0.1)", {"ratio_over": "plan"}), ("int8(64)", {})])
-def test_estimates_of_both_sides_stay_one(inner: str, fields: dict[str, Any]) -> None:
-    """ef21 owes nothing: its law is that the server's estimate is the sum of the workers', whatever becomes of a step."""
-    with rig(f"ef21({inner})", **fields) as r:
-        accounts = [Account() for _ in range(WORLD)]
-        for number, (name, event) in enumerate(EVENTS.items()):
-            happen(r, "ef21", event, number * STEPS, accounts)
-            owed(r)
-            for bucket in r.workers[0].buckets:
-                ours = torch.stack([w.buckets[bucket.id].state["estimate"] for w in r.workers]).sum(0)
-                cell = r.servers[bucket.server]._core.cells[bucket.id]
-                theirs = cell.ops._state["estimate"]
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * most_put(accounts),
-                                           msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_weights_that_change_leave_ef21_at_the_mean() -> None:
-    """Steps that are coded again fade no estimate twice."""
-    with rig("ef21(int8(64))") as r:
-        def body(rank: int) -> float:
-            for step in range(150):
-                r.workers[rank].weigh(1.0 + step % 2, None)
-                got = kit.step(r.workers[rank], [torch.ones(shape) for shape in SHAPES])
-            return float(got[0].mean()) if got[0] is not None else 0.0
-
-        assert kit.on_ranks(WORLD, body) == pytest.approx([1.0] * WORLD, abs=0.01)
 
 
 def test_what_all_weigh_may_be_told_where_everything_is_late() -> None:

@@ -182,7 +182,7 @@ def test_tasks_of_one_order_foretell_each_other() -> None:
 
 def test_what_no_other_task_was_measured_with_is_not_judged() -> None:
     found = measured("int4()", 1.0) | measured("int8()", 1.0) | measured("onebit()", 1.4)
-    found |= measured("terngrad()", 2.0, tasks=("a",))
+    found |= measured("qsgd()", 2.0, tasks=("a",))
     assert {one.ways for one in held_out(found)} == {3}
 
 

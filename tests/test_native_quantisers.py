@@ -26,8 +26,8 @@ def run_coder(
     if fed and kind == "wild":
         assert old is not None
         old[~np.isfinite(old)] = 1.0
-    width = how[0] if name in ("linear", "natural") else 1
-    nbytes = -(-n // 5) if name == "ternary" else (n * int(str(width)) + 7) // 8
+    width = how[0] if name == "linear" else 1
+    nbytes = (n * int(str(width)) + 7) // 8
     count = -(-n // block)
 
     def run(module: ModuleType) -> tuple[object, ...]:
@@ -38,7 +38,7 @@ def run_coder(
         if not finite:
             q[:], scale[:] = bytes(nbytes), bytes(scale_nbytes * count)  # may hold anything now
         decoded, assigned = acc.copy(), acc.copy()
-        shape = how[:1] if name in ("linear", "natural") else ()
+        shape = how[:1] if name == "linear" else ()
         getattr(module, f"{name}_decode")(decoded, q, scale, block, *shape)
         getattr(module, f"{name}_decode")(assigned, q, scale, block, *shape, True)
         return (
@@ -75,20 +75,6 @@ def test_linear(
 ) -> None:
     euclidean, step = data.draw(st.booleans()), data.draw(st.sampled_from([0, 1, 2**32 + 5]))
     run_coder("linear", n, seed, kind, fed, shift, block, 2, width, euclidean, dither, key, step)
-
-
-@quick
-@given(sizes, seeds, kinds, st.booleans(), st.sampled_from([0, 1]), st.sampled_from([160, 320, 1280]), keys)
-@pytest.mark.parametrize("clip", [0.0, 2.5])
-def test_ternary(clip: float, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, key: int) -> None:
-    run_coder("ternary", n, seed, kind, fed, shift, block, 2, clip, key, 3)
-
-
-@quick
-@given(sizes, seeds, kinds, st.booleans(), st.sampled_from([0, 1]), st.sampled_from([8, 32, 40, 1024]), keys)
-@pytest.mark.parametrize("width", [3, 4, 5, 8])
-def test_natural(width: int, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, key: int) -> None:
-    run_coder("natural", n, seed, kind, fed, shift, block, 1, width, key, 3)
 
 
 @quick
@@ -140,12 +126,6 @@ def test_arguments_outside_the_contract_are_refused() -> None:
             core.linear_encode(q, scale, x, None, block, width, False, False)
         with pytest.raises(ValueError):
             core.linear_decode(x, q, scale, block, width)
-    with pytest.raises(ValueError):
-        core.ternary_encode(q, scale, x, None, 64, 0.0, 0, 0)
-    with pytest.raises(ValueError):
-        core.ternary_encode(q, scale, x, None, 160, float("nan"), 0, 0)
-    with pytest.raises(ValueError):
-        core.natural_encode(q, scale, x, None, 8, 2, 0, 0)
     with pytest.raises(ValueError):
         core.onebit_encode(q, scale, x, None, 1 << 21)
     with pytest.raises(ValueError, match="q"):

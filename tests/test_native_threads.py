@@ -38,16 +38,14 @@ def encoders(n: int) -> dict[str, tuple[int, int, Callable[..., bool]]]:
 
 
 def dithered(n: int) -> dict[str, tuple[int, int, Callable[..., bool]]]:
-    blocks, groups = -(-n // BLOCK), -(-n // 160)
+    blocks = -(-n // BLOCK)
     return {
         "qsgd": ((3 * n + 7) // 8, 2 * blocks, lambda q, s, x, r: core.linear_encode(q, s, x, r, BLOCK, 3, True, True, 5, 6)),
-        "ternary": ((n + 4) // 5, 2 * groups, lambda q, s, x, r: core.ternary_encode(q, s, x, r, 160, 2.5, 5, 6)),
-        "natural": ((n + 1) // 2, blocks, lambda q, s, x, r: core.natural_encode(q, s, x, r, BLOCK, 4, 5, 6)),
     }
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("name", ["int8", "int4", "int5", "onebit", "qsgd", "ternary", "natural"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int5", "onebit", "qsgd"])
 def test_encoders(name: str, n: int) -> None:
     codes_nbytes, scales_nbytes, encode = (encoders(n) | dithered(n))[name]
     x, old = numbers(n, 1), numbers(n, 2)
@@ -84,8 +82,7 @@ def test_sums_casts_and_decoders(n: int, kind: str) -> None:
     x, acc, blocks = numbers(n, 3, kind=kind), numbers(n, 4), -(-n // BLOCK)
     rng = np.random.default_rng(n)
     noise, scales = rng.integers(0, 256, 2 * n, dtype=np.uint8), rng.integers(0, 0x4000, blocks).astype(np.uint16)
-    full, exponents = numbers(blocks, 5), bytes(rng.integers(0, 99, blocks, dtype=np.uint8))
-    groups = rng.integers(0, 0x4000, -(-n // 160)).astype(np.uint16)
+    full = numbers(blocks, 5)
 
     def view(nbytes: int) -> memoryview:
         return memoryview(noise.data)[:nbytes]
@@ -93,8 +90,6 @@ def test_sums_casts_and_decoders(n: int, kind: str) -> None:
     decoders = {
         "int8": lambda a: core.int8_decode(a, view(n), full, BLOCK),
         "int5": lambda a: core.linear_decode(a, view((5 * n + 7) // 8), scales, BLOCK, 5),
-        "ternary": lambda a: core.ternary_decode(a, view((n + 4) // 5), groups, 160),
-        "natural": lambda a: core.natural_decode(a, view((3 * n + 7) // 8), exponents, BLOCK, 3),
         "onebit": lambda a: core.onebit_decode(a, view((n + 7) // 8), scales, BLOCK),
         "add_f32": lambda a: core.add_f32(a, x, 0.3),
         "add_f16": lambda a: core.add_f16(a, view(2 * n)),
@@ -116,24 +111,6 @@ def test_sums_casts_and_decoders(n: int, kind: str) -> None:
         return core.f32_to_f16(half, x), core.f32_to_bf16(bfloat, x), half, bfloat, core.all_finite(x), core.all_finite(x, acc)
 
     same(narrowed)
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("block", [9, 96])
-def test_integers(n: int, block: int) -> None:
-    x = numbers(n, 6)
-
-    def run() -> tuple[object, ...]:
-        maxima, q, out = bytearray(2 * -(-n // block)), bytearray((n + 1) // 2), bytearray((12 * n + 7) // 8)
-        total, back = np.ones(n, np.int32), np.empty(n, np.float32)
-        finite = core.int_maxima(maxima, x, block)
-        core.int_encode(q, x, maxima, block, 4, True, 7, 8)
-        core.int_add(total, q, 4, False)
-        core.int_pack(out, total, 12)
-        core.int_decode(back, out, maxima, block, 4, 12)
-        return finite, maxima, q, out, total.tobytes(), back.tobytes()
-
-    same(run)
 
 
 @pytest.mark.parametrize("kind", ["normal", "wild"])

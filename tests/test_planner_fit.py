@@ -110,7 +110,7 @@ def test_the_tables_promise_what_codecs_keep() -> None:
         assert (cost.sums, cost.alone, cost.answers) == mine, cost.codec
 
 
-TABLED = ("identity", "fp16", "bf16", "int8", "int4", "onebit", "qsgd", "natural", "terngrad", "topk", "randomk",
+TABLED = ("identity", "fp16", "bf16", "int8", "int4", "onebit", "qsgd", "topk", "randomk",
           "block_threshold")
 SUMMED, GATHERED = "encode@cpu all.allreduce decode@cpu", "encode@cpu all.allgather decode@cpu"
 PUSHED, FORWARDED = "encode@cpu net.push net.pull decode@cpu", "encode@cpu net.push net.forward decode@cpu"

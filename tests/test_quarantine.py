@@ -160,8 +160,7 @@ def test_bodies_are_given_back_once() -> None:
 # ---- with codecs
 
 
-CODECS = ["identity()", "fp16()", "int8(block=32)", "topk(ratio=0.3)", "onebit()", "powersgd(rank=2)", "randomk(ratio=0.3)",
-          "shared_int(block=32, rounding='nearest')", "chain(topk(ratio=0.3, values='fp32'), int8(block=32))"]
+CODECS = ["identity()", "fp16()", "int8(block=32)", "topk(ratio=0.3)", "onebit()", "powersgd(rank=2)", "randomk(ratio=0.3)"]
 SHAPE, WORLD, BAD = (24, 33), 3, 1
 
 

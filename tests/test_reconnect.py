@@ -24,7 +24,7 @@ from commlayer.transport.resumed import Resumed, Waits
 from commlayer.transport.stream_transport import Settings, StreamTransport
 
 WORLD, STEPS = 3, 4
-CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "shared_int()", "randomk(ratio=0.1)",
+CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.1)",
           "momentum(topk(ratio=0.1))"]
 
 

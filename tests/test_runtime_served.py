@@ -36,9 +36,7 @@ CODINGS: dict[str, dict[str, Any]] = {
     "by node, denser down": {"codec": "topk(ratio=0.5)", "by_node": ("topk(ratio=0.2)", "topk(ratio=0.5)"),
                              "down": "int8(block=32)"},
     "random": {"codec": "randomk(ratio=0.3)"},
-    "integers": {"codec": "shared_int(block=32, rounding='nearest')"},
     "low rank": {"codec": "powersgd(rank=1)"},
-    "differences": {"codec": "ef21(int8(block=32))"},
 }
 SERVER_ALONE = ("random", "integers", "low rank", "differences")
 """Their sums come back as the codec's own: a server can send them on in no other way."""

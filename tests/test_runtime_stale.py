@@ -15,7 +15,7 @@ from commlayer.records import Plan
 from commlayer.runtime.plan_check import unsuited
 
 WORLD, STEPS = 3, 6
-CODECS = ["identity()", "int8(block=64)", "topk(ratio=0.1)", "qsgd(levels=7)", "powersgd(rank=2)", "ef21(topk(ratio=0.2))"]
+CODECS = ["identity()", "int8(block=64)", "topk(ratio=0.1)", "qsgd(levels=7)", "powersgd(rank=2)"]
 WHICH = {"none": lambda _: False, "some": lambda b: b % 3 == 1, "all": lambda _: True}
 
 

@@ -17,12 +17,11 @@ from commlayer.runtime.bucket import WorkerBucket
 N = 5000
 READ: list[Codec] = [two_way(wrap(parse("int8()")), wrap(topk(0.1))), *(wrap(parse(text)) for text in (
     "topk(ratio=0.02)", "topk(ratio=0.05, values='fp16')", "topk(ratio=0.05, values='fp32')", "topk(ratio=0.05, values='int4')",
-    "randomk(ratio=0.05)", "randomk(ratio=0.05, values='fp16', unbiased=True)", "warmup(topk(ratio=0.02), steps=3)",
-    "momentum(topk(ratio=0.02))", "momentum_correction(topk(ratio=0.02))", "error_feedback(topk(ratio=0.02))",
-    "error_feedback(topk(ratio=0.02), lr_correction=True)",
+    "randomk(ratio=0.05)", "randomk(ratio=0.05, values='fp16', unbiased=True)", "momentum(topk(ratio=0.02))",
+    "error_feedback(topk(ratio=0.02))", "error_feedback(topk(ratio=0.02), lr_correction=True)",
 ))]
-DENSE = ["int8()", "block_threshold(ratio=0.05)", "chain(topk(ratio=0.1, values='fp32'), fp16())", "powersgd(rank=2)",
-         "ef21(topk(ratio=0.1))", "partition(topk(ratio=0.06), parts=2)"]
+DENSE = ["int8()", "block_threshold(ratio=0.05)", "powersgd(rank=2)",
+         "partition(topk(ratio=0.06), parts=2)"]
 
 
 def answer(codec: Codec, server: State, payload: memoryview) -> memoryview:

@@ -1,17 +1,13 @@
 """Codecs: how a bucket becomes bytes and comes back. Knows tensors and payloads; nothing of ranks, networks or plans."""
 
 from commlayer.compressors.block_threshold import block_threshold
-from commlayer.compressors.chain import chain
 from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Codec, Round, place
 from commlayer.compressors.dense import bf16, fp16, identity
-from commlayer.compressors.dgc import dgc
-from commlayer.compressors.ef21 import ef21
 from commlayer.compressors.feedback import error_feedback, wrap
 from commlayer.compressors.int4 import int4
 from commlayer.compressors.int8 import int8
-from commlayer.compressors.momentum import momentum, momentum_correction
-from commlayer.compressors.natural import natural
+from commlayer.compressors.momentum import momentum
 from commlayer.compressors.onebit import onebit
 from commlayer.compressors.parse import build, parse
 from commlayer.compressors.partition import partition
@@ -20,11 +16,8 @@ from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.qsgd import qsgd
 from commlayer.compressors.random_keys import seed
 from commlayer.compressors.randomk import randomk
-from commlayer.compressors.shared_int import shared_int
-from commlayer.compressors.terngrad import terngrad
 from commlayer.compressors.topk import topk
 from commlayer.compressors.twoway import codec_of, two_way
-from commlayer.compressors.warmup import warmup
 
 __all__ = [
     "Codec",
@@ -32,18 +25,13 @@ __all__ = [
     "bf16",
     "block_threshold",
     "build",
-    "chain",
     "codec_of",
-    "dgc",
-    "ef21",
     "error_feedback",
     "fp16",
     "identity",
     "int4",
     "int8",
     "momentum",
-    "momentum_correction",
-    "natural",
     "onebit",
     "parse",
     "partition",
@@ -54,11 +42,8 @@ __all__ = [
     "restore",
     "runs_on",
     "seed",
-    "shared_int",
     "snapshot",
-    "terngrad",
     "topk",
     "two_way",
-    "warmup",
     "wrap",
 ]

@@ -20,7 +20,7 @@ from commlayer.compressors.feedback import Fed
 from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.selection import ENOUGH, Picks
 from commlayer.compressors.tracked_threshold import HUGE, SLOPES, within
-from commlayer.compressors.warmup import FIRST, Warmup
+from commlayer.compressors.warmup import FIRST
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Spec
 
@@ -161,12 +161,10 @@ class Allotted(Wrapper, frozen=True):
 
 
 def allotted(codec: Any, heard: float | None, *, steps: int, shared: bool) -> Any:
-    """The same wrappers around a core that is told its entries, where that says something. `warmup` says its own steps.
+    """The same wrappers around a core that is told its entries, where that says something.
 
     `heard`: the mean ratio of what a server receives; None if that has none.
     """
-    if isinstance(codec, Warmup):
-        return allotted(codec.inner, heard, steps=codec.steps, shared=shared)
     if isinstance(codec, Wrapper) and codec.name != "partition":
         return msgspec.structs.replace(codec, inner=allotted(codec.inner, heard, steps=steps, shared=shared))
     sparse = isinstance(codec, Fed) and isinstance(codec, OneRound) and hasattr(codec, "ratio") and Round.GATHER in codec.rounds

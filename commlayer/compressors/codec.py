@@ -7,8 +7,8 @@ A codec is a small frozen value. One step of one bucket runs
              decode(result, state, out)             the summed tensor, from the result of the last round
     server:  acc = zeros(spec, r); add(r, payload, acc) per member, in member order; emit(r, acc, state, out) -> nbytes
 
-What a SUM round adds is linear in the payload (an all-reduce could do it), MAX takes elementwise maxima, GATHER decodes into
-the accumulator space that `zeros` made. Memory is the caller's: `out` holds `bound(spec)` bytes, sized once. State is donated
+What a SUM round adds is linear in the payload (an all-reduce could do it), GATHER decodes into the accumulator space that
+`zeros` made. Memory is the caller's: `out` holds `bound(spec)` bytes, sized once. State is donated
 and updated in place. `x` is float32, contiguous and one-dimensional; `spec.shape` says what it was. It is not modified, and
 stays as it is until the last `next`, so a codec of several rounds may keep a reference.
 
@@ -61,7 +61,6 @@ class Round(enum.Enum):
     """How the payloads of one round combine."""
 
     SUM = "sum"
-    MAX = "max"
     GATHER = "gather"
 
 

@@ -148,42 +148,6 @@ def linear_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, 
     _of(acc, codes).linear_decode(acc, codes, scales, block, bits, assign)
 
 
-def ternary_encode(
-    codes: Buffer,
-    scales: Buffer,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    block: int,
-    clip: float,
-    *,
-    random: tuple[int, int],
-) -> bool:
-    """As linear_encode; clip is in root mean squares of a block, 0 for none."""
-    return bool(_of(x, codes).ternary_encode(codes, scales, x, residual, block, clip, *random))
-
-
-def ternary_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, *, assign: bool) -> None:
-    _of(acc, codes).ternary_decode(acc, codes, scales, block, assign)
-
-
-def natural_encode(
-    codes: Buffer,
-    bases: Buffer,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    block: int,
-    bits: int,
-    *,
-    random: tuple[int, int],
-) -> bool:
-    """As linear_encode."""
-    return bool(_of(x, codes).natural_encode(codes, bases, x, residual, block, bits, *random))
-
-
-def natural_decode(acc: torch.Tensor, codes: Buffer, bases: Buffer, block: int, bits: int, *, assign: bool) -> None:
-    _of(acc, codes).natural_decode(acc, codes, bases, block, bits, assign)
-
-
 def onebit_encode(codes: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     """As int8_encode."""
     return bool(_of(x, codes).onebit_encode(codes, scales, x, residual, block))
@@ -314,37 +278,6 @@ def nibbles_encode(q: Buffer, scales: Buffer, x: torch.Tensor, rest: torch.Tenso
 
 def nibbles_decode(out: torch.Tensor, q: Buffer, scales: Buffer, block: int) -> None:
     _of(out, q).nibbles_decode(out, q, scales, block)
-
-
-def int_maxima(most: Buffer, x: torch.Tensor, block: int) -> bool:
-    """Largest magnitude of each block as bfloat16, rounded up; whether all of x is finite."""
-    return bool(_chosen[0].int_maxima(most, x, block))
-
-
-def int_encode(
-    q: Buffer, x: torch.Tensor, most: Buffer, block: int, bits: int, *, dither: bool, key: int, step: int
-) -> None:
-    """x in the scale that the maxima give, `bits` each; dithered by the random numbers of (key, step), or to the nearest."""
-    _chosen[0].int_encode(q, x, most, block, bits, dither, key, step)
-
-
-def int_legal(q: Buffer, n: int, bits: int) -> bool:
-    """Whether q holds n integers that an encoder makes, and no padding is set."""
-    return bool(_chosen[0].int_legal(q, n, bits))
-
-
-def int_add(acc: torch.Tensor, q: Buffer, bits: int, *, assign: bool) -> None:
-    """acc is int32."""
-    _chosen[0].int_add(acc, q, bits, assign)
-
-
-def int_pack(out: Buffer, acc: torch.Tensor, width: int) -> None:
-    """acc (int32) in `width` bits each, which must hold them."""
-    _chosen[0].int_pack(out, acc, width)
-
-
-def int_decode(out: torch.Tensor, q: Buffer, most: Buffer, block: int, bits: int, width: int) -> None:
-    _chosen[0].int_decode(out, q, most, block, bits, width)
 
 
 def outer(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int) -> None:

@@ -6,25 +6,18 @@ from collections.abc import Callable, Mapping
 
 from commlayer.codec_name import CodecName, named
 from commlayer.compressors.block_threshold import block_threshold
-from commlayer.compressors.chain import chain
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
-from commlayer.compressors.dgc import dgc
-from commlayer.compressors.ef21 import ef21
 from commlayer.compressors.feedback import error_feedback
 from commlayer.compressors.int4 import int4
 from commlayer.compressors.int8 import int8
-from commlayer.compressors.momentum import momentum, momentum_correction
-from commlayer.compressors.natural import natural
+from commlayer.compressors.momentum import momentum
 from commlayer.compressors.onebit import onebit
 from commlayer.compressors.partition import partition
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.qsgd import qsgd
 from commlayer.compressors.randomk import randomk
-from commlayer.compressors.shared_int import shared_int
-from commlayer.compressors.terngrad import terngrad
 from commlayer.compressors.topk import topk
-from commlayer.compressors.warmup import warmup
 
 FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "identity": identity,
@@ -34,21 +27,13 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "topk": topk,
     "int4": int4,
     "qsgd": qsgd,
-    "natural": natural,
-    "terngrad": terngrad,
     "onebit": onebit,
     "block_threshold": block_threshold,
     "randomk": randomk,
     "powersgd": powersgd,
-    "shared_int": shared_int,
     "partition": partition,
-    "chain": chain,
     "error_feedback": error_feedback,
-    "ef21": ef21,
     "momentum": momentum,
-    "momentum_correction": momentum_correction,
-    "dgc": dgc,
-    "warmup": warmup,
 }
 
 

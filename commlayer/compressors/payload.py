@@ -30,17 +30,13 @@ CODEC_IDS = {
     "topk": 5,
     "int4": 6,
     "qsgd": 7,
-    "natural": 8,
-    "terngrad": 9,
     "onebit": 10,
     "block_threshold": 11,
     "randomk": 12,
     "powersgd": 13,
-    "shared_int": 14,
     "partition": 15,
-    "chain": 16,
 }
-"""Numbers of the codecs on the wire: never reused. 240-255 are free for experiments and tests."""
+"""Numbers of the codecs on the wire: never reused (8, 9, 14 and 16 are retired). 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")
 HEADER_NBYTES = _LAYOUT.size

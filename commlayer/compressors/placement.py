@@ -11,11 +11,9 @@ from commlayer.compressors.dense import Bf16, Fp16, Identity
 from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.compressors.int4 import Int4
 from commlayer.compressors.int8 import Int8
-from commlayer.compressors.natural import Natural
 from commlayer.compressors.onebit import OneBit
 from commlayer.compressors.qsgd import Qsgd
 from commlayer.compressors.randomk import RandomK
-from commlayer.compressors.terngrad import Terngrad
 from commlayer.compressors.topk import TopK
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ else:
 
 log = logging.getLogger("commlayer")
 
-WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, Natural, Terngrad, OneBit, TopK, RandomK)
+WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, OneBit, TopK, RandomK)
 
 
 def runs_on(codec: Codec, device: torch.device) -> bool:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from commlayer.compressors.allotted import Allotted
 from commlayer.compressors.codec import Buffer
 from commlayer.compressors.feedback import ErrorFeedback
-from commlayer.compressors.momentum import Momentum, MomentumCorrection
+from commlayer.compressors.momentum import Momentum
 from commlayer.compressors.twoway import TwoWay
-from commlayer.compressors.warmup import Warmup
 
 if TYPE_CHECKING:
     import torch
 
-READ_AS_WRAPPED = (Allotted, ErrorFeedback, Momentum, MomentumCorrection, Warmup)
+READ_AS_WRAPPED = (Allotted, ErrorFeedback, Momentum)
 
 
 @runtime_checkable

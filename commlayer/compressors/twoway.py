@@ -11,13 +11,11 @@ from commlayer.codec_name import named
 from commlayer.compressors.allotted import Allotted, allotted
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.dense import Identity
-from commlayer.compressors.ef21 import EF21
 from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
-from commlayer.compressors.momentum import Momentum, MomentumCorrection
+from commlayer.compressors.momentum import Momentum
 from commlayer.compressors.one_round import OneRound, spell
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import Partition
-from commlayer.compressors.warmup import Warmup
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Bucket, Plan, Spec
 
@@ -84,7 +82,7 @@ class TwoWay(msgspec.Struct, frozen=True):
 def two_way(up: Codec, down: Codec) -> TwoWay:
     """Both must be of one round and sum in dense float32, as most do. topk(ratio=1.0) down forwards the merged sparse sum."""
     if not _sums(up):
-        raise ValueError(f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32, not ef21")
+        raise ValueError(f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")
     if not answers(down):
         raise ValueError(f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
                          "error_feedback around it or without")
@@ -111,7 +109,7 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
 
 
 def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
-    """Told its entries step by step, where a plan or a `warmup` asks for it and a server sums.
+    """Told its entries step by step, where a plan asks for it and a server sums.
 
     Collectives have room for the largest size in every step, and send it.
     """
@@ -129,8 +127,8 @@ def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
 
 
 def _sums(codec: Codec) -> bool:
-    """Whether its accumulator is the dense sum of what is sent. ef21 sends differences, random-k sums values alone."""
-    if isinstance(codec, Wrapper) and not isinstance(codec, EF21 | Partition):
+    """Whether its accumulator is the dense sum of what is sent. random-k sums values alone."""
+    if isinstance(codec, Wrapper) and not isinstance(codec, Partition):
         return _sums(codec.inner)
     return isinstance(codec, Identity) or (isinstance(codec, OneRound | Partition) and codec.rounds == (Round.GATHER,))
 
@@ -150,7 +148,7 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
 
 def _read(codec: Any) -> Any:
     """What a server must know of a codec: all but ratios, the way of choosing entries, and memories that workers keep."""
-    if isinstance(codec, Momentum | MomentumCorrection | ErrorFeedback | Warmup) and not in_updates(codec):
+    if isinstance(codec, Momentum | ErrorFeedback) and not in_updates(codec):
         return _read(codec.inner)
     if isinstance(codec, msgspec.Struct):
         names = (name for name in codec.__struct_fields__ if name not in ("ratio", "exact"))

@@ -153,8 +153,6 @@ def _norm(acc: Any) -> float:
     if isinstance(acc, Mapping):
         if any(acc.get("flagged", ())):
             return math.inf
-        if "max" in acc:  # as bfloat16
-            return _norm((np.asarray(acc["max"]).astype(np.uint32) << 16).view(np.float32))
         return _norm(acc["parts"] if "parts" in acc else acc["sum"])
     if isinstance(acc, list | tuple):
         return math.hypot(*map(_norm, acc))

@@ -68,7 +68,7 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
         if number:  # the first call warms caches and finds its threshold
             encodes.append(encode_s)
             adds.append(add_s)
-    reduced = sum(Reduced(acc, MEMBERS).nbytes for acc in accs) if adds_up(codec) else 0
+    reduced = sum(Reduced(acc).nbytes for acc in accs) if adds_up(codec) else 0
     return median(encodes), median(adds), float(nbytes), float(reduced)
 
 

@@ -14,8 +14,7 @@ from msgspec import structs
 
 from commlayer.codec_name import named
 from commlayer.compressors import Codec, codec_of, parse, wrap
-from commlayer.compressors.ef21 import EF21
-from commlayer.compressors.momentum import Momentum, MomentumCorrection
+from commlayer.compressors.momentum import Momentum
 from commlayer.records import Bucket, Plan, Spec
 from commlayer.runtime.plan_check import unsuited
 
@@ -61,8 +60,8 @@ def lowest(plan: Plan) -> float:
 
 
 def carries_gradients(codec: Any) -> bool:
-    """Whether what it sends is meant to be the gradient: no velocity, and no difference to an estimate."""
-    if isinstance(codec, Momentum | MomentumCorrection | EF21):
+    """Whether what it sends is meant to be the gradient, not a velocity."""
+    if isinstance(codec, Momentum):
         return False
     return all(carries_gradients(part) for part in structs.astuple(codec) if isinstance(part, msgspec.Struct))
 

@@ -89,21 +89,6 @@ int64_t cml_linear_encode(uint8_t* q, uint16_t* scale, const float* x, float* re
                           int euclidean, int dither, uint64_t key, uint64_t step, int64_t first);
 int64_t cml_linear_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int bits, int assign);
 
-/* ternary: dithered as above with top = 1; size = largest |v|, or where clip > 0 at most clip * the block's root mean square.
- * Elements go in groups of 160 (the last may have fewer), block is a multiple of 160. A group of c elements takes
- * m = ceil(c / 5) bytes: byte j holds elements j, j + m, ... of it as digits of weight 1, 3, 9, 27, 81; digit 2 means -1. */
-int64_t cml_ternary_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block, float clip,
-                           uint64_t key, uint64_t step, int64_t first);
-int64_t cml_ternary_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
-
-/* natural: sign (uppermost bit; 0 for level 0) and level k < 2^(bits-1) of bits = 3, 4, 5 or 8; k > 0 stands for
- * 2^(base[b] + k - 127), 0 for 0. The uppermost level is the least that reaches the largest |v|, so
- * base[b] <= 254 - (2^(bits-1) - 1). v goes to one of its two neighbours so that the mean is v: with a the bits of |v|,
- * the exponent of a + (word >> 9); below level 1, level 1 if uniform(word) < |v| / 2^(base[b] - 126), else 0. */
-int64_t cml_natural_encode(uint8_t* q, uint8_t* base, const float* x, float* residual, int64_t n, int64_t block, int bits,
-                           uint64_t key, uint64_t step, int64_t first);
-int64_t cml_natural_decode(float* acc, const uint8_t* q, const uint8_t* base, int64_t n, int64_t block, int bits, int assign);
-
 /* onebit: the sign bit of v; scale = the mean of |v| over the block, added up in the order of src/blockwise.h. block <= 2^20. */
 int64_t cml_onebit_encode(uint8_t* q, uint16_t* scale, const float* x, float* residual, int64_t n, int64_t block);
 int64_t cml_onebit_decode(float* acc, const uint8_t* q, const uint16_t* scale, int64_t n, int64_t block, int assign);
@@ -200,29 +185,6 @@ int64_t cml_bitmap_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in
 int64_t cml_blocks_nbytes(const uint32_t* idx, int64_t k, int64_t n);
 int64_t cml_blocks_encode(uint8_t* out, int64_t cap, const uint32_t* idx, int64_t k, int64_t n);
 int64_t cml_blocks_decode(uint32_t* idx, int64_t k, int64_t n, const uint8_t* in, int64_t nbytes);
-
-/* ---- integers in a scale that all members share: sums need no decoding ----
- * Block b covers x[b*block .. min(n, (b+1)*block)). max[b] is the upper half of a float32 (bfloat16), the largest magnitude of
- * the block rounded up, at most the largest finite one; whole numbers compare as the magnitudes do.
- * L = 2^(bits-1) - 1 for bits 4 or 8; scale = max / L, or 0 where max < L * 2^-126.
- * t = x * (1 / scale) cut to [-L, L]; dithered q = floor(t) + (u < t - floor(t)), else t rounded half to even; 0 where scale is 0.
- * u = (word >> 8) * 2^-24, with word i % 4 of Philox4x32-10 of counter (i / 4, 0, step low, step high) and key (low, high).
- * n integers of `width` bits (4, 8, 12, 16 or 32; two's complement) are packed from the lowest bit of the first byte on, into
- * ceil(n * width / 8) bytes; what is over in the last byte is 0. */
-
-/* Returns 1 if all of x is finite, 0 if not; then max holds anything. */
-int64_t cml_int_maxima(uint16_t* max, const float* x, int64_t n, int64_t block);
-/* x finite; q of width `bits`. */
-int64_t cml_int_encode(uint8_t* q, const float* x, const uint16_t* max, int64_t n, int64_t block, int bits, int dither,
-                       uint64_t key, uint64_t step, int64_t first);
-/* 1 if every q is within [-L, L] and padding is 0, else 0. */
-int64_t cml_int_legal(const uint8_t* q, int64_t n, int bits);
-/* acc[i] += q[i]; with assign != 0: acc[i] = q[i]. */
-int64_t cml_int_add(int32_t* acc, const uint8_t* q, int64_t n, int bits, int assign);
-/* Every acc[i] must fit `width` bits. */
-int64_t cml_int_pack(uint8_t* out, const int32_t* acc, int64_t n, int width);
-/* out[i] = scale[i / block] * q[i], q of any width. */
-int64_t cml_int_decode(float* out, const uint8_t* q, const uint16_t* max, int64_t n, int64_t block, int bits, int width);
 
 /* ---- low rank: out[i * n + j] = sum over k of p[k * m + i] * q[k * n + j], added in the order of k; rank >= 1 ---- */
 void cml_outer(float* out, const float* p, const float* q, int64_t m, int64_t n, int64_t rank);

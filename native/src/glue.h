@@ -80,7 +80,7 @@ int64_t decode_positions(nb::handle idx, int64_t n, nb::handle src, int64_t at, 
 // Each adds the functions of one family to the module.
 void bind_quantisers(nb::module_& m);
 void bind_sparse(nb::module_& m);
-void bind_integers(nb::module_& m);
+void bind_lowrank(nb::module_& m);
 void bind_lazy(nb::module_& m);
 void bind_schedule(nb::module_& m);
 

@@ -1,4 +1,4 @@
-// The glue of random words, int4 and dithering, ternaries, powers of two, one bit. Computes nothing.
+// The glue of random words, int4 and dithering, one bit. Computes nothing.
 #include "glue.h"
 
 namespace glue {
@@ -40,8 +40,6 @@ int64_t stream_nbytes(int64_t n, int bits) {
   return n / 8 * bits + (n % 8 * bits + 7) / 8;
 }
 
-int64_t ternary_nbytes(int64_t n) { return n / 5 + (n % 5 != 0); }  // groups of 160 are 32 bytes: the same in all
-
 void philox(nb::handle words, int64_t first, uint64_t key, uint64_t step) {
   const Memory memory("words", words.ptr(), true);
   int64_t n = 0;
@@ -78,59 +76,6 @@ void linear_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block
   }));
 }
 
-bool ternary_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block, float clip, uint64_t key,
-                    uint64_t step) {
-  require_block(block);
-  const Encode e(q, scale, x, residual);
-  auto* codes = e.q_memory.bytes<uint8_t>(ternary_nbytes(e.n));
-  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
-  return checked("ternary_encode", run(4 * e.n, [&] {
-    return e.parts(block, [&](Part p, float* kept) {
-      return cml_ternary_encode(codes + p.lo / 5, scales + p.lo / block, e.from + p.lo, kept, p.n, block, clip, key, step, p.lo);
-    }, [&](Part p, float* kept) { cml_ternary_decode(kept, codes + p.lo / 5, scales + p.lo / block, p.n, block, 0); });
-  })) != 0;
-}
-
-void ternary_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block, bool assign) {
-  require_block(block);
-  const Decode d(acc, q, scale);
-  const auto* codes = d.q_memory.bytes<uint8_t>(ternary_nbytes(d.n));
-  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
-  checked("ternary_decode", run(4 * d.n, [&] {
-    return Parts(d.n, block).least([&](Part p) {
-      return cml_ternary_decode(d.to + p.lo, codes + p.lo / 5, scales + p.lo / block, p.n, block, assign);
-    });
-  }));
-}
-
-bool natural_encode(nb::handle q, nb::handle base, nb::handle x, nb::handle residual, int64_t block, int bits, uint64_t key,
-                    uint64_t step) {
-  require_block(block);
-  const Encode e(q, base, x, residual);
-  auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, bits));
-  auto* bases = e.scale_memory.bytes<uint8_t>(blocks(e.n, block));
-  return checked("natural_encode", run(4 * e.n, [&] {
-    return e.parts(block, [&](Part p, float* kept) {
-      return cml_natural_encode(codes + stream_nbytes(p.lo, bits), bases + p.lo / block, e.from + p.lo, kept, p.n, block, bits, key, step,
-                                p.lo);
-    }, [&](Part p, float* kept) {
-      cml_natural_decode(kept, codes + stream_nbytes(p.lo, bits), bases + p.lo / block, p.n, block, bits, 0);
-    });
-  })) != 0;
-}
-
-void natural_decode(nb::handle acc, nb::handle q, nb::handle base, int64_t block, int bits, bool assign) {
-  require_block(block);
-  const Decode d(acc, q, base);
-  const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, bits));
-  const auto* bases = d.scale_memory.bytes<uint8_t>(blocks(d.n, block));
-  checked("natural_decode", run(4 * d.n, [&] {
-    return Parts(d.n, block).least([&](Part p) {
-      return cml_natural_decode(d.to + p.lo, codes + stream_nbytes(p.lo, bits), bases + p.lo / block, p.n, block, bits, assign);
-    });
-  }));
-}
-
 bool onebit_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle residual, int64_t block) {
   require_block(block);
   const Encode e(q, scale, x, residual);
@@ -163,10 +108,6 @@ void bind_quantisers(nb::module_& m) {
   m.def("linear_encode", &linear_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a, "bits"_a, "euclidean"_a,
         "dither"_a, "key"_a = 0, "step"_a = 0);
   m.def("linear_decode", &linear_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "bits"_a, "assign"_a = false);
-  m.def("ternary_encode", &ternary_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a, "clip"_a, "key"_a, "step"_a);
-  m.def("ternary_decode", &ternary_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "assign"_a = false);
-  m.def("natural_encode", &natural_encode, "q"_a, "base"_a, "x"_a, "residual"_a.none(), "block"_a, "bits"_a, "key"_a, "step"_a);
-  m.def("natural_decode", &natural_decode, "acc"_a, "q"_a, "base"_a, "block"_a, "bits"_a, "assign"_a = false);
   m.def("onebit_encode", &onebit_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a);
   m.def("onebit_decode", &onebit_decode, "acc"_a, "q"_a, "scale"_a, "block"_a, "assign"_a = false);
 }

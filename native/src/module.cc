@@ -171,7 +171,7 @@ NB_MODULE(_core, m) {
 
   bind_quantisers(m);
   bind_sparse(m);
-  bind_integers(m);
+  bind_lowrank(m);
   bind_lazy(m);
   bind_schedule(m);
 }

@@ -117,22 +117,12 @@ void quantisers(int64_t n, int shift, Kind kind) {
               return cml_linear_encode(q, s, x, r, n, block, bits, way == 2, way > 0, 1ull << 40 | 7, 1ull << 35 | 9, 0);
             },
             [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { cml_linear_decode(a, q, s, n, block, bits, assign); });
-      if (bits == 2) continue;
-      blockwise<uint8_t, uint8_t>(
-          "natural", n, shift, kind, block, (n * bits + 7) / 8,
-          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9, 0); },
-          [&](float* a, const uint8_t* q, const uint8_t* s, int assign) { cml_natural_decode(a, q, s, n, block, bits, assign); });
     }
     blockwise<uint8_t, uint16_t>(
         "onebit", n, shift, kind, block, (n + 7) / 8,
         [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_onebit_encode(q, s, x, r, n, block); },
         [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { cml_onebit_decode(a, q, s, n, block, assign); });
   }
-  for (float clip : {0.0f, 2.5f})
-    blockwise<uint8_t, uint16_t>(
-        "ternary", n, shift, kind, 480, (n + 4) / 5,
-        [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, 480, clip, 7, 9, 0); },
-        [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { cml_ternary_decode(a, q, s, n, 480, assign); });
   blockwise<uint8_t, float>(
       "nibbles", n, shift, kind, 256, (n + 1) / 2,
       [&](uint8_t* q, float* s, const float* x, float*) { return cml_nibbles_encode(q, s, x, nullptr, n, 256); },
@@ -144,35 +134,7 @@ void quantisers(int64_t n, int shift, Kind kind) {
   }
 }
 
-void integers(int64_t n, int shift, Kind kind) {
-  for (int64_t block : {int64_t{9}, int64_t{256}}) {
-    const int64_t blocks = (n + block - 1) / block;
-    auto x = numbers(n, shift, kind), back = floats(n, shift);
-    Array<uint16_t> most(blocks, shift);
-    const int64_t finite = cml_int_maxima(most.data(), x.data(), n, block);
-    mix("int_maxima", static_cast<uint64_t>(finite));
-    if (finite != 1) continue;
-    mix("int_maxima", most, blocks);
-    for (int bits : {4, 8}) {
-      Array<uint8_t> q((n * bits + 7) / 8, shift);
-      Array<int32_t> acc(n, shift);
-      for (int dither : {0, 1}) {
-        cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1, 0);
-        mix("int_encode", q, (n * bits + 7) / 8);
-        mix("int_legal", static_cast<uint64_t>(cml_int_legal(q.data(), n, bits)));
-        cml_int_add(acc.data(), q.data(), n, bits, 1 - dither);
-        mix("int_add", acc, n);
-      }
-      for (int width : {4, 8, 12, 16, 32}) {
-        if (width <= bits) continue;
-        Array<uint8_t> out((n * width + 7) / 8, shift);
-        cml_int_pack(out.data(), acc.data(), n, width);
-        mix("int_pack", out, (n * width + 7) / 8);
-        cml_int_decode(back.data(), out.data(), most.data(), n, block, bits, width);
-        mix("int_decode", back, n);
-      }
-    }
-  }
+void low_rank(int64_t n, int shift) {
   if (n == 0) return;
   auto p = floats(7 * 3, shift), q = floats(n * 3, shift), out = floats(7 * n, shift);
   cml_outer(out.data(), p.data(), q.data(), 7, n, 3);
@@ -304,8 +266,8 @@ int main() {
         const int shift = kind;  // bytes off every alignment
         dense(n, shift, static_cast<Kind>(kind));
         quantisers(n, shift, static_cast<Kind>(kind));
-        integers(n, shift, static_cast<Kind>(kind));
         selections(n, shift, static_cast<Kind>(kind));
+        low_rank(n, shift);
         sparse(n, shift);
         lazy(n, shift, static_cast<Kind>(kind));
       }

@@ -99,31 +99,16 @@ void quantisers(int64_t n, int shift) {
             [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_linear_encode(q, s, x, r, n, block, bits, 0, dither, 7, 9, 0); },
             [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_linear_decode(a, q, s, n, block, bits, assign); });
       }
-      if (bits == 2) continue;
-      quantiser<uint8_t>(
-          n, shift, block, nbytes, 1.0f,
-          [&](uint8_t* q, uint8_t* s, const float* x, float* r) { return cml_natural_encode(q, s, x, r, n, block, bits, 7, 9, 0); },
-          [&](float* a, const uint8_t* q, const uint8_t* s, int assign) { return cml_natural_decode(a, q, s, n, block, bits, assign); });
     }
     quantiser<uint16_t>(
         n, shift, block, (n + 7) / 8, 1.02f,
         [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_onebit_encode(q, s, x, r, n, block); },
         [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_onebit_decode(a, q, s, n, block, assign); });
   }
-  for (int64_t block : {160, 480})
-    for (float clip : {0.0f, 2.5f})
-      quantiser<uint16_t>(
-          n, shift, block, (n + 4) / 5, 1.02f,
-          [&](uint8_t* q, uint16_t* s, const float* x, float* r) { return cml_ternary_encode(q, s, x, r, n, block, clip, 7, 9, 0); },
-          [&](float* a, const uint8_t* q, const uint16_t* s, int assign) { return cml_ternary_decode(a, q, s, n, block, assign); });
   Array<uint32_t> words(n, shift);
   for (int64_t first : {0, 1, 4}) cml_philox(words.data(), n, first, 7, 9);
   CHECK(cml_linear_encode(nullptr, nullptr, nullptr, nullptr, 0, 12, 4, 0, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_linear_decode(nullptr, nullptr, nullptr, 0, 8, 6, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_ternary_encode(nullptr, nullptr, nullptr, nullptr, 0, 32, 0.0f, 0, 0, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_ternary_decode(nullptr, nullptr, nullptr, 0, 32, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_natural_encode(nullptr, nullptr, nullptr, nullptr, 0, 8, 2, 0, 0, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_natural_decode(nullptr, nullptr, nullptr, 0, 8, 2, 0) == CML_ERR_ARGUMENT);
   CHECK(cml_onebit_encode(nullptr, nullptr, nullptr, nullptr, 0, 1 << 21) == CML_ERR_ARGUMENT);
   CHECK(cml_onebit_decode(nullptr, nullptr, nullptr, 0, 4, 0) == CML_ERR_ARGUMENT);
 }
@@ -213,41 +198,6 @@ void packed(int64_t n, int64_t k, int64_t nbytes, int shift, Encode encode, Deco
     const int64_t got = decode(out.data(), k, n, noise.data(), nbytes);
     CHECK(got == k || got == CML_ERR_CORRUPT);
   }
-}
-
-void integers(int64_t n, int shift) {
-  for (int64_t block : {int64_t{8}, int64_t{9}, int64_t{256}}) {
-    const int64_t blocks = (n + block - 1) / block;
-    auto x = floats(n, shift), back = floats(n, shift);
-    Array<uint16_t> most(blocks, shift);
-    CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 1);
-    for (int bits : {4, 8}) {
-      const float step = 1.01f / static_cast<float>((1 << (bits - 1)) - 1);
-      Array<uint8_t> q((n * bits + 7) / 8, shift);
-      Array<int32_t> acc(n, shift);
-      for (int dither : {1, 0})
-        CHECK(cml_int_encode(q.data(), x.data(), most.data(), n, block, bits, dither, 1ull << 40 | 3, 1ull << 33 | 1, 0) == CML_OK);
-      CHECK(cml_int_legal(q.data(), n, bits) == 1);
-      CHECK(cml_int_add(acc.data(), q.data(), n, bits, 1) == CML_OK && cml_int_add(acc.data(), q.data(), n, bits, 0) == CML_OK);
-      for (int width : {4, 8, 12, 16, 32}) {
-        if (width <= bits) continue;  // the sum of two needs more
-        Array<uint8_t> out((n * width + 7) / 8, shift);
-        CHECK(cml_int_pack(out.data(), acc.data(), n, width) == CML_OK);
-        CHECK(cml_int_decode(back.data(), out.data(), most.data(), n, block, bits, width) == CML_OK);
-        for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - 2 * x.get(i)) <= step);
-      }
-      if (n == 0) continue;
-      q.set(0, bits == 8 ? 0x80 : 0x08);
-      CHECK(cml_int_legal(q.data(), n, bits) == 0);
-    }
-    if (n == 0) continue;
-    x.set(n / 2, std::numeric_limits<float>::infinity());
-    CHECK(cml_int_maxima(most.data(), x.data(), n, block) == 0);
-  }
-  CHECK(cml_int_maxima(nullptr, nullptr, 0, 0) == CML_ERR_ARGUMENT && cml_int_legal(nullptr, 0, 5) == CML_ERR_ARGUMENT);
-  CHECK(cml_int_encode(nullptr, nullptr, nullptr, 0, 8, 12, 0, 0, 0, 0) == CML_ERR_ARGUMENT);
-  CHECK(cml_int_add(nullptr, nullptr, 0, 16, 0) == CML_ERR_ARGUMENT && cml_int_pack(nullptr, nullptr, 0, 6) == CML_ERR_ARGUMENT);
-  CHECK(cml_int_decode(nullptr, nullptr, nullptr, 0, 8, 8, 7) == CML_ERR_ARGUMENT);
 }
 
 void low_rank(int64_t n, int shift) {
@@ -377,7 +327,6 @@ int main() {
         quantisers(n, shift);
         select(n, shift);
         sparse(n, shift);
-        integers(n, shift);
         low_rank(n, shift);
         all_positions(n, shift);
         order(n, shift);

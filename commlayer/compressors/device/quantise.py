@@ -25,34 +25,6 @@ def linear_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block
     each("quantise", "linear_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, bits, int(assign))
 
 
-def ternary_encode(
-    q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int, clip: float, key: int,
-    step: int,
-) -> bool:
-    n, finite = x.numel(), yes(x)
-    each("ternary", "ternary_measure", 32 * -(-n // block), scale, x, residual, n, block, float(clip), finite)
-    each("ternary", "ternary_code", -(-n // 5), q, scale, x, residual, n, block, key, step, finite)
-    return finite_or_absorbed(finite, x, residual)
-
-
-def ternary_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:
-    each("ternary", "ternary_decode", -(-acc.numel() // 5), acc, q, scale, acc.numel(), block, int(assign))
-
-
-def natural_encode(
-    q: torch.Tensor, base: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int, bits: int, key: int,
-    step: int,
-) -> bool:
-    n, finite = x.numel(), yes(x)
-    each("natural", "natural_measure", 32 * -(-n // block), base, x, residual, n, block, bits, finite)
-    each("natural", "natural_code", -(-n // 8), q, base, x, residual, n, block, bits, key, step, finite)
-    return finite_or_absorbed(finite, x, residual)
-
-
-def natural_decode(acc: torch.Tensor, q: torch.Tensor, base: torch.Tensor, block: int, bits: int, assign: bool = False) -> None:
-    each("natural", "natural_decode", -(-acc.numel() // 8), acc, q, base, acc.numel(), block, bits, int(assign))
-
-
 def onebit_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
     n, finite = x.numel(), yes(x)
     each("quantise", "onebit_measure", 32 * -(-n // block), scale, x, residual, n, block, finite)

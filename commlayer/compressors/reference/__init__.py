@@ -20,16 +20,12 @@ from commlayer.compressors.reference.dense import (
     int8_encode,
 )
 from commlayer.compressors.reference.draws import draw_strata, draw_word, philox, take
-from commlayer.compressors.reference.integers import int_add, int_decode, int_encode, int_legal, int_maxima, int_pack, outer
+from commlayer.compressors.reference.lowrank import outer
 from commlayer.compressors.reference.quantisers import (
     linear_decode,
     linear_encode,
-    natural_decode,
-    natural_encode,
     onebit_decode,
     onebit_encode,
-    ternary_decode,
-    ternary_encode,
 )
 from commlayer.compressors.reference.runs import gather_runs, scatter_runs, score_runs, select_runs
 from commlayer.compressors.reference.sparse import (
@@ -74,17 +70,9 @@ __all__ = [
     "gather_runs",
     "int8_decode",
     "int8_encode",
-    "int_add",
-    "int_decode",
-    "int_encode",
-    "int_legal",
-    "int_maxima",
-    "int_pack",
     "kth_abs",
     "linear_decode",
     "linear_encode",
-    "natural_decode",
-    "natural_encode",
     "nibbles_decode",
     "nibbles_encode",
     "onebit_decode",
@@ -99,7 +87,5 @@ __all__ = [
     "select",
     "select_runs",
     "take",
-    "ternary_decode",
-    "ternary_encode",
     "trim",
 ]

@@ -27,8 +27,7 @@ class Touch(Record, frozen=True):
 
 
 MEMORY_NBYTES = 12
-"""An element of a wrapper's own memory (velocities, estimates) is read and written once more."""
-REMEMBER = ("momentum", "momentum_correction", "dgc", "ef21")
+"""An element of momentum's velocity is read and written once more."""
 POSITION_ROOM = 1.15
 """What coded positions take over their entropy."""
 SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
@@ -43,10 +42,8 @@ def touch(name: CodecName) -> Touch:
                          "or measure it with `commlayer profile`")
     made = _FAMILIES[core.family](core)
     layers = tuple(name.bare.layers())
-    more = MEMORY_NBYTES * sum(layer.family in REMEMBER for layer in layers)
-    plain = len(layers) == 1 and core.family != "dgc"
-    return structs.replace(made, encode=made.encode + more, answers=made.answers and plain,
-                           alone=made.alone and not any(layer.family == "ef21" for layer in layers))
+    more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)
+    return structs.replace(made, encode=made.encode + more, answers=made.answers and len(layers) == 1)
 
 
 def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecName], Touch]:
@@ -63,13 +60,9 @@ def _qsgd(name: CodecName) -> Touch:
     return _quantised(name, 0.35, LEVEL_BITS[name.get("levels")], 2)
 
 
-def _natural(name: CodecName) -> Touch:
-    return _quantised(name, 0.3, name.get("bits"), 1)
-
-
 def _topk(name: CodecName) -> Touch:
     ratio = float(name.get("ratio"))
-    return _picked(SELECT, ratio, VALUE_BITS[name.get("values") or "int8"] / 8 + _position_nbytes(ratio))
+    return _picked(SELECT, ratio, VALUE_BITS[name.get("values")] / 8 + _position_nbytes(ratio))
 
 
 def _block_threshold(name: CodecName) -> Touch:
@@ -85,15 +78,6 @@ def _randomk(name: CodecName) -> Touch:
     ratio = float(name.get("ratio"))
     return Touch(12, 4 + 64 * ratio, ratio * VALUE_BITS[name.get("values")] / 8,
                  sums=True, alone=False, answers=False)
-
-
-def _chain(name: CodecName) -> Touch:
-    """Positions as the first codec has them, values as the second."""
-    first, second = touch(name.get("first")), touch(name.get("second"))
-    ratio = name.ratio or 1.0
-    positions = first.sent - ratio * 4
-    return structs.replace(first, sent=positions + ratio * second.sent,
-                           encode=first.encode + ratio * second.encode, decode=first.decode + ratio * second.decode)
 
 
 def _position_nbytes(ratio: float) -> float:
@@ -112,11 +96,7 @@ _FAMILIES: Mapping[str, Callable[[CodecName], Touch]] = {
     "int4": _quantiser(0.72, 4, 2),
     "onebit": _quantiser(0.746, 1, 2),
     "qsgd": _qsgd,
-    "natural": _natural,
-    "terngrad": _quantiser(0.35, 1.6, 2),
     "topk": _topk,
-    "dgc": _topk,
     "randomk": _randomk,
     "block_threshold": _block_threshold,
-    "chain": _chain,
 }

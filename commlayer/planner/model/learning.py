@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from commlayer.codec_name import misspelled
-from commlayer.planner.model.learning_curves import Curves, Place, Point, places_of
+from commlayer.planner.model.learning_curves import Curves, Place, Point, place_of
 from commlayer.records import Record
 
 FIELDS = ("steps", "high", "loss", "loss_high")
@@ -163,10 +163,10 @@ class _Tables:
     def _look(self, codec: str, recipe: Recipe) -> Excess:
         if recipe.overlap == "round" and recipe.fragments > 1:
             return self._sooner(codec, recipe)
-        parts = places_of(codec, recipe.every)  # of a chain the worse counts
+        part = place_of(codec, recipe.every)
         place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
         asked = _families(self._rows, recipe.optimizer)
-        each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked for part in parts]
+        each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
@@ -197,7 +197,7 @@ def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str
 
 
 def _point(row: LearningRow) -> tuple[Place, str, Point]:
-    kind, point = places_of(row.codec, row.every)[0]
+    kind, point = place_of(row.codec, row.every)
     return Place(row.codes, row.overlap, row.late).plain(row.every), kind, point
 
 

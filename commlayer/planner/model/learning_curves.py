@@ -42,20 +42,14 @@ class Place(NamedTuple):
 GRADIENTS = Place()
 
 
-def places_of(codec: str, every: int) -> list[tuple[str, Point]]:
-    """The kind of codec, and where it lies on the kind's grid; of a chain those of both parts, the first one first. Kinds of
-    values, blocks and wrappers do not matter."""
-    return [(kind, (-math.log(ratio) + 0.0, math.log2(every))) for kind, ratio in _kinds(named(codec))]
+def place_of(codec: str, every: int) -> tuple[str, Point]:
+    """The kind of codec, and where it lies on the kind's grid. Kinds of values, blocks and wrappers do not matter."""
+    kind, ratio = _kind(named(codec).core)
+    return kind, (-math.log(ratio) + 0.0, math.log2(every))
 
 
-def _kinds(name: CodecName) -> list[tuple[str, float]]:
-    core = name.core
-    return [*_kinds(core.get("first")), *_kinds(core.get("second"))] if core.family == "chain" else [_kind(name, core)]
-
-
-def _kind(name: CodecName, core: CodecName) -> tuple[str, float]:
-    layers = [layer.family for layer in name.layers()]
-    family = "dgc" if "momentum_correction" in layers else core.family
+def _kind(core: CodecName) -> tuple[str, float]:
+    family = core.family
     if family == "powersgd":
         return family, core.get("rank") / FULL_RANK
     if family in EXACT:

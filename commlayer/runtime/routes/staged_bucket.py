@@ -10,7 +10,7 @@ import torch
 
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, runs_on, seed
-from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State
 from commlayer.compressors.debts import cut_of
 from commlayer.compressors.one_round import accumulator
 from commlayer.compressors.reducing import Reduced
@@ -266,15 +266,14 @@ class StagedBucket:
         return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
     def _reduce_coded(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
-        """One round of a SUM or MAX codec: accumulators add up without being decoded."""
+        """One round of a SUM codec: accumulators add up without being decoded."""
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
         acc = codec.zeros(coder.spec, r)
         codec.add(r, _payload(slot), acc, first=True)
-        reduced = Reduced(acc, e.size)
-        largest = codec.rounds[r] is Round.MAX
+        reduced = Reduced(acc)
         count(reduced.values.nbytes, reduced.values.nbytes)
-        works = [channel.allreduce(reduced.values, largest=largest)] if reduced.values.numel() else []
+        works = [channel.allreduce(reduced.values)] if reduced.values.numel() else []
         works.append(channel.allreduce(reduced.facts, largest=True))
 
         def merge() -> None:
