@@ -41,7 +41,7 @@ CODINGS: dict[str, dict[str, Any]] = {
 SERVER_ALONE = ("random", "integers", "low rank", "differences")
 """Their sums come back as the codec's own: a server can send them on in no other way."""
 ROUNDED = ("cast", "differences")
-"""What they keep back is no sum of what was not sent: a cast keeps nothing, ef21 estimates."""
+"""What they keep back is no sum of what was not sent: a cast keeps nothing."""
 BOUNDS = {"dense": 1e-5, "cast": 4e-3, "differences": 0.06}
 """How far a step's sum may be from the plain one."""
 CASES = [(path, name) for path in PATHS for name in CODINGS
