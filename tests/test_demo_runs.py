@@ -86,7 +86,7 @@ def test_a_small_demo_reaches_its_target_and_leaves_nothing(tmp_path: Path) -> N
         assert 0 < row["exposed"] < 1
         assert f"{row['train_s']:.1f} s" in done.stdout
     assert dense["step_nbytes"] > 2 * told["summary"]["parameters"], "two bytes each and a header"
-    assert compressed["step_nbytes"] < dense["step_nbytes"] / 50
+    assert 3.5 < dense["step_nbytes"] / compressed["step_nbytes"] < 4, "16 bits against four and a scale"
     assert bound["train_s"] == pytest.approx(bound["step_s"] * dense["steps"])
     assert told["summary"]["speedup"] == pytest.approx(dense["train_s"] / compressed["train_s"])
 
