@@ -41,7 +41,7 @@ def join_all(address: str, world: int, failures: list[Failures] | None = None, *
 
 def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
     world = 64
-    coordinator = Coordinator(quick())
+    coordinator = Coordinator(quick(dead_after_s=60.0))
     opened.append(coordinator)
     # Slow heartbeats: 64 clients in one process share one interpreter.
     members = join_all(coordinator.address, world, heartbeat_s=2.0, dead_after_s=60.0)
