@@ -15,6 +15,7 @@ from msgspec import structs
 from commlayer.job.autoplan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.job.autoplan.planning_process import PlanningProcess
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
+from commlayer.planner.model.learning import measured_local_steps
 from commlayer.planner.search.plan import plain, plan
 from commlayer.planner.tables.machines import learning_rows, profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
@@ -49,7 +50,8 @@ def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> N
         inputs = structs.replace(order().inputs, cluster=cluster, profile=profile)
         given = inputs.job, inputs.cluster, inputs.profile
         found = plain(*given, inputs.policy)
-        alone = [plan(*given, structs.replace(inputs.policy, exact=exact)) for exact in (True, False)]
+        local = structs.replace(inputs.policy, exact=False, max_local_steps=measured_local_steps(profile.learning))
+        alone = [plan(*given, policy) for policy in (inputs.policy, local)]
         assert [found.explained(found.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]
         assert alone[0] != alone[1], "otherwise nothing tells them apart"
 

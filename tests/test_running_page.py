@@ -23,7 +23,7 @@ def test_the_table_of_settings_is_config() -> None:
         allowed = next(m.description for m in hints[name].__metadata__)
         mark = "=" if name in ALIKE else "~" if name in ALIKE_SET else ""
         expected.append((name, mark, written(getattr(Config(), name)), allowed))
-    lines = [line for line in PAGE.splitlines() if re.match(r"\| `\w+` \|", line)]
+    lines = [line for line in PAGE[PAGE.index("| `join` |"):].splitlines() if re.match(r"\| `\w+` \|", line)]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [(row[0].strip("`"), *row[1:4]) for row in rows] == expected
     assert all(row[4] for row in rows), "every setting says what it does"

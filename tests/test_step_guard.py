@@ -366,6 +366,17 @@ def stepped_by_another_optimizer(t: Attached) -> None:
     t.train(4, 8)
 
 
+def two_optimizers_step_with_each_gradient(t: Attached) -> None:
+    """A preconditioner, or weight decay of its own, ahead of the optimizer."""
+    other = torch.optim.SGD(t.model.parameters(), lr=0.01)
+    for number in range(STEPS):
+        t.optimizer.zero_grad()
+        t.loss(number).backward()
+        other.step()
+        t.optimizer.step()
+        t.row()
+
+
 def in_a_closure(t: Attached) -> None:
     for number in range(STEPS):
         def closure(number: int = number) -> torch.Tensor:
@@ -438,6 +449,7 @@ RIGHT: list[tuple[Script, str]] = [
     (accumulated_in_no_sync, "module, ddp, local module, local ddp"), (two_losses, "module, local module, local ddp"),
     (zeroed_in_place, "module, ddp, local module"), (replaced_by_copies, "module, ddp, local module"),
     (stepped_twice, "module, ddp"), (stepped_by_another_optimizer, "module, ddp"),
+    (two_optimizers_step_with_each_gradient, "module, ddp, local module"),
     (in_a_closure, "module, ddp, local module, local ddp"), (step_ahead_of_any_gradient, "module, ddp, local module"),
     (with_an_average_of_weights, "module, ddp, local module"), (parts_at_other_frequencies, "module, ddp"),
     (synchronized_by_hand, "module, local module"), (stepped_by_lbfgs, "module, ddp"),

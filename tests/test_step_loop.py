@@ -90,7 +90,8 @@ def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> 
     session = commlayer.attach(mlp())
     public = {name for name in {*dir(session), *vars(session)} if not name.startswith("_")}
     assert len(public) <= 15
-    assert {"no_sync", "synchronize", "weight", "state_dict", "save", "load", "stats", "close", "inspect"} <= public
+    assert {"no_sync", "synchronize", "weight", "state_dict", "save_residuals", "load_residuals", "stats", "close",
+            "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
     assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace", "members", "may_leave",
                     "own", "carried", "parted", "catch_up", "followers", "given"}

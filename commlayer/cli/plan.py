@@ -49,7 +49,7 @@ def make(
     max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most; 0: as many as pay.")] = 0,
     fragments: Annotated[bool, typer.Option(
         "--fragments", help="Between homes, too, rounds may go in parts: not for jobs with --min-workers.")] = False,
-    staleness: Annotated[bool, typer.Option("--staleness", help="Late results under --objective step, too.")] = False,
+    staleness: Annotated[bool, typer.Option("--staleness", help="Results may be one step late.")] = False,
     cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
     json: Json = None,
@@ -83,7 +83,7 @@ def make(
                    max_loss=loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
                    objective=plan_inputs.objective_named(objective), optimizer=plan_inputs.optimizer_named(optimizer),
                    exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
-                   max_local_steps=max_local_steps, staleness=staleness or None,
+                   max_local_steps=max_local_steps, staleness=staleness,
                    # Jobs between homes run with --min-workers, which takes whole exchanges only.
                    fragments=machines.reachable or fragments)
     inputs = plan_file.PlanFileInputs(job, machines, measured, asked, plan_inputs.loss_named(loss),

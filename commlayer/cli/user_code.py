@@ -34,7 +34,7 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError:
         raise ValueError(f"{where}: no such file") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         absent = isinstance(error, ModuleNotFoundError) and not where.endswith(".py")
         said = str(error) if absent else f"{type(error).__name__}: {error}"
         raise ValueError(f"{text}: {said}".splitlines()[0]) from None
@@ -55,9 +55,10 @@ def _file(path: Path) -> Any:
     return module
 
 
-QUIET = ("sys", "os", "warnings", "logging", "typing", "pathlib", "Path", "TypeVar", "int", "float", "str", "bool")
-QUIET_TORCH = ("torch.set_", "torch.backends.", "torch.manual_seed", "torch.device", "torch.cuda.is_available")
-"""What a file may call at its top level: modules and functions, and beginnings of torch's settings."""
+QUIET = ("warnings", "logging", "typing", "pathlib", "Path", "TypeVar", "int", "float", "str", "bool")
+QUIET_BEGINNINGS = ("os.environ.", "os.getenv", "os.path.", "sys.path.", "torch.set_", "torch.backends.", "torch.manual_seed",
+                    "torch.device", "torch.cuda.is_available")
+"""What a file may call at its top level: modules and functions, and beginnings of other names."""
 
 
 def _check_top_level(path: Path) -> None:
@@ -105,7 +106,7 @@ def _works(node: ast.AST) -> bool:
         return False
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
-        if name.split(".")[0] not in QUIET and not name.startswith(QUIET_TORCH):
+        if name.split(".")[0] not in QUIET and not name.startswith(QUIET_BEGINNINGS):
             return True
     return any(_works(child) for child in ast.iter_child_nodes(node))
 
@@ -150,5 +151,5 @@ def of_user(what: str, call: Callable[[], T]) -> T:
     """What is wrong in a user's model is one line as well: trained by itself it shows where."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None

@@ -54,6 +54,9 @@ def check_name(address: str) -> None:
                 why.clear()
                 return
             except OSError as error:
+                if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+                    why.clear()  # no name service yet, as after a power cut: the call itself tries on until its own deadline
+                    return
                 why[:] = [error.strerror or str(error)]
             if time.monotonic() > deadline - RETRY_S:
                 return

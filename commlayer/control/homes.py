@@ -151,14 +151,13 @@ def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
 def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
     """Token of the home that `asked` was before its machine or its process was started again; "" for none.
 
-    It has the same certificate, and has been silent for `silence_s`. Where several homes share a certificate, the machine's
-    name must be the same, too. `seen_s`: when each worker was heard last, by rank.
+    It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: when each worker was heard last,
+    by rank.
     """
     if not asked.certificate or asked.leave or asked.home in state.here or asked.home in state.former:
         return ""
-    same = [token for token, home in state.here.items() if home.asked.certificate == asked.certificate]
-    if len(same) > 1:
-        same = [token for token in same if state.here[token].asked.name == asked.name]
+    same = [token for token, home in state.here.items()
+            if (home.asked.certificate, home.asked.name) == (asked.certificate, asked.name)]
     seen = {token: max([state.here[token].seen_s, *(seen_s[rank] for rank in _ranks(state.here[token]) if rank in seen_s)])
             for token in same}
     token = min(seen, key=lambda one: seen[one], default="")

@@ -266,7 +266,7 @@ def failure(state: State) -> str:
         return ""
     of = {m.rank for m in state.view.members}
     ends = [p for p in state.places.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
-    first = next((p for p in ends if p.dead), next(iter(ends), None))
+    first = min(ends, key=lambda p: (not p.dead, bool(p.blames)), default=None)  # its cause, and not who failed with it
     return "" if first is None else f"{first.peer}: {first.dead or f'left the job: {first.left}'}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import linecache
 import logging
 import os
 import runpy
@@ -68,8 +69,11 @@ def line_for(error: BaseException) -> str:
     if isinstance(error, CommError):
         return str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
-    ours = frames and frames[-1][0].f_globals.get("__name__", "").startswith("commlayer.")
-    return str(error) if isinstance(error, ValueError) and ours else ""
+    if not isinstance(error, ValueError) or not frames:
+        return ""
+    frame, line = frames[-1]
+    refused = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return str(error) if refused and frame.f_globals.get("__name__", "").startswith("commlayer.") else ""
 
 
 def _run(script: str, args: list[str]) -> None:

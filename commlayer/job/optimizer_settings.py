@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
 """Of a group: parameters are compared by name, and how a step is computed may differ between processors."""
 
 

@@ -219,6 +219,7 @@ class Regrouping:
         made.uplink.adopt(view)
         made.follow(after)
         old.close()
+        old.forget_states()
         if made.uplink.resumed is not None:
             made.uplink.resumed.end(generation)
         self._stands = self._stands.gone_over()

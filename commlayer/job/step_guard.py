@@ -103,7 +103,7 @@ class StepGuard:
             self._inside.clear()  # an earlier step has raised
         if not self._inside:
             closure = _closure(args, kwargs)  # its backward passes are part of this step
-            late = self._late(mine)
+            late = [] if self._applied_by_another(optimizer, mine) else self._late(mine)
             counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
             if not self.local_step(counts) and closure is None:
                 self._judge(optimizer, mine, late)
@@ -119,6 +119,11 @@ class StepGuard:
         for number in mine:
             self._stepped_at[number] = self._exchanges
         self._applied[optimizer] = self._witnesses(mine)
+
+    def _applied_by_another(self, optimizer: Optimizer, mine: Sequence[int]) -> bool:
+        """Whether another optimizer has stepped with these very gradients: a preconditioner ahead of it, say."""
+        others = [applied for one, applied in self._applied.items() if one is not optimizer]
+        return bool(others) and bool(witnesses := self._witnesses(mine)) and witnesses in others
 
     def _late(self, mine: Sequence[int]) -> list[int]:
         """The parameters with gradients that have not taken part in an exchange since their last step."""

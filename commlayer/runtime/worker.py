@@ -285,6 +285,7 @@ class Worker(Unapplied):
 
         Waits until that is known, if there is a deadline. StepAbandoned if some worker did not; then all has come in.
         """
+        self._deadline_s = deadline_s
         last = self._intake.last
         if last is None or not self.take(last, deadline):
             return last is None
