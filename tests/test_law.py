@@ -34,7 +34,7 @@ CODECS = [
     "powersgd(1)", "powersgd(2)",
     "partition(topk(0.2), 3)", "partition(powersgd(1), nbytes=512)",
     "error_feedback(qsgd())", "error_feedback(qsgd(64, levels=15, norm='l2'))", "int4(8)", "topk(0.1, 'bf16')",
-    "block_threshold(0.2, values='bf16')", "randomk(0.3, values='fp16')", "randomk(0.3, unbiased=True)",
+    "block_threshold(0.2, values='bf16')", "randomk(0.3, values='fp16')", "topk(0.3, exact=True)",
     "momentum(randomk(0.3), 0.5)", "momentum(int4(), 0.5)", "partition(int8(48), 3)",
     "error_feedback(int8(), lr_correction=True)",
     "momentum(topk(0.2), 0.5)", "momentum(int8(64), 0.9)", "momentum(onebit(64), 0.5)",
