@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from commlayer.optim.lazy import Lazy
+from commlayer.runtime.optimizer_steps import closure_of
 
 
 def checked(max_norm: Any, optimizer: Any) -> float | None:
@@ -42,7 +43,7 @@ class Clipping:
         self._handle = optimizer.register_step_pre_hook(self._clip)
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+        if closure_of(args, kwargs) is not None:
             raise ValueError("max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: clip "
                              "with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which takes the scale out by itself

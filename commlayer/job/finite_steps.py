@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from commlayer.errors import CommError
 from commlayer.job.connection import Connection
 from commlayer.runtime.finite import all_finite
-from commlayer.runtime.optimizer_steps import watch
+from commlayer.runtime.optimizer_steps import closure_of, watch
 from commlayer.runtime.step import Regroup
 
 log = logging.getLogger("commlayer")
@@ -80,7 +80,7 @@ class FiniteSteps:
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._numbers]
         if not mine:
             return
-        self._inside = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        self._inside = closure_of(args, kwargs) is not None
         if self._inside:
             return  # gradients come in that step
         if local:
@@ -134,7 +134,7 @@ class FiniteSteps:
             with contextlib.suppress(Regroup):
                 made.broke(error)
         if not guilty:
-            return "no rank by itself, but their coded sum,"
+            return "no single rank, but of their compressed sum,"
         assert made.groups is not None
         there = made.groups.members.ranks
         who = "all ranks" if len(guilty) == len(there) else f"rank {', '.join(str(there[rank]) for rank in guilty)}"

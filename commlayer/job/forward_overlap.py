@@ -29,6 +29,7 @@ from commlayer.optim.pieces import Group, step_piece, values_of
 from commlayer.runtime.deferred_state import defer_state, undefer_state
 from commlayer.runtime.deferred_tensor import defer, undefer
 from commlayer.runtime.gradient_mark import GradientMark, Marks
+from commlayer.runtime.optimizer_steps import closure_of
 from commlayer.runtime.other_names import gradient_held, hooked_behind_adding, weight_held
 from commlayer.runtime.outstanding import Outstanding
 
@@ -144,7 +145,7 @@ class ForwardOverlap:
         """Takes what is in, and keeps the rest from the optimizer."""
         if self._out is None:
             return
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = closure_of(args, kwargs)
         if self._later or self._clips or closure is not None or self._steps.others:
             self._take(self._out.wait_all)
             self._keep_from_step()

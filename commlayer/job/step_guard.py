@@ -20,7 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from commlayer.job.accepted_models import STEP_AFTER_BACKWARD
 from commlayer.job.attached_model import AttachedModel
 from commlayer.runtime.gradient_mark import GradientMark
-from commlayer.runtime.optimizer_steps import watch
+from commlayer.runtime.optimizer_steps import closure_of, watch
 
 OUTSIDE = -1
 """torch's number of the backward pass that runs in this thread, where none does."""
@@ -102,7 +102,7 @@ class StepGuard:
         if self._inside and not _nested():
             self._inside.clear()  # an earlier step has raised
         if not self._inside:
-            closure = _closure(args, kwargs)  # its backward passes are part of this step
+            closure = closure_of(args, kwargs)
             late = [] if self._applied_by_another(optimizer, mine) else self._late(mine)
             counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
             if not self.local_step(counts) and closure is None:
@@ -114,7 +114,7 @@ class StepGuard:
             return
         if id(optimizer) in self._inside:
             del self._inside[self._inside.index(id(optimizer)):]
-        if not self._inside and _closure(args, kwargs) is not None:
+        if not self._inside and closure_of(args, kwargs) is not None:
             self._judge(optimizer, mine, self._late(mine))  # the closure may have made the exchange; a local step was counted
         for number in mine:
             self._stepped_at[number] = self._exchanges
@@ -167,10 +167,6 @@ class StepGuard:
 
 def _not_local(_whole: bool) -> bool:
     return False
-
-
-def _closure(args: Any, kwargs: Any) -> Any:
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _any(grad: torch.Tensor | None) -> bool:

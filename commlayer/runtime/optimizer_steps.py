@@ -49,6 +49,11 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
     return end
 
 
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure among the arguments of a step, whose backward passes are part of that step. None without one."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
 def _nothing() -> None:
     return None
 
