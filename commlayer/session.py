@@ -43,6 +43,8 @@ class Driver(Inspected, Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
+    def join(self) -> AbstractContextManager[None]: ...
+
     def weight(self, n: float, total: float | None) -> None: ...
 
     def report(self, loss: float | torch.Tensor) -> None: ...
@@ -68,6 +70,25 @@ class Session:
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate locally; the next one outside synchronises what has gathered."""
         return self._driver.no_sync()
+
+    def join(self) -> AbstractContextManager[None]:
+        """For ranks with unequal numbers of batches, on a plain module. All ranks enter it, around the loop over batches.
+
+        >>> with session.join():                                    # doctest: +SKIP
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         loss_of(model(x), y).backward()
+        ...         optimizer.step()
+
+        A rank that leaves the loop takes part in the steps of the others until all have left. Its gradients count with weight
+        0, so an average is over the ranks that still have batches. At the end all ranks have the weights, buffers, optimizer
+        state and GradScaler state of a rank that had the last batch. Residuals of error feedback stay with their ranks. While
+        a rank is out of batches, the plan does not change. Under overlap="forward" backward() waits for results inside.
+        Schedulers are not copied: step these after the context. An exception inside ends the session: the other ranks fail
+        with its reason. Local steps, jobs whose workers may leave, and DistributedDataParallel, which has its own join(), are
+        refused.
+        """
+        return self._driver.join()
 
     def weight(self, n: float, total: float | None = None) -> None:
         """How much this worker's gradients count from now on: its number of samples, or of tokens; all workers use one unit.
@@ -100,6 +121,7 @@ class Session:
         of all that was learnt, or at the end. `save_residuals` needs no drain, but between two exchanges models differ from
         rank to rank.
         """
+        self._outside_join("drain()")
         return self._driver.drain()
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,11 +139,13 @@ class Session:
         The model and the optimizer are not in it: the script saves them itself, at the same step. All ranks call it. Each save
         has its own folder; the save before is deleted once this one is complete on all ranks.
         """
+        self._outside_join("save_residuals()")
         if not self._fresh("save_residuals()"):
             checkpoint.save(self._driver.connection, Path(directory))
 
     def load_residuals(self, directory: str | Path) -> None:
         """Loads the newest complete save in `directory`, under the same plan and world. All ranks call it before training."""
+        self._outside_join("load_residuals()")
         if not self._fresh("load_residuals()"):
             self._driver.when_connected(lambda: self._load(Path(directory)))
 
@@ -129,6 +153,11 @@ class Session:
         checkpoint.load(self._driver.connection, directory)
         for drift in self._driver.observers.at(Place.PARAMETER_DRIFT):
             drift.loaded()
+
+    def _outside_join(self, what: str) -> None:
+        if self._driver.connection.in_join:
+            raise ValueError(f"{what} inside session.join(): all ranks make this call together, and some may be out of "
+                             "batches; allowed: before or after it")
 
     def _fresh(self, what: str) -> bool:
         """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
@@ -264,6 +293,7 @@ def switch(session: Session, plan: Plan) -> None:
 
     What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
     """
+    session._outside_join("switch()")
     session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
 
 
@@ -300,6 +330,10 @@ class _DDPDriver:
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._model.no_sync()
+
+    def join(self) -> AbstractContextManager[None]:
+        raise ValueError("session.join() is for plain modules; a DistributedDataParallel module has its own, which works with "
+                         "commlayer: with ddp_model.join(): ...")
 
     def weight(self, n: float, total: float | None) -> None:
         self._state.weight(n, total)

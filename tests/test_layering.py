@@ -54,7 +54,7 @@ ROOMS: dict[str, list[set[str]]] = {
         {"connection"},
         # one subject each, around a connection
         {"allowed_ways", "exchange_schedule", "finite_steps", "newcomer", "parameter_drift", "regroup", "replica", "stale_plan",
-         "start", "switch", "told_lengths", "trace"},
+         "start", "switch", "told_lengths", "trace", "uneven_inputs"},
         # what decides while a job trains, and what it is asked for
         {"shares"}, {"accuracy", "autoplan", "checkpoint", "inspection"},
         {"step_loop"},

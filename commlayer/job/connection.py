@@ -127,6 +127,7 @@ class Connection:
     passes, passed_s, fresh                step_loop.py, exchange_schedule.py
     parted, entered                        regroup.py; newcomer.py
     lets_in                                closed_door()
+    in_join                                uneven_inputs.py, module_driver.py
     replica                                start.py
     joined                                 newcomer.py, begun()
     followers                              added to by whoever is followed, as a sampler is
@@ -167,6 +168,8 @@ class Connection:
         """What this rank was given, where it has joined a running job."""
         self.fresh = False
         """Whether it has, and its first step is still to come."""
+        self.in_join = False
+        """Whether it is inside session.join(): ranks may stand in different places of their scripts."""
         self.lets_in = True
         """Whether members may join in what is at hand."""
         self.passes = 0

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from commlayer.config import Config
+from commlayer.errors import cause_of
 from commlayer.job.accepted_models import refuse_ddp_around
 from commlayer.job.allowed_ways import useless_of
 from commlayer.job.attached_model import AttachedModel
@@ -26,6 +27,7 @@ from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.quiet_ddp import QuietDDP
 from commlayer.job.step_guard import StepGuard
 from commlayer.job.step_loop import StepLoop
+from commlayer.job.uneven_inputs import UnevenInputs
 from commlayer.optim import Outer
 from commlayer.runtime.forward_order import ForwardOrder
 from commlayer.runtime.hooks import Hooks
@@ -76,8 +78,10 @@ class ModuleDriver:
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, hooks=steps, outer=outer,
                                     connection=connection, observers=self.observers, deadline_s=config.deadline_s,
                                     guard=self._guard, optimizer=optimizer)
+        self._uneven = UnevenInputs(model, connection, optimizer, scaler, self.observers, config.deadline_s)
         self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
-                              config=config, observers=self.observers, schedule=schedule, guard=self._guard)
+                              config=config, observers=self.observers, schedule=schedule, guard=self._guard,
+                              uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         self._alone: Any = None
@@ -135,6 +139,22 @@ class ModuleDriver:
             yield
         finally:
             self._syncing = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """See Session.join."""
+        self._complete()
+        self._uneven.enter()
+        try:
+            yield
+            if self._hooks is not None:
+                self._hooks.end_broken()
+            self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
+        except BaseException as error:
+            self.connection.close(cause_of(error))
+            raise
+        finally:
+            self.connection.in_join = False
 
     def weight(self, n: float, total: float | None) -> None:
         if self._overlap is None:
@@ -212,7 +232,7 @@ class ModuleDriver:
         make_dense(self._lazy.values())
         self._rows.make_dense()
         buffers = self._buffers_now()
-        if self._overlap is not None and self._overlap.takes():
+        if self._overlap is not None and not self.connection.in_join and self._overlap.takes():
             self._overlap.hand_in(buffers)
             return
         averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])

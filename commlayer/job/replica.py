@@ -145,28 +145,28 @@ class Replica:
         return Taken(told, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
 
-def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float) -> None:
-    """Rank 0's optimizer, state and hyperparameters, on all ranks, which call this together. ValueError, the same on all, where
-    rank 0 has no optimizer, or one whose state cannot be sent."""
+def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
+    """The optimizer of rank `source`, state and hyperparameters, on all ranks, which call this together. ValueError, the same
+    on all, where that rank has no optimizer, or one whose state cannot be sent."""
     head, body = b"", b""
-    if groups.rank == 0:
+    if groups.rank == source:
         tensors: dict[str, torch.Tensor] = {}
         error, state = "", None
         try:
             state = _plain(optimizer.state_dict(), tensors)
         except Exception as failed:  # of an optimizer: the other ranks wait for the answer
-            error, tensors = f"rank 0: {type(failed).__name__}: {failed}".partition("\n")[0], {}
+            error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
         body = safetensors.torch.save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
         head = msgspec.msgpack.encode((error, state, len(body)))
-    error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head), type=tuple[str, Any, int])
+    error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
     if error:
         raise ValueError(error)
     there = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
-    if groups.rank == 0:
+    if groups.rank == source:
         there.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     for piece in there.split(PIECE_NBYTES):
-        groups.broadcast_all(piece).wait(time.monotonic() + deadline_s)
-    if groups.rank:
+        groups.broadcast_all(piece, source).wait(time.monotonic() + deadline_s)
+    if groups.rank != source:
         _restore(optimizer, state, safetensors.torch.load(there.cpu().numpy().tobytes()))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from commlayer.config import Config
+from commlayer.errors import StepAbandoned
 from commlayer.job.accuracy.driver import guard_of
 from commlayer.job.autoplan.driver import auto_of
 from commlayer.job.connection import Connection
@@ -30,6 +31,7 @@ from commlayer.job.parameter_drift import drift_of
 from commlayer.job.stale_plan import watch_of
 from commlayer.job.step_guard import StepGuard
 from commlayer.job.trace import trace_once
+from commlayer.job.uneven_inputs import UnevenInputs
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.model_job import learning_rate, loss_scale
 from commlayer.runtime.step import Regroup
@@ -43,7 +45,7 @@ class StepLoop:
     def __init__(
         self, connection: Connection, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
-        guard: StepGuard | None = None,
+        guard: StepGuard | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
         """`parameters`: those that are averaged, by number. `compared`: what must be the same on all ranks, by name.
 
@@ -51,7 +53,7 @@ class StepLoop:
         """
         self.connection, self.observers = connection, observers
         self._optimizer, self._scaler, self._schedule, self._step_guard = optimizer, scaler, schedule, guard
-        self._compared = compared
+        self._compared, self._uneven = compared, uneven
         self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
         self._finite: FiniteSteps | None = None
@@ -99,7 +101,12 @@ class StepLoop:
     def begin(self) -> None:
         """Ahead of a step's first gradient; afterwards nothing more happens until the next step."""
         if self.worker.begins():
-            self._units(self.worker)
+            self._open(self.worker)
+
+    def _open(self, worker: Worker) -> None:
+        self._units(worker)
+        if self._uneven is not None:
+            self._uneven.send()
 
     def _units(self, worker: Worker) -> None:
         worker.scale = loss_scale(self._scaler)
@@ -111,7 +118,7 @@ class StepLoop:
         assert worker is not None
         if self._schedule is None or self.connection.local is None:
             if worker.begins():
-                self._units(worker)
+                self._open(worker)
             worker.ready(number, gradient)
         else:
             self.connection.local.recorder.tensor(number)
@@ -155,11 +162,11 @@ class StepLoop:
         try:
             self._through(lambda: self._finish(leftovers))
         finally:
-            self.connection.passed()
+            self._passed()
             if self.connection.fresh:
                 self.connection.begun()
         with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
-            for observer in self.observers:
+            for observer in self.observers if self._all_active() else ():
                 observer.before_commit()
         into = targets()
         worker = self.worker
@@ -167,6 +174,22 @@ class StepLoop:
         self._exchanged()
         self.judged(worker)
         return into
+
+    def _passed(self) -> None:
+        self.connection.passed()
+        if self._uneven is not None:
+            self._uneven.passed()
+
+    def _all_active(self) -> bool:
+        return self._uneven is None or self._uneven.all_active()
+
+    def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
+        """A step of the ranks that still have batches. This one has none: it counts for nothing, and keeps its gradients."""
+        self.worker.stopwatch.drop()
+        tensors = [*[None] * (len(self.worker.job.tensors) - len(buffers)), *buffers]
+        with contextlib.suppress(StepAbandoned):
+            self.average(tensors, lambda: tensors)
+            self.observe()
 
     def _exchanged(self) -> None:
         if self._step_guard is not None:
@@ -234,7 +257,7 @@ class StepLoop:
 
     def observe(self, *, between: bool = True) -> None:
         """The step is committed. Who looks on may go over to another plan. `between`: no forward pass has been since."""
-        for observer in self.observers:
+        for observer in self.observers if self._all_active() else ():
             begin = time.perf_counter()
             try:
                 observer.after_step()
@@ -248,12 +271,13 @@ class StepLoop:
     def abandon(self) -> None:
         """An exception ended the last backward pass, and the script went on: the step is dropped on all ranks."""
         if not self.local:
+            self.begin()
             if self._use is not None:
                 self._use.end()
             try:
                 self._through(lambda: self.worker.abandon(self.deadline_s))
             finally:
-                self.connection.passed()
+                self._passed()
 
     # ---- between two steps
 

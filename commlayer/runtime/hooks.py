@@ -151,6 +151,12 @@ class Hooks:
             self._worker().check()
         self._finish()
 
+    def end_broken(self) -> None:
+        """If the last backward pass raised: no other follows, before which it would have been reported."""
+        if self._graphs:
+            self._clear()
+            self._broke_off()
+
     def _clear(self) -> None:
         self._graphs.clear()
         self._brought.clear()

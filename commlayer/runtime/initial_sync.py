@@ -1,4 +1,4 @@
-"""Makes all ranks begin from rank 0's parameters and buffers. Knows tensors and groups; sends only where digests differ."""
+"""Gives all ranks the parameters and buffers of one of them. Knows tensors and groups; sends only where digests differ."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ PIECE_NUMEL = 4 << 20
 """Goes over at once, with a deadline of its own: a large model may take longer over a slow link than anybody would wait."""
 
 
-def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float) -> list[int]:
-    """Overwrites what differs with rank 0's values. Returns the numbers of the tensors that some rank had different."""
+def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float, source: int = 0) -> list[int]:
+    """Overwrites what differs with the values of rank `source`. Returns the numbers of the tensors that some rank had
+    different."""
     if not tensors:
         return []
     device = tensors[0].device
     rows = groups.gather_all(torch.tensor([fingerprint(t) for t in tensors], dtype=torch.int64, device=device))
-    differing: list[int] = (rows != rows[0]).any(dim=0).nonzero().view(-1).tolist()
+    differing: list[int] = (rows != rows[source]).any(dim=0).nonzero().view(-1).tolist()
     for number in differing:
         tensor = tensors[number].detach()
         whole = tensor.contiguous()
         for piece in whole.view(-1).split(PIECE_NUMEL):
-            groups.broadcast_all(piece).wait(time.monotonic() + deadline_s)
+            groups.broadcast_all(piece, source).wait(time.monotonic() + deadline_s)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
     return differing

@@ -32,6 +32,10 @@ class Stopwatch:
         """An averaging is over; again, and what lies between does not count."""
         self._begin, self._skipped_s = self._now(), 0.0
 
+    def drop(self) -> None:
+        """The step under way computes nothing: it makes no lap."""
+        self._begin = None
+
     def skip(self, seconds: float) -> None:
         """So long it has waited since, or done something else."""
         self._skipped_s += seconds

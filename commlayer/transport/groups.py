@@ -83,9 +83,9 @@ class Groups:
         """Sum over all ranks, in place."""
         return self._start("all-reduce", dist.all_reduce, x, group=self._all)
 
-    def broadcast_all(self, x: torch.Tensor) -> Pending:
-        """From rank 0 to all."""
-        return self._start("broadcast", dist.broadcast, x, self.members.ranks[0], group=self._all)
+    def broadcast_all(self, x: torch.Tensor, source: int = 0) -> Pending:
+        """From rank `source` to all."""
+        return self._start("broadcast", dist.broadcast, x, self.members.ranks[source], group=self._all)
 
     def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> Pending:
         with named(what):
@@ -98,19 +98,19 @@ class Groups:
             work.wait()
         return rows
 
-    def share_bytes(self, data: bytes, nbytes: int | None = None) -> bytes:
-        """Rank 0's bytes, on every rank; `nbytes` of them, where all know that. Not torch's object broadcast: that one
-        unpickles."""
-        with named("broadcast from rank 0"):
+    def share_bytes(self, data: bytes, nbytes: int | None = None, source: int = 0) -> bytes:
+        """The bytes of rank `source`, on every rank; `nbytes` of them, where all know that. Not torch's object broadcast: that
+        one unpickles."""
+        with named(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-                dist.broadcast(size, self.members.ranks[0], group=self._all)
+                dist.broadcast(size, self.members.ranks[source], group=self._all)
                 nbytes = int(size.item())
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            if self.rank == 0 and data:
+            if self.rank == source and data:
                 body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if body.numel():
-                dist.broadcast(body, self.members.ranks[0], group=self._all)
+                dist.broadcast(body, self.members.ranks[source], group=self._all)
         return bytes(body.cpu().numpy())
 
     def barrier(self) -> None:
