@@ -18,6 +18,7 @@ from commlayer.control.embedded import Embedded
 from commlayer.job import requested_plan
 from commlayer.job.agreed_plan import agreed_plan, check_plan, from_rank_0
 from commlayer.job.connection import Connection, Waits
+from commlayer.job.interrupted import print_one_line
 from commlayer.job.newcomer import enter
 from commlayer.job.regroup import Regrouping, forbidding, unfit
 from commlayer.job.rendezvous import HEARD_S, Met, Start, compared, plan_kind
@@ -118,6 +119,8 @@ def connect(
     except BaseException:
         made.close("failed to start")
         raise
+    if made.groups is not None:
+        print_one_line(made.rank)
     atexit.register(made.at_exit)
     return made
 

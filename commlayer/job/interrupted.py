@@ -1,0 +1,41 @@
+"""Ctrl-C prints one line per rank instead of a traceback. Signal handlers stay as the script has them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from commlayer.errors import CommError
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+TORCHS = "_distributed_excepthook"
+"""torch's hook, which puts the rank before each line of Python's traceback."""
+
+
+def print_one_line(rank: int) -> None:
+    """From now on, unless the script has set sys.excepthook to a function of its own."""
+    before: Hook = sys.excepthook
+    around = [cell.cell_contents for cell in before.__closure__ or ()] if getattr(before, "__name__", "") == TORCHS else []
+    if sys.__excepthook__ not in (before, *around):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if line := line_of(error):
+            print(f"commlayer: rank {rank}: {line}", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def line_of(error: BaseException) -> str:
+    """What is printed of Ctrl-C, here or on another rank. "" for all other errors."""
+    if isinstance(error, KeyboardInterrupt):
+        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+                  if frame.f_globals.get("__name__") == "__main__"]
+        return "interrupted" + (f" in {Path(frames[-1][0].f_code.co_filename).name}, line {frames[-1][1]}" if frames else "")
+    return str(error) if isinstance(error, CommError) and KeyboardInterrupt.__name__ in str(error) else ""
