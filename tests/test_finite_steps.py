@@ -32,6 +32,10 @@ class Script:
             torch.optim.AdamW(parameters, lr=0.01)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if kind == "scaler" else None
         self.kind, self.number = kind, 0
+        self.others: list[torch.optim.Optimizer] = []
+        if kind == "two":
+            first, second = [*parameters_of(self.model, "0.")], [*parameters_of(self.model, "2.")]
+            self.optimizer, self.others = torch.optim.SGD(second, lr=0.05), [torch.optim.SGD(first, lr=0.05)]
         self.wrapped: Any = DistributedDataParallel(self.model) if how == "ddp" else self.model
         ways: dict[str, Any] = {"local": {"every": 2}, "updates": {"codes": "updates"}, "forward": {"overlap": "forward"}}
         plan: Any = commlayer.compressors.parse(codec)
@@ -39,8 +43,13 @@ class Script:
             made = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
                                 cut_nbytes=4096)
             plan = structs.replace(made, overlap="forward")
+        if how == "allreduce":
+            plan = default_plan(job_of(self.model), codec=codec, path="allreduce", servers=0, ranks_per_node=1,
+                                fuse_nbytes=4096, cut_nbytes=4096)
         self.session = commlayer.attach(self.wrapped, self.optimizer, plan=plan,
                                         config=quick(ranks_per_node=1, drift="end"), **ways.get(how, {}))
+        if kind == "whole" and rank == 0:  # it waits for all of a step, the other rank does not
+            self.model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
         self.model[2].weight.register_hook(self._spoil)
 
     def _spoil(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -68,7 +77,12 @@ class Script:
             if self.kind == "careful" and not all(bool(p.grad.isfinite().all()) for p in self.model.parameters()
                                                   if p.grad is not None):
                 return
-            self.optimizer.step()
+            for optimizer in (self.optimizer, *self.others):
+                optimizer.step()
+
+
+def parameters_of(model: nn.Module, start: str) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.startswith(start)]
 
 
 def run(rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...], kind: str = "adamw") -> dict[str, Any]:
@@ -78,7 +92,7 @@ def run(rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...],
         for script.number in range(STEPS):
             script.step()
         script.session.drain()
-        if "forward" in how:
+        if "forward" in how and kind != "whole":
             script.session.synchronize()
     except commlayer.CommError as error:
         said = str(error)
@@ -153,3 +167,49 @@ def test_scripts_that_look_themselves_and_optimizers_with_closures(kind: str, co
     results = pool(WORLD).call(run, "module", codec, [5], (1,), kind)
     well(results)
     assert [len(r["decisions"]) for r in results] == [int(kind != "careful")] * WORLD
+
+
+@pytest.mark.parametrize("how", ["local", "module"])
+def test_an_optimizer_with_finite_gradients_beside_it_does_not_hide_one_that_stays_bad(how: str) -> None:
+    for result in pool(WORLD).call(run, how, "identity()", [*range(3, STEPS)], (1,), "two"):
+        assert f"{MOST} times in a row" in result["said"]
+        assert all(bool(p.isfinite().all()) for p in result["weights"])
+
+
+@pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
+def test_a_closure_under_local_steps(codec: str) -> None:
+    results = pool(WORLD).call(run, "local", codec, [5], (1,), "closure")
+    well(results)
+    assert [len(r["decisions"]) for r in results] == [0, 1]
+    assert "gradients of rank 1, first in 2.weight, are not finite" in results[1]["decisions"][0]
+
+
+def test_ranks_that_take_a_step_whole_and_in_parts_drop_the_same_of_it() -> None:
+    """overlap="forward": one rank waits for the whole step, the other takes it bucket by bucket."""
+    results = pool(WORLD).call(run, "forward plan", "error_feedback(int4())", [5], (1,), "whole")
+    well(results)
+    assert [len(r["decisions"]) for r in results] == [1] * WORLD
+
+
+def as_on_a_gpu(rank: int) -> dict[str, Any]:
+    """All-reduced buckets that the host reads at a cost, of which rank 0 owes something of an earlier plan."""
+    script = Script(rank, "allreduce", "identity()", [3], (1,))
+    worker = script.session.inspect.connection.worker
+    assert worker is not None
+    for bucket in worker.buckets:
+        bucket._facts_y = None
+    found = []
+    for script.number in range(2, 5):
+        if rank == 0:
+            for bucket in worker.buckets:
+                bucket.carry = torch.zeros(bucket.numel)
+        script.backward()
+        found.append(worker.tentative)
+    script.session.close()
+    return {"found": found}
+
+
+def test_ranks_agree_whether_a_step_is_finite_whatever_each_owes() -> None:
+    """They talk about it where it is not: a rank that finds it alone would wait for the others."""
+    first, second = pool(WORLD).call(as_on_a_gpu)
+    assert first == second

@@ -190,13 +190,25 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
     for way in walk():
         training.switch(way)
         for _ in range(3):
-            training.optimizer.zero_grad()
             given = slopes(rank, step, model)
             idle = 1 if "idle" in how and way in LOCAL else 0  # so many have no gradient then to pay a debt into
             given[:idle] = [torch.zeros_like(s) for s in given[:idle]]
-            sum((p * s).sum() for p, s in [*zip(model.parameters(), given, strict=True)][idle:]).backward()
+            terms = [(p, s) for p, s in zip(model.parameters(), given, strict=True)][idle:]
+
+            def loss(terms: Any = terms) -> torch.Tensor:
+                training.optimizer.zero_grad()
+                total = sum((p * s).sum() for p, s in terms)
+                total.backward()
+                return total
+
             put += RATE * torch.cat([s.reshape(-1) for s in given])
-            training.optimizer.step()
+            if "cleared" in how and way in LOCAL:
+                loss()  # a probe, whose gradients are thrown away
+            if "closure" in how:
+                training.optimizer.step(loss)
+            else:
+                loss()
+                training.optimizer.step()
             step += 1
     end = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     found = {"put": put, "applied": start - end, "owed": RATE * training.owed()}
@@ -205,7 +217,8 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("codec", "how"), [
-    ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
+    ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("topk(ratio=0.1)", "closure"), ("topk(ratio=0.1)", "cleared"),
+    ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
 ])
 def test_applied_and_owed_is_what_was_put_in_through_all_of_them(codec: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:

@@ -333,10 +333,14 @@ class Connection:
 
     # ---- what people see
 
-    def say(self, what: str, level: int = logging.WARNING) -> None:
-        """Adds a decision to `decisions`, with the number of training steps so far, and logs it."""
+    def say(self, what: str, level: int = logging.WARNING, *, own: bool = False) -> None:
+        """Adds a decision to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows
+        it, so this one logs it whatever its place in the node."""
         self.decisions.append(f"step {self.passes}: {what}")
-        self.log(self.decisions[-1], level)
+        if own:
+            log.log(level, "%s", self.decisions[-1])
+        else:
+            self.log(self.decisions[-1], level)
 
     def log(self, line: str, level: int = logging.INFO) -> None:
         """Logs what all ranks know: once on each node, and in each home."""

@@ -77,15 +77,19 @@ class ExchangeSchedule:
         """
         if self.local is None:
             return False
-        if not self._accumulates or (adds and not self._stepping and self._cleared()):
-            self._count(scale)
+        cleared = adds and self._accumulates and self._cleared()
+        if cleared:
+            self.local.take_back()
+        if not self._accumulates or (cleared and not self._stepping):
+            self._count()
+        self.local.pay(scale)
         self._noted = self._versions()
         return True
 
-    def _count(self, scale: float = 1.0) -> None:
+    def _count(self) -> None:
         assert self.local is not None
         self._counted = True
-        self.local.count(scale)
+        self.local.count()
         self._connection.passed()
         if self._guard is not None:
             self._guard.exchanged()
@@ -95,6 +99,8 @@ class ExchangeSchedule:
             return False
         if counts:
             self._count()
+            self.local.pay()
+            self._noted = self._versions()  # a closure may clear them
         elif self._counted:  # else its gradients are averages of the plan before
             self.local.begin()
         return True
@@ -127,7 +133,10 @@ class ExchangeSchedule:
     def _before_forward(self, model: nn.Module) -> None:
         if not model.training or self.local is None or self._stepping:
             return
-        if not self._accumulates or (self.local.due and self._skipped()):
+        if not self._accumulates:
+            self._if_due()
+        elif self.local.due and self._skipped():
+            self.local.take_back()
             self._if_due()
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
             self._noted = self._versions()  # clipped, or a scale was taken out: they are not cleared

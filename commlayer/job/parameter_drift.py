@@ -32,7 +32,7 @@ from commlayer.job.optimizer_settings import differences, digest, settings_of, s
 from commlayer.job.replica import share_optimizer
 from commlayer.job.spacing import steps_between
 from commlayer.runtime.ended_peers import UNEQUAL
-from commlayer.runtime.optimizer_steps import watch
+from commlayer.runtime.optimizer_steps import Held, watch
 from commlayer.runtime.tensor_digests import Digests, pieces
 from commlayer.transport.all_or_none import gather, gather_bytes
 from commlayer.transport.groups import Groups
@@ -51,12 +51,12 @@ SHARDED = "consolidate_state_dict"
 
 
 def drift_of(
-    connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+    connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config, held: Held,
 ) -> ParameterDrift | None:
     """If there are others to compare with."""
     if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
         return None
-    return ParameterDrift(connection, named, optimizer, config)
+    return ParameterDrift(connection, named, optimizer, config, held)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
@@ -78,8 +78,9 @@ class ParameterDrift:
     """Called by all ranks where their parameters must be equal: behind a step's exchange, ahead of the optimizer's step."""
 
     def __init__(
-        self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config
+        self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config, held: Held,
     ) -> None:
+        """`held`: of the parameters that are averaged."""
         self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
@@ -88,7 +89,7 @@ class ParameterDrift:
         assert connection.rows is not None
         self._rows = connection.rows.rows("parameters' digests")
         self._deadline_s = config.deadline_s
-        self._ids = {id(tensor) for tensor in self._tensors}
+        self._held = held
         # Who joins a job that steps locally comes into an exchange, and others make no comparison there.
         self._compared = connection.fresh and connection.local is not None
         """Whether settings and states have been."""
@@ -129,7 +130,6 @@ class ParameterDrift:
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = [*tensors]
             self._pieces, self._digests, self._place = pieces(self._tensors), Digests(self._tensors), 0
-            self._ids = {id(tensor) for tensor in self._tensors}
 
     def __call__(self) -> None:
         if not self._compared:
@@ -148,7 +148,7 @@ class ParameterDrift:
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Under local steps a scaler may skip one on one rank alone.
-        if self._connection.local is None and any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"]):
+        if self._connection.local is None and self._held.by(optimizer):
             self._optimizer = self._optimizer or optimizer
             self._steps += 1
             self._places = zlib.crc32(self._place.to_bytes(4, "little"), self._places)
@@ -222,9 +222,9 @@ class ParameterDrift:
         if not (weights or states or unlike):
             return
         parts = [*self._spelled(unlike)]
-        parts += [f"weights of {self._named_some(weights)} differ on rank {self._ranks(weights)}"] if weights else []
+        parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
-            parts.append(f"the optimizer's state of {self._named_some(states)} differs on rank {self._ranks(states)}")
+            parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
         self._answer_with("; ".join(parts), lambda groups: self._take_all([*weights], groups, optimizer=bool(states or unlike)),
                           unlike)
 
@@ -257,9 +257,9 @@ class ParameterDrift:
         return differences([json.loads(row) for row in rows])
 
     def _spelled(self, unlike: dict[str, list[str]]) -> list[str]:
-        ranks = self._there
+        called = self._connection.called
         return [f"{name} is " + ", ".join(
-            f"{value} on rank {', '.join(str(ranks[at]) for at, other in enumerate(row) if other == value)}"
+            f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
     def _answer_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
@@ -287,13 +287,8 @@ class ParameterDrift:
     def _step(self) -> int:
         return self._connection.passes
 
-    @property
-    def _there(self) -> Sequence[int]:
-        assert self._connection.groups is not None
-        return self._connection.groups.members.ranks
-
     def _ranks(self, differing: dict[int, list[int]]) -> str:
-        return ", ".join(str(self._there[rank]) for rank in sorted({rank for each in differing.values() for rank in each}))
+        return ", ".join(map(self._connection.called, sorted({rank for each in differing.values() for rank in each})))
 
     def _named_some(self, numbers: Iterable[int]) -> str:
         names = [self._names[number] for number in numbers]
@@ -305,8 +300,7 @@ class ParameterDrift:
         if not differing or made.worker is None or made.groups is None:
             self._said = []
             return
-        ranks = ", ".join(map(made.called, sorted({rank for each in differing.values() for rank in each})))
-        what = f"{ranks} and {made.called(0)} have drifted apart in {self._named_some(differing)}"
+        what = f"{self._ranks(differing)} and {made.called(0)} have drifted apart in {self._named_some(differing)}"
         if self._answer == "end":
             raise CommError(f'step {self._step}: {what}; drift="resync" would go on from what rank 0 has')
         if self._answer == "resync":

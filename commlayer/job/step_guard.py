@@ -6,21 +6,17 @@ scale or replace what it was given. It may also step twice with the same gradien
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from commlayer.job.accepted_models import STEP_AFTER_BACKWARD
 from commlayer.job.attached_model import AttachedModel
 from commlayer.runtime.gradient_mark import GradientMark
-from commlayer.runtime.optimizer_steps import closure_of, watch
+from commlayer.runtime.optimizer_steps import Held, closure_of, watch
 
 OUTSIDE = -1
 """torch's number of the backward pass that runs in this thread, where none does."""
@@ -34,14 +30,6 @@ WITH_DDP = ("call backward() on what the DistributedDataParallel module returns,
             "torch.autograd.grad attach the module inside it, and call session.synchronize()")
 
 
-class _Held(NamedTuple):
-    """What an optimizer holds of the session's parameters."""
-
-    ids: list[int]
-    """The ids of all its parameters."""
-    mine: tuple[int, ...]
-
-
 class StepGuard:
     """Counts exchanges, and notes for each parameter the count at its last optimizer step."""
 
@@ -53,15 +41,12 @@ class StepGuard:
         self._attached, self._latch, self._remedy = attached, latch, remedy
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
-        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._held = Held(self._parameters)
         self._checked = False
         """Whether `check` was called since the last step."""
         self._exchanges = 0
         self._stepped_at = [0] * len(self._parameters)
-        self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
-        self._inside: list[int] = []
-        """The ids of optimizers whose step runs now. One may call another."""
         self.local_step: Callable[[bool], bool] = _not_local
         """Called before each step: whether steps are local, so that gradients need not be averaged. The argument says whether
         this one is to be counted, since its gradients come from no exchange and no backward pass that was counted."""
@@ -83,14 +68,14 @@ class StepGuard:
     @property
     def inside(self) -> bool:
         """Whether an optimizer's step runs now, as it does where a closure calls backward()."""
-        return bool(self._inside)
+        return bool(self._held.stepping())
 
     def awaits_step(self, optimizer: Any) -> bool:
         """Whether this optimizer has not stepped since the last exchange."""
-        return any(self._stepped_at[number] < self._exchanges for number in self._mine(optimizer))
+        return any(self._stepped_at[number] < self._exchanges for number in self._held.by(optimizer))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        mine = self._mine(optimizer)
+        mine = self._held.by(optimizer)
         if mine and torch._C._current_graph_task_id() != OUTSIDE:
             raise RuntimeError(f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with what its own "
                                f"rank has: {STEP_AFTER_BACKWARD}")
@@ -99,22 +84,17 @@ class StepGuard:
         if not mine:
             return
         self._checked = False
-        if self._inside and not _nested():
-            self._inside.clear()  # an earlier step has raised
-        if not self._inside:
+        if not self.inside:  # one may call another
             closure = closure_of(args, kwargs)
             late = [] if self._applied_by_another(optimizer, mine) else self._late(mine)
             counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
             if not self.local_step(counts) and closure is None:
                 self._judge(optimizer, mine, late)
-        self._inside.append(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not (mine := self._mine(optimizer)):
+        if not (mine := self._held.by(optimizer)):
             return
-        if id(optimizer) in self._inside:
-            del self._inside[self._inside.index(id(optimizer)):]
-        if not self._inside and closure_of(args, kwargs) is not None:
+        if not self.inside and closure_of(args, kwargs) is not None:
             self._judge(optimizer, mine, self._late(mine))  # the closure may have made the exchange; a local step was counted
         for number in mine:
             self._stepped_at[number] = self._exchanges
@@ -149,16 +129,6 @@ class StepGuard:
         self._latch(error)
         raise error
 
-    def _mine(self, optimizer: Any) -> tuple[int, ...]:
-        groups = getattr(optimizer, "param_groups", ())
-        ids = [*map(id, chain.from_iterable(group["params"] for group in groups))]
-        held = self._held.get(optimizer)
-        if held is None or held.ids != ids:
-            held = _Held(ids, tuple(self._numbers[i] for i in ids if i in self._numbers))
-            if isinstance(optimizer, Optimizer):
-                self._held[optimizer] = held
-        return held.mine
-
     def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
         """Some of the gradients, spread over all: enough to see whether a script has put others in place."""
         chosen = mine[::max(1, len(mine) // WITNESSES)]
@@ -174,13 +144,3 @@ def _any(grad: torch.Tensor | None) -> bool:
     if grad is None or isinstance(grad, GradientMark):
         return False
     return bool((grad._values() if grad.is_sparse else grad).any())
-
-
-def _nested() -> bool:
-    """Whether the optimizer's step that begins was called by another one's."""
-    frame: FrameType | None = sys._getframe()
-    steps = 0
-    while frame is not None:
-        steps += frame.f_code.co_filename == torch_optimizer.__file__ and frame.f_code.co_name == "wrapper"
-        frame = frame.f_back
-    return steps > 1

@@ -34,6 +34,7 @@ from commlayer.job.trace import trace_once
 from commlayer.job.uneven_inputs import UnevenInputs
 from commlayer.runtime.average_use import AverageUse
 from commlayer.runtime.model_job import learning_rate, loss_scale
+from commlayer.runtime.optimizer_steps import Held
 from commlayer.runtime.step import Regroup
 from commlayer.runtime.worker import Worker
 from commlayer.runtime.write_gradients import hand_out
@@ -57,20 +58,22 @@ class StepLoop:
         self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
         self._finite: FiniteSteps | None = None
+        held = Held(parameters)
         if connection.worker is not None:
             if connection.rows is not None:
-                self._finite = FiniteSteps(connection, parameters)  # its hooks come first
+                self._finite = FiniteSteps(connection, parameters, held)  # its hooks come first
                 if schedule is not None:
                     schedule.merged = self._finite.exchanged
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
-                                   lambda numbers: self.worker.applied(numbers), lambda number: self.worker.anything(number))
+                                   lambda numbers: self.worker.applied(numbers),
+                                   lambda number: self.worker.anything(number), held)
             connection.worker.settle = self._use.settle
             connection.on_close.append(self._use.detach)
             connection.after_regroup.append(self._look_again)
         self._config = config
         self._decide()
         trace_once(connection, observers, config.trace, planning=bool(observers.at(Place.AUTO_PLAN)))
-        if (drift := drift_of(connection, compared, optimizer, config)) is not None:
+        if (drift := drift_of(connection, compared, optimizer, config, held)) is not None:
             observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     def _decide(self) -> None:
@@ -131,6 +134,8 @@ class StepLoop:
         """See ExchangeSchedule.count."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
+        if self._finite is not None:
+            self._finite.counted()
         with contextlib.suppress(Regroup):
             for drift in self.observers.at(Place.PARAMETER_DRIFT):
                 drift.start()

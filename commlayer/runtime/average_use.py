@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from commlayer.runtime.hooks import uncompiled
-from commlayer.runtime.optimizer_steps import watch
+from commlayer.runtime.optimizer_steps import Held, watch
 
 log = logging.getLogger("commlayer")
 
@@ -46,21 +46,21 @@ class AverageUse:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
-        applied: Callable[[Collection[int]], None], anything: Callable[[int], bool],
+        applied: Callable[[Collection[int]], None], anything: Callable[[int], bool], held: Held | None = None,
     ) -> None:
         """`cleared(number)` hears of a tensor whose average was thrown away, `applied(numbers)` of those that were stepped.
         `anything(number)`: whether that average was other than zeros."""
         self._parameters, self._cleared, self._applied, self._anything = parameters, cleared, applied, anything
-        self._numbers = {id(p): number for number, p in enumerate(parameters)}
+        self._held = held or Held(parameters)
         self._open: dict[int, int] = {}
         """Tensors with an average whose use is not known yet, and the version of `.grad` that it is."""
         self.touched: set[int] = set()
         """Tensors that some backward pass has added a gradient to since the last exchange."""
-        self._owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
-        self._stepping: dict[int, frozenset[int]] = {}
-        """What the optimizers hold that are inside a step."""
-        self._known = set(self._mine(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else set()
+        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._known: set[int] = set()
         """Tensors that some optimizer holds, so that it is seen when they are stepped."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._meet(optimizer)
         self._said = False
         self._end_watch = watch(self._before_step, self._after_step)
         self._of_parameters: list[Any] = []
@@ -78,7 +78,7 @@ class AverageUse:
         if keeps != self.watching:
             self._watch() if keeps else self._look_away()
         if keeps:
-            final = frozenset(known).union(*self._stepping.values())
+            final = frozenset(known).union(*map(self._held.by, self._held.stepping()))
             self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
 
     def _watch(self) -> None:
@@ -153,33 +153,28 @@ class AverageUse:
             log.warning("%s", NOBODY_STEPS)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if mine := self._mine(optimizer):
-            self._known |= mine
-            self._stepping[id(optimizer)] = mine
-            self._look(mine & self._open.keys())  # what is gone it passes over, and with zeros it applies nothing
+        if mine := self._meet(optimizer):
+            self._look(self._open.keys() & mine)  # what is gone it passes over, and with zeros it applies nothing
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._stepping.pop(id(optimizer), None)
-        if mine := self._mine(optimizer):
-            stepped = mine & self._open.keys()
+        if mine := self._held.by(optimizer):
+            stepped = self._open.keys() & mine
             for number in stepped:
                 del self._open[number]
             # A fused optimizer is called for a step that the scaler skips, too, and finds that out by itself.
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
                 self._applied(stepped)
 
-    def _mine(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """The numbers of the parameters that it steps."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known, numbers = self._owned.get(optimizer, (-1, frozenset[int]()))
-        if known != count:
-            held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            numbers = frozenset(self._numbers[i] for i in held if i in self._numbers)
+    def _meet(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+        """The numbers of the parameters that it is about to step."""
+        mine = self._held.by(optimizer)
+        self._known.update(mine)
+        if mine and optimizer not in self._met:
+            self._met.add(optimizer)
             search = optimizer.param_groups[0].get("line_search_fn")
-            if numbers and known < 0 and search and isinstance(optimizer, torch.optim.LBFGS):
+            if search and isinstance(optimizer, torch.optim.LBFGS):
                 log.warning(BY_LOSS, search)
-            self._owned[optimizer] = count, numbers
-        return numbers
+        return mine
 
 
 def _any(grad: torch.Tensor) -> bool:

@@ -145,6 +145,8 @@ class LocalSteps:
         """To so many exchanges this rank brings nothing."""
         self._owed: dict[int, torch.Tensor] = {}
         """By tensor, what this rank owes in gradients."""
+        self._paid: dict[int, torch.Tensor] = {}
+        """The same of what is in gradients that no optimizer step has applied yet."""
         self.recorder = Recorder()
         """Of steps, without exchanges: a worker records these, from one to the next."""
         self._rooms: dict[int, torch.Tensor] = {}
@@ -171,21 +173,28 @@ class LocalSteps:
 
     @property
     def unpaid(self) -> list[Debt]:
-        """What of it is still to go into a gradient: those of its parameters were missing, sparse or not finite so far."""
+        """What of it is still to be applied: gradients of its parameters were missing, sparse or not finite so far, or were
+        cleared."""
         return [Debt(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
 
-    def _pay(self, scale: float) -> None:
+    def pay(self, scale: float = 1.0) -> None:
+        """Gradients, of a loss times `scale`, are about to be applied: what is owed goes along."""
         grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # else the step is one to skip
             for number, grad in grads.items():
-                grad.detach().add_(self._owed.pop(number).to(grad.dtype), alpha=scale)
+                self._paid[number] = owed = self._owed.pop(number)
+                grad.detach().add_(owed.to(grad.dtype), alpha=scale)
 
-    def count(self, scale: float = 1.0) -> None:
-        """A backward pass is over, of a loss times `scale`, its optimizer step still to come."""
+    def take_back(self) -> None:
+        """Gradients were cleared before an optimizer step applied them: what was paid into them is owed again."""
+        self._owed |= self._paid
+        self._paid.clear()
+
+    def count(self) -> None:
+        """A step begins, its optimizer step still to come. Whatever was paid into the gradients of the last one is applied."""
+        self._paid.clear()
         self.recorder.mark("backward")
         self.recorder.next()
-        if self._owed:
-            self._pay(scale)
         self.begin()
         self.taken += 1
         self._steps = self._steps[0], self._steps[1] + 1

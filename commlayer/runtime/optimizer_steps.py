@@ -1,12 +1,20 @@
-"""Calls watchers before and after every step of a torch optimizer. One pair of torch's global hooks serves all watchers."""
+"""Calls watchers before and after every step of a torch optimizer, and keeps which optimizers are inside a step.
+
+One pair of torch's global hooks serves all watchers.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -23,8 +31,15 @@ class _Watcher(NamedTuple):
     after: Weak
 
 
+class _Step(NamedTuple):
+    thread: int
+    optimizer: weakref.ref[Optimizer]
+
+
 _watchers: list[_Watcher] = []
 _handles: list[Any] = []
+_running: list[_Step] = []
+"""Steps that run now, in all threads, the outer before the inner ones."""
 
 
 def watch(before: Call | None = None, after: Call | None = None) -> Callable[[], None]:
@@ -45,8 +60,32 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
             for handle in _handles:
                 handle.remove()
             _handles.clear()
+            _running.clear()
 
     return end
+
+
+class Held:
+    """Which of a model's parameters optimizers hold, by number. While something watches, also which of them run a step."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._numbers = {id(p): number for number, p in enumerate(parameters)}
+        self._by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+    def by(self, optimizer: Any) -> tuple[int, ...]:
+        """In the order of the optimizer. Empty for what is no optimizer."""
+        ids = [*map(id, chain.from_iterable(group["params"] for group in getattr(optimizer, "param_groups", ())))]
+        known, numbers = self._by.get(optimizer, (None, ()))
+        if known != ids:
+            numbers = tuple(self._numbers[i] for i in ids if i in self._numbers)
+            if isinstance(optimizer, Optimizer):
+                self._by[optimizer] = ids, numbers
+        return numbers
+
+    def stepping(self) -> list[Optimizer]:
+        """The optimizers with some of these parameters that are inside a step, the outer before the inner ones."""
+        inside = (step.optimizer() for step in tuple(_running))
+        return [optimizer for optimizer in inside if optimizer is not None and self.by(optimizer)]
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:
@@ -59,12 +98,33 @@ def _nothing() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    thread = threading.get_ident()
+    if any(step.thread == thread for step in _running) and not _nested():
+        _running[:] = [step for step in _running if step.thread != thread]  # an earlier step has raised
     for watcher in tuple(_watchers):
         if (call := watcher.before()) is not None:
             call(optimizer, args, kwargs)
+    _running.append(_Step(thread, weakref.ref(optimizer)))
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    thread, place = threading.get_ident(), len(_running)
+    while place:
+        place -= 1
+        if _running[place].thread == thread and _running[place].optimizer() is optimizer:
+            # Steps inside this one that have raised end with it.
+            _running[place:] = [step for step in _running[place:] if step.thread != thread]
+            break
     for watcher in tuple(_watchers):
         if (call := watcher.after()) is not None:
             call(optimizer, args, kwargs)
+
+
+def _nested() -> bool:
+    """Whether the optimizer's step that begins was called by another one's."""
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code.co_filename == torch_optimizer.__file__ and frame.f_code.co_name == "wrapper"
+        frame = frame.f_back
+    return steps > 1

@@ -77,7 +77,7 @@ class Outstanding:
 
     def _write(self, bucket: WorkerBucket) -> None:
         targets = [self._target(s.tensor, used=bool(bucket.used >> i & 1)) for i, s in enumerate(bucket.slices)]
-        if not self.worker.write_bucket(bucket, targets, keeps=self.worker.keeps):
+        if not self.worker.write_bucket(bucket, targets):
             self.not_finite.update(s.tensor for s in bucket.slices)
         del self._left[bucket.id]
         for s in bucket.slices:

@@ -98,6 +98,9 @@ class Worker(Unapplied):
         self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
         """What goes in each turn of a step: everything in one, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
+        self._looks = self.tracked or bool(self.late) or plan.steps_locally
+        """Whether sums of all-reduces are looked at for what is not finite also on a GPU. The host waits for them there, so
+        uncompressed gradients go without."""
         staging = Staging(device)
         self._routes = routes_of(
             self.turns, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
@@ -195,17 +198,20 @@ class Worker(Unapplied):
 
     def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
         """Writes the averages of that turn's buckets. Whether they are finite."""
-        finite, keeps = True, self.keeps
+        finite = True
         with whole(targets, self._intake.cut) as into:
             for bucket in self.turns[turn]:
                 if not bucket.late:
-                    finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices], keeps=keeps) and finite
+                    finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
             return self.late.commit(self._factor, into) and finite
 
-    def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None], *, keeps: bool) -> bool:
-        """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them."""
-        # On a device nobody waits for sums in every step.
-        if not bucket.served and (keeps or (bucket.read_here and not bucket.buffer)):
+    def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
+        """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them.
+
+        The answer must be the same on all ranks, which communicate where it is False. So it is looked for by plan, and not by
+        `keeps`.
+        """
+        if not bucket.served and (self._looks or (bucket.read_here and not bucket.buffer)):
             bucket.look()
         if bucket.buffer and not bucket.finite:
             return True  # a buffer that some rank has as NaN stays what it is on each
@@ -379,8 +385,13 @@ class Worker(Unapplied):
             self.late.settle(applied=self.late.commit(self._factor, into))
 
     @property
+    def spoilt(self) -> set[int]:
+        """Behind a step: the tensors of buckets whose averages were not finite. The same on all ranks."""
+        return {s.tensor for bucket in self._in_time if not bucket.sound for s in bucket.slices}
+
+    @property
     def keeps(self) -> bool:
-        """Whether something of the last step's averages could be taken back, should they not be applied."""
+        """Whether something of the last step's averages could be taken back, should they not be applied. Ranks may differ."""
         return self.tracked or bool(self.late) or any(bucket.carried is not None for bucket in self.buckets)
 
     def let_go(self) -> None:
