@@ -83,6 +83,7 @@ def test_decisions_are_pure() -> None:
     ((0.3, 0.32, 0.3, 0.6), "rank 3 computes 2.0 times as long as the fastest, and all wait for it: a Sampler with a "
                             "Controller would give it a smaller share of the batch"),
     ((0.3, 0.4, 0.35, 0.3), ""),
+    ((0.0003, 0.0004, 0.0009, 0.0003), ""),  # ratios of so little say nothing
     ((), ""),
 ])
 def test_what_no_plan_mends_is_said_with_what_would(computing_s: tuple[float, ...], line: str) -> None:

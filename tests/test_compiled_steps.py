@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch._dynamo  # else its first import comes where it lacks a name
 from attach_kit import coordinators, data, mlp, weights
 from pool_kit import pool, quick, ranks_first
 from torch import nn
 
 import commlayer
+from commlayer.runtime.hooks import uncompiled
 
 WORLD, STEPS = 2, 3
 _ranks = ranks_first(WORLD)
@@ -40,3 +44,12 @@ def test_a_compiled_step_trains_as_one_that_is_not(codec: str) -> None:
         for name, tensor in found[0].items():
             torch.testing.assert_close(other[name], tensor)
     assert all(torch.equal(found[2][name], found[3][name]) for name in found[2]), "ranks are alike"
+
+
+def test_hooks_do_without_what_torch_2_6_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hook(number: int, given: int) -> int:
+        return number + given
+
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    assert uncompiled(functools.partial(hook, 1))(2) == 3
+    assert uncompiled(hook)(1, 2) == 3

@@ -43,6 +43,10 @@ class Script:
             made = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
                                 cut_nbytes=4096)
             plan = structs.replace(made, overlap="forward")
+        if how == "late":  # part of the results is used a step late
+            made = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
+                                cut_nbytes=4096)
+            plan = structs.replace(made, buckets=tuple(structs.replace(b, stale=True) for b in made.buckets))
         if how == "allreduce":
             plan = default_plan(job_of(self.model), codec=codec, path="allreduce", servers=0, ranks_per_node=1,
                                 fuse_nbytes=4096, cut_nbytes=4096)
@@ -213,3 +217,12 @@ def test_ranks_agree_whether_a_step_is_finite_whatever_each_owes() -> None:
     """They talk about it where it is not: a rank that finds it alone would wait for the others."""
     first, second = pool(WORLD).call(as_on_a_gpu)
     assert first == second
+
+
+@pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
+def test_the_rank_is_named_where_results_are_used_a_step_late(codec: str) -> None:
+    results = pool(WORLD).call(run, "late", codec, [5], (1,))
+    well(results)
+    for result in results:
+        (line,) = result["decisions"]
+        assert "gradients of rank 1, first in 2.weight, are not finite" in line

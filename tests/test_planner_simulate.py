@@ -123,6 +123,15 @@ def test_a_stale_bucket_slower_than_a_step_rules_the_step() -> None:
     assert times(flatten([load(*chain(("up:a", 5.0)), stale=True)], one_node((2.0,), 2.0)))[0] == 5.0
 
 
+def test_late_transfers_that_lengthen_every_other_step_are_priced_by_the_mean() -> None:
+    """They take 6 s and 16 s in turns."""
+    loads = [load(*chain(("up:a", 2.0), ("down:a", 6.0)), urgency=1, stale=True), load(*chain(("down:a", 4.0)), urgency=3),
+             load(*chain(("up:a", 1.0)), urgency=3)]
+    problem = flatten(loads, one_node((2.0, 2.0, 3.0), 4.0))
+    for loop in LOOPS:
+        assert loop(problem).run([0] * problem.buckets) == 11.0
+
+
 def test_only_what_holds_the_step_up_is_critical() -> None:
     """The first bucket's transfer ends before a gap; the second's rules."""
     problem = flatten([load(*chain(("up:a", 0.5))), load(*chain(("up:a", 1.0)))], one_node((0.0, 2.0), 2.0))

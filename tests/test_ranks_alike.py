@@ -231,3 +231,24 @@ def test_settings_are_spelled_alike_for_equal_values() -> None:
     assert one == other
     assert settings_of(None, model.named_parameters()) == {}
     assert differences([one, {**other, "lr of the optimizer": "0.5"}]) == {"lr of the optimizer": ["0.01", "0.5"]}
+
+
+class Adaptive(torch.optim.SGD):
+    """Keeps what it has learned in its groups, as Prodigy keeps `d` and ScheduleFree `k`, `weight_sum` and `train_mode`."""
+
+    def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-6, **rest: Any) -> None:
+        super().__init__(params, lr=lr, **rest)
+        for group in self.param_groups:
+            group.update(d0=d0, d=d0, k=0, train_mode=False)
+
+
+def test_values_that_an_optimizer_adapts_are_no_settings() -> None:
+    model = mlp()
+    one, other = (Adaptive(model.parameters(), momentum=0.9) for _ in range(2))
+    other.param_groups[0].update(d=0.5, k=7, train_mode=True)
+    found, changed = (settings_of(each, model.named_parameters()) for each in (one, other))
+    assert found == changed
+    assert {"lr of the optimizer", "d0 of the optimizer", "momentum of the optimizer"} <= found.keys()
+    other.param_groups[0].update(d0=1e-5, momentum=0.8)
+    assert differences([found, settings_of(other, model.named_parameters())]).keys() == {
+        "d0 of the optimizer", "momentum of the optimizer"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from attach_kit import Run, Setting, coordinators, play, weights
 from pool_kit import Servers, pool, quick, ranks_first
 from torch import nn
@@ -103,3 +104,38 @@ def test_overlap_refuses_them_by_name() -> None:
     model = Tables()
     with pytest.raises(ValueError, match="overlap='forward': the gradient of words.weight is sparse"):
         commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap="forward")
+
+
+def broken_off(rank: int, address: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pass raises when the table's gradient is there; in the next one, reentrant, gradients are found at its end."""
+    model = Tables()
+
+    def loss(step: int) -> torch.Tensor:
+        x = model.words(batch(rank, step)).mean(1)
+        return (torch.utils.checkpoint.checkpoint(model.head, x, use_reentrant=step > 0) ** 2).mean()
+
+    def stop(_: torch.Tensor) -> None:
+        raise RuntimeError("broken off")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlayer.attach(model, optimizer, plan="identity()", config=quick(join=address)) as session:
+        with session.no_sync():
+            loss(1).backward()
+        assert model.words.weight.grad is not None
+        own = model.words.weight.grad.to_dense().clone()
+        optimizer.zero_grad()
+        handle = model.words.weight.register_post_accumulate_grad_hook(stop)
+        with pytest.raises(RuntimeError, match="broken off"):
+            loss(0).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        loss(1).backward()
+        return own, model.words.weight.grad.to_dense().clone()
+
+
+def test_a_pass_that_broke_off_leaves_nothing_to_the_next() -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(broken_off, servers.address)
+    mean = torch.stack([own for own, _ in results]).mean(0)
+    for _, average in results:
+        torch.testing.assert_close(average, mean)

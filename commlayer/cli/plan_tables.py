@@ -61,7 +61,9 @@ def table(title: str, *columns: str) -> Table:
 def title(plan: Plan, job: Job, cluster: Cluster) -> str:
     """The job, and what its plan makes of a step."""
     mode = "synchronous: in every step .grad is the average of all workers"
-    if not is_synchronous(plan):
+    if not plan.steps_locally and not is_synchronous(plan):
+        mode = "late results: .grad is the average of all workers, in part of the step before"
+    elif plan.steps_locally:
         how = "local steps" if plan.local_steps > 1 else "steps on own gradients"
         mode = f"{how} ({way_of(plan)}): attach(plan=FILE) then takes them, and .grad is each worker's own"
     return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "

@@ -106,7 +106,7 @@ class ModuleDriver:
             # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
             self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
                                 lambda: self._syncing and plain.get("require_backward_grad_sync", True)
-                                and (ddp is None or ddp.syncing), self._loop.abandon)
+                                and (ddp is None or ddp.syncing), self._broke_off)
 
     def join_round(self) -> None:
         """Where this rank has joined a running job that steps locally: the exchange that the others are in."""
@@ -219,6 +219,10 @@ class ModuleDriver:
         if gradient.layout is torch.sparse_coo and not self._loop.local:
             gradient = self._rows.dense(number, gradient)
         self._loop.ready(number, gradient)
+
+    def _broke_off(self) -> None:
+        self._rows.forget()
+        self._loop.abandon()
 
     def _end(self, *, adds: bool = True) -> None:
         """A backward pass is over; or, where it `adds` nothing, the script asks for it."""

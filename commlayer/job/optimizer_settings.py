@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+ALWAYS = frozenset({"lr"})
+"""Of a group: compared whatever the constructor takes."""
 OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
 """Of a group: parameters are compared by name, and how a step is computed may differ between processors."""
 
@@ -25,10 +28,20 @@ def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> di
         order = zlib.crc32("\n".join(held).encode())
         ends = held[0] if len(set(held)) < 2 else f"{held[0]} to {held[-1]}"
         found[f"parameters of {where}"] = f"{len(held)} ({ends}; {order:08x})" if held else "none"
-        for name in sorted(map(str, group.keys() - OWN)):
+        for name in sorted(map(str, _hyperparameters(optimizer, group) - OWN)):
             if said := _spelled(group[name]):
                 found[f"{name} of {where}"] = said
     return found
+
+
+def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
+    """What of a group the optimizer's constructor takes: others are values that it changes by its own steps, such as the
+    estimated distance of Prodigy. All of the group where the constructor names none, as of a wrapper."""
+    taken: set[str] = set()
+    for kind in type(optimizer).__mro__:
+        if "__init__" in vars(kind):
+            taken |= inspect.signature(vars(kind)["__init__"]).parameters.keys()
+    return set(group.keys() & (taken | ALWAYS)) if taken & group.keys() - OWN else set(group)
 
 
 def structural(name: str) -> bool:

@@ -230,7 +230,7 @@ class StepLoop:
         for place in (Place.AUTO_PLAN, Place.ACCURACY, Place.TRACE, Place.STALE_PLAN):
             for who in self.observers.at(place):
                 self.observers.remove(who)
-                if place is Place.AUTO_PLAN:
+                if place in (Place.AUTO_PLAN, Place.TRACE):
                     who.end()
         for drift in self.observers.at(Place.PARAMETER_DRIFT):
             drift.begin_again()

@@ -107,9 +107,14 @@ class Tracer:
             self._plan = self._connection.plan
             self._steps.clear()
         elif len(self._steps) >= self._wanted:
-            self._recording.recorder.unfollow(self._steps.append)
+            self.end()
             self._observers.remove(self)
             self._write(self._steps[: self._wanted])
+
+    def end(self) -> None:
+        """Records nothing more."""
+        if self._recording is not None:
+            self._recording.recorder.unfollow(self._steps.append)
 
     def _begin(self) -> None:
         self._recording, self._plan = self._connection.worker, self._connection.plan

@@ -216,6 +216,8 @@ class WorkerBucket(BucketDebts):
         if self.carried is not None:
             self.x += self.carried.to(self.x.device) * worth
         self.used, self.weight = used, weight
+        if self.late:  # its gradients are others when the result is used; on a GPU nobody waits for these
+            self._put_in = torch.stack([view.sum() for view in self.views])
 
     def _mark_changed(self, there: int) -> int:
         """Buffers: which slices this rank has changed, of those that are there. Only a frame's header needs it on the host."""
@@ -374,6 +376,11 @@ class WorkerBucket(BucketDebts):
     def look(self) -> None:
         """Whether the sum is finite, where nobody has decoded anything that says so."""
         self.finite = all_finite(self.y)
+
+    def late_not_finite(self) -> int:
+        """The same as `own_not_finite`, of the exchange whose result has come a step late."""
+        bad = [s.tensor for s, there in zip(self.slices, self._put_in.isfinite().tolist(), strict=True) if not there]
+        return bad[0] if bad else -1
 
     def own_not_finite(self) -> int:
         """The first tensor of which what this worker put in is not finite; -1 if there is none. Ahead of `commit`, which may

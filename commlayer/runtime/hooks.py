@@ -46,10 +46,13 @@ def in_compiled_autograd() -> bool:
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps torch.compile from a hook that autograd calls, and from what that calls: a compiled function may call backward().
 
-    torch.compiler.disable does the same with a wrapper that costs more than a hook.
+    torch.compiler.disable does the same with a wrapper that costs more than a hook. It serves torch 2.6, which lacks this call.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        disabled: Callable[..., Any] = torch.compiler.disable(hook)
+        return disabled
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(getattr(inner, "__func__", inner).__code__, frames._FrameExecStrategy(skip, skip))
     return hook

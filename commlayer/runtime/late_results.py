@@ -40,6 +40,8 @@ class LateResult:
         self._slices = self._written = 0
         """One bit per slice: what is kept to be used, and what was written and may come back."""
         self._spoilt = self._skipped = False
+        self.not_finite = -1
+        """See Worker.not_finite."""
         self._unread = False
         """Whether the bucket's y holds a result that has not been taken."""
         self._lock = threading.Lock()
@@ -100,6 +102,7 @@ class LateResult:
         self._unread = False
         if not bucket.finite:
             self._spoilt = self._spoilt or not self._skipped
+            self.not_finite = bucket.late_not_finite()
             dropped = bucket.all_slices
         bucket.unapplied = dropped | bucket.all_slices & ~bucket.used
         self._add(bucket.used & ~bucket.unapplied)
@@ -155,7 +158,7 @@ class LateResult:
 
     def settle(self, *, applied: bool) -> None:
         """After a commit: whether the optimizer got it."""
-        self._spoilt, self._skipped = False, not applied
+        self._spoilt, self._skipped, self.not_finite = False, not applied, -1
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
@@ -194,6 +197,11 @@ class LateResults:
 
     def __bool__(self) -> bool:
         return bool(self.of)
+
+    @property
+    def not_finite(self) -> int:
+        """The first tensor of which what this worker put into what is kept was not finite; -1 if there is none."""
+        return next((result.not_finite for result in self.of.values() if result.not_finite >= 0), -1)
 
     def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
         """Writes what is kept into the tensors' gradients. Whether all of it is finite."""

@@ -95,6 +95,10 @@ class SparseRows:
         self._dense[number] = made = gradient.to_dense()
         return made
 
+    def forget(self) -> None:
+        """The backward pass has raised: its step is none."""
+        self._dense.clear()
+
     def make_dense(self) -> None:
         """Before an exchange ends: averages are written into `.grad`."""
         for number in self._numbers:

@@ -203,7 +203,10 @@ class Worker(Unapplied):
             for bucket in self.turns[turn]:
                 if not bucket.late:
                     finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
-            return self.late.commit(self._factor, into) and finite
+            if not self.late.commit(self._factor, into):
+                finite = False
+                self.not_finite = self.late.not_finite if self.not_finite < 0 else self.not_finite
+            return finite
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
         """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them.

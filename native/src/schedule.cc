@@ -83,14 +83,16 @@ class Run {
     if (limit == kNever) bounds_.unlimited();
     else if (least(choice, limit) == kNever) return kNever;
     lay_out(choice);
-    double begun = 0, last = 0;
+    double begun = 0, last = 0, before = 0;
     for (int32_t step = 0; step < in_.steps; ++step) {
       const double over = one_step(step, begun);
       if (over < 0 || over == kNever) return over;
+      before = last;
       last = over + in_.tail - begun;
       begun = over + in_.tail;
     }
-    return last;
+    // Steps with late transfers may be long and short in turns.
+    return in_.steps > 2 ? (before + last) / 2 : last;
   }
 
  private:

@@ -59,6 +59,8 @@ communication in this part of it: the plan that shortens such steps is worth mor
 shortens, and it takes longest in the first steps."""
 UNEVEN = 1.5
 """Times what the fastest rank computes: longer than busy processors make it look."""
+UNEVEN_S = 0.005
+"""Seconds more than the fastest rank computes: below it, a few calls of the operating system make a rank look slow."""
 WAITED_STEPS = 2
 """For a plan all wait at most as long as so many steps take."""
 
@@ -162,7 +164,7 @@ def _links_hold(fact: PaceTold) -> bool:
 def _uneven(fact: Measured) -> list[Say]:
     """What no plan mends."""
     computing_s = fact.computing_s
-    if not computing_s or max(computing_s) < UNEVEN * min(computing_s):
+    if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
         return []
     slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
     times = max(computing_s) / min(computing_s)

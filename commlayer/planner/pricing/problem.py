@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 COMPUTE = "compute"
 """The lane of a node's gradients: "compute:NODE". What else runs there delays them."""
-STEPS_IF_STALE = 3
-"""A stale bucket's transfer reaches into the next step: after this many the pattern repeats."""
+STEPS_IF_STALE = 4
+"""A stale bucket's transfer reaches into the next step: the mean of the last two is the price of a step."""
 
 
 class Pace(NamedTuple):
