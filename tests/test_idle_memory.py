@@ -6,19 +6,23 @@ import sys
 
 import pytest
 import torch
-from runtime_kit import job
+from runtime_kit import Rig, job, step
 from torch import nn
 
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.errors import CommError
 from commlayer.optim import Outer
+from commlayer.planner import default_plan
 from commlayer.records import Bucket, Slice
+from commlayer.runtime import worker as worker_module
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.idle_memory import give_back
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
+from commlayer.runtime.worker import Worker
 
 NUMEL = 1 << 20
+PAGE = 4096
 
 
 def coded() -> WorkerBucket:
@@ -96,3 +100,43 @@ def test_weights_survive_an_exchange_that_fails() -> None:
         steps.exchange(Failing(), [], 1.0)  # type: ignore[arg-type]
     torch.testing.assert_close(p.detach(), now)
     assert not torch.equal(p, steps.starts[0])
+
+
+def large_rig(codec: str) -> Rig:
+    of = job([(NUMEL,)])
+    return Rig(1, codec, of=of, plan=default_plan(of, codec=codec, path="service", servers=1, ranks_per_node=1,
+                                                  fuse_nbytes=NUMEL, cut_nbytes=NUMEL))
+
+
+def held(worker: Worker) -> bool:
+    """Whether something of the last step lies in the worker's buckets."""
+    return any(bool(bucket.x[PAGE:-PAGE].any()) for bucket in worker.buckets)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
+@pytest.mark.parametrize(("codec", "recording", "stays"), [("identity()", False, False), ("identity()", True, True),
+                                                           ("int4()", False, True)])
+def test_behind_a_step_buckets_hold_what_can_be_taken_back_or_is_measured(
+    codec: str, recording: bool, stays: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "LARGE_NBYTES", NUMEL)
+    with large_rig(codec) as rig:
+        worker, gradient = rig.workers[0], torch.randn(NUMEL)
+        worker.recorder.switch(on=recording)
+        averages = [step(worker, [gradient])[0] for _ in range(3)]
+        assert held(worker) == stays
+        if codec == "identity()":
+            assert all(torch.equal(average, gradient) for average in averages if average is not None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
+def test_a_worker_that_was_left_holds_nothing() -> None:
+    with large_rig("int4()") as rig:
+        worker = rig.workers[0]
+        worker.recorder.switch(on=False)
+        step(worker, [torch.randn(NUMEL)])
+        assert held(worker)
+        worker.close()
+        worker.forget_states()
+        assert not held(worker)
+        assert not any(state for bucket in worker.buckets for _, state in bucket.coders)

@@ -108,7 +108,7 @@ class WorkerBucket(BucketDebts):
                 self._there = [devices.words(self.bound, device) for _ in range(2)]
                 self.payload = self._pinned[0].numpy().data
             else:
-                self.payload = whole.numpy().data if codec.in_place else torch.empty(self.bound, dtype=torch.uint8).numpy().data
+                self.payload = (whole if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from commlayer.compressors.tensors import fresh_zeros
 from commlayer.records import Bucket, Job
 
 ALIGN = 64
@@ -47,8 +48,10 @@ def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
 
 
 def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Room for `lead` bytes and then so many, those on a 64-byte boundary."""
-    raw = torch.empty(ALIGN + lead + nbytes + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+    """Room for `lead` bytes and then so many, those on a 64-byte boundary. Not from the allocator's heap, where a plan that was
+    left would leave holes."""
+    room = ALIGN + lead + nbytes + ALIGN
+    raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else fresh_zeros(-(-room // 4)).view(torch.uint8)
     skip = -(raw.data_ptr() + lead) % ALIGN
     return raw[skip : skip + lead + nbytes]
 

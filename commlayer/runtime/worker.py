@@ -31,6 +31,7 @@ from commlayer.runtime.ended_peers import Ended
 from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded_attribute import Forwarded
+from commlayer.runtime.idle_memory import give_back
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole
@@ -45,6 +46,10 @@ from commlayer.transport.groups import Groups
 from commlayer.transport.protocol import Transport
 
 log = logging.getLogger("commlayer")
+
+
+LARGE_NBYTES = 256 << 20
+"""Of all buffers of a worker: below that, memory between two steps is not worth the page faults of the next."""
 
 
 def _nothing() -> None:
@@ -90,6 +95,7 @@ class Worker(Unapplied):
         if plan.ranks_per_node == 1:
             for bucket in self.buckets:
                 bucket.keep_coded(recycle)
+        self._nbytes = sum(bucket.all.nbytes for bucket in self.buckets)
         self.tracked = any(bucket.in_means for bucket in self.buckets)
         """Whether a step whose averages are not applied must be taken back. The same on all ranks."""
         allot_entries(self.buckets)
@@ -239,6 +245,9 @@ class Worker(Unapplied):
             raise
         self.tentative = not finite
         self._judge(finite=finite)
+        # Whoever measures recorded steps reads the last one's results.
+        if self._nbytes >= LARGE_NBYTES and not self.keeps and not self.recorder.on:
+            self._give_back()
         self.counters.exchanges += 1
         self._next(computes=computes)
 
@@ -403,11 +412,18 @@ class Worker(Unapplied):
             bucket.let_go()
 
     def forget_states(self) -> None:
-        """After close(), when another worker owes what this one owed. Frees residuals at once: a worker and its routes refer to
-        each other, so the garbage collector would find them late."""
+        """After close(), when another worker owes what this one owed. Frees residuals and buffers at once: a worker and its
+        routes refer to each other, so the garbage collector would find them late."""
         for bucket in self.buckets:
             for _, state in bucket.coders:
                 state.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Nobody reads what lies in the buckets any more."""
+        for bucket in self.buckets:
+            for buffer in (bucket.all, bucket.all_y):
+                give_back(buffer)
 
     @property
     def coded(self) -> list[WorkerBucket]:
