@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bench import check
+from bench import check, memory
 
 STORED = json.loads(check.EXPECTED.read_text())
 
@@ -24,4 +24,5 @@ def test_one_that_is_worse_fails_and_is_named() -> None:
 
 
 def test_each_way_of_memory_has_a_stored_ratio() -> None:
+    assert {*check.WAYS} <= memory.WAYS.keys()
     assert all(any(f", {way}," in name for name in STORED) for way in check.WAYS)

@@ -127,6 +127,13 @@ def test_what_a_verdict_rests_on_is_said_before_it(commlayer, model: str, said: 
     assert "WARNING" not in head
 
 
+def test_an_optimizer_that_was_not_named_is_an_assumption(commlayer) -> None:
+    for named, assumed in (((), True), (("--optimizer", "adamw"), False), (("--optimizer", "sgd"), False)):
+        _, out, _ = commlayer("plan", "make", "lstm", "--homes", "3xrtx3060@100/20Mb", *named)
+        (line,) = [line for line in out.splitlines() if "optimizer: " in line]
+        assert ("--optimizer sgd" in line) == assumed
+
+
 def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) -> None:
     made = ("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--batch")
     _, out, _ = commlayer(*made, "64")

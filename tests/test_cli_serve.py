@@ -127,6 +127,21 @@ def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(serve
     assert "the job has failed (worker 0: left the job: an error)" in process.stderr.read()
 
 
+def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> None:
+    """Also if the worker has left before the server has tried the plan."""
+    process, said = served("--workers", "1")
+    for leaves in (False, True):
+        request = messages.worker("job", 0, 1, plan=b"no plan")
+        member = client.join(said["control"], request, quick(token=said["token"]), Failures())
+        if leaves:
+            member.leave("an error")
+        line = next(line for line in process.stderr if "the job has failed" in line)
+        assert leaves or "(plan of worker 0: " in line
+        member.close()
+    process.terminate()
+    assert process.wait(WAIT_S) == 0
+
+
 def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
     process, said = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
     assert set(said) == {"control", "data"}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
@@ -254,3 +255,18 @@ def test_many_workers_have_room_for_what_they_need_each() -> None:
     made.attend(one)
     by = made._writer(one.home, 1)
     assert (by.most_nbytes, by.all_nbytes) == (meeting_store.LEAST_EACH_NBYTES, 64 * meeting_store.LEAST_EACH_NBYTES)
+
+
+def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
+    now = [0.0]
+    made = Gathering(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
+    anna, ben = (msgspec.structs.replace(messages.attend(1, name=name), certificate=name) for name in ("anna", "ben"))
+    again = msgspec.structs.replace(messages.attend(1, name="anna"), certificate="anna")
+    for one in (anna, ben):
+        made.attend(one)
+    now[0] = 30.0
+    assert made.supersede(again, {}, 30.0) == (frozenset(), "")
+    made.tick(still_s=30.0)
+    assert made.supersede(again, {}) == (frozenset(), "")
+    now[0] = 60.0
+    assert made.supersede(again, {})[1]

@@ -42,7 +42,8 @@ def make(
         help="By what part the loss may rise at equal steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Loss = "",
     learning: Learning = "",
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or any: the worse of both counts.", metavar="NAME")] = "adamw",
+    optimizer: Annotated[str, typer.Option(
+        help="adamw, sgd, or any: the worse of both counts; else adamw.", metavar="NAME")] = "",
     objective: Annotated[str, typer.Option(help="loss: seconds to a loss; step: of a step, whatever it learns.")] = "loss",
     exact: Annotated[bool, typer.Option("--exact", help="Synchronous SGD up to coding: no local steps, none late.")] = False,
     forward: Annotated[bool, typer.Option("--forward", help="Results may come in during the next forward pass.")] = False,
@@ -81,7 +82,8 @@ def make(
     measured = plan_inputs.profile_named(profile)
     asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured),
                    max_loss=loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
-                   objective=plan_inputs.objective_named(objective), optimizer=plan_inputs.optimizer_named(optimizer),
+                   objective=plan_inputs.objective_named(objective),
+                   optimizer=plan_inputs.optimizer_named(optimizer or "adamw"),
                    exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
                    max_local_steps=max_local_steps, staleness=staleness,
                    # Jobs between homes run with --min-workers, which takes whole exchanges only.
@@ -97,7 +99,7 @@ def make(
     plan_inputs.write_json(json, records.encode(made).decode())
     console = plan_tables.console_of()
     for line in (plan_tables.title(made, job, machines), "assumed", *(f"  {line}" for line in
-                 assumptions(model, job, machines, asked.optimizer))):
+                 assumptions(model, job, machines, asked.optimizer, said=bool(optimizer)))):
         console.print(line, markup=False)
     console.print(plan_tables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
     for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy, synchronous), made.steps > 0):

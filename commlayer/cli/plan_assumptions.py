@@ -18,13 +18,13 @@ RESERVED_GBYTES = 1.0
 """What a GPU's driver and allocator keep for themselves."""
 
 
-def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str) -> Iterator[str]:
-    """Lines for people. `model`: as the user named it."""
+def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, said: bool) -> Iterator[str]:
+    """Lines for people. `model`: as the user named it. `said`: whether the user named the optimizer, too."""
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
         yield f"computing: {_computing(model, job, node)}"
-    yield f"optimizer: {OPTIMIZER[optimizer]}"
+    yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if said else ", whatever the script uses; --optimizer sgd changes it")
     for device in devices:
         if device in GPUS:
             yield from _memory(model, job, device, optimizer)

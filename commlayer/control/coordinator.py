@@ -191,7 +191,8 @@ class Coordinator:
         """A home that was started again takes the place of its earlier process, which is dead from now on."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
-        ranks, why = self._gathering.supersede(request, seen_s)
+            still_s = membership.stood_still_s(self._state, self._clock())
+        ranks, why = self._gathering.supersede(request, seen_s, still_s)
         if ranks:
             with self._lock:
                 before = self._state
@@ -290,7 +291,8 @@ class Coordinator:
         while not self._closing.wait(TICK_S):
             with self._lock:
                 ended = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and not p.here}
-            self._gathering.tick(ended)
+                still_s = membership.stood_still_s(self._state, self._clock())
+            self._gathering.tick(ended, still_s)
             with self._lock:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,

@@ -46,11 +46,12 @@ class Gathering:
             else:
                 self._store.again(record)
 
-    def supersede(self, asked: Attend, seen_s: Mapping[int, float]) -> tuple[frozenset[int], str]:
-        """The ranks whose seats are free because their home has been started again as `asked`, and the reason."""
+    def supersede(self, asked: Attend, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
+        """The ranks whose seats are free because their home has been started again as `asked`, and the reason. `still_s`: for
+        how long up to now this process was stopped, and could hear no home."""
         view = (self._door() or homes.Door()).generation
         with self._lock:
-            before, now = self._state, self._clock()
+            before, now = self._state, self._clock() - still_s
             token = homes.predecessor(before, asked, now, self._noticed_s if before.begun else self._silence_s, seen_s)
             if not token:
                 return frozenset(), ""
@@ -142,13 +143,14 @@ class Gathering:
         with self._lock:
             return homes.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
-    def tick(self, ended: Collection[int] = ()) -> None:
-        """`ended`: ranks of workers that take no part in the job any more."""
+    def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
+        """`ended`: ranks of workers that take no part in the job any more. `still_s`: as of `supersede`."""
         if self._journal is not None:
             self._journal.wait()
         view = (self._door() or homes.Door()).generation
         with self._lock:
-            before, self._state = self._state, homes.tick(self._state, self._clock(), self._silence_s, ended, view)
+            before, now = self._state, self._clock()
+            self._state = homes.tick(homes.still(before, now) if still_s else before, now, self._silence_s, ended, view)
             self._note(before)
             self._write_down(before)
 

@@ -213,9 +213,8 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     are left that they have ended in order, they have, once they are silent for `ended_after_s`: nobody was there to hear
     them leave.
     """
-    paused_s = now - state.ticked_s if state.ticked_s is not None else 0.0
-    places = state.places
-    if paused_s > PAUSE_S:
+    paused_s, places = stood_still_s(state, now), state.places
+    if paused_s:
         places = {t: msgspec.structs.replace(p, seen_s=min(now, p.seen_s + paused_s)) for t, p in places.items()}
     state = msgspec.structs.replace(state, places=places, ticked_s=now)
     silent = {t: p for t, p in places.items() if p.here and now - p.seen_s >= dead_after_s}
@@ -231,6 +230,12 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     for p in silent.values():
         state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
     return state
+
+
+def stood_still_s(state: State, now: float) -> float:
+    """Seconds since the last tick, if so many that this process itself was stopped: nobody was silent in them. Otherwise 0."""
+    gap_s = 0.0 if state.ticked_s is None else now - state.ticked_s
+    return gap_s if gap_s > PAUSE_S else 0.0
 
 
 def _silent(state: State, p: Place, now: float) -> str:

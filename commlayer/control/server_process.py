@@ -88,7 +88,7 @@ def run(config: Config, part: Part) -> None:
 def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.Event) -> tuple[Config, Part] | None:
     """One job. If it has failed: how to serve the next one."""
     goes_on = functools.partial(_goes_on, config, end, stopped)
-    reason = [messages.FINISHED]
+    reason, unfit = [messages.FINISHED], ""
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
         coordinator = member = None
@@ -134,26 +134,31 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
                                      on_silence=functools.partial(_silent, serving, config, control, end, stopped))
             except CommError:
-                if end.is_set():
-                    return None
-                raise
-            member.missed, member.ended = serving.missed, serving.ended
-            member.dropped, member.overdue = serving.dropped, serving.overdue
-            stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
-            try:
-                # The workers of an embedded server stay: its coordinator makes no other view.
-                serving.start(member.view, member.plan, member.rank, request.token,
-                              newest=None if part.parent else lambda: member.newest)
-            except ValueError as error:
-                end.wait(UNFIT_S)
-                member.leave(str(error))
-                raise
+                if not end.is_set():
+                    raise
+            else:
+                member.missed, member.ended = serving.missed, serving.ended
+                member.dropped, member.overdue = serving.dropped, serving.overdue
+                stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
+                try:
+                    # The workers of an embedded server stay: its coordinator makes no other view.
+                    serving.start(member.view, member.plan, member.rank, request.token,
+                                  newest=None if part.parent else lambda: member.newest)
+                except ValueError as error:
+                    end.wait(UNFIT_S)
+                    member.leave(str(error))
+                    if part.parent:
+                        raise
+                    unfit = str(error)
+                    end.set()
         end.wait()
         if goes_on():
             log.info("stops, and keeps its journal: the same command takes the job up; to end it for good, remove %s",
                      config.journal)
             return None
-        if coordinator is not None:
+        if unfit:
+            failed = unfit
+        elif coordinator is not None:
             failed = coordinator.failure
         else:
             failed = "as its coordinator reports" if member is not None and member.failed else ""
