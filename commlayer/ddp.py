@@ -24,6 +24,7 @@ from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim
 from commlayer.job.attached_model import AttachedModel
 from commlayer.job.connection import Connection
+from commlayer.job.ddp_buffers import DDPBuffers
 from commlayer.job.ddp_ways import DDPWays
 from commlayer.job.observers import Observers
 from commlayer.job.optimizer_settings import settings_of
@@ -192,11 +193,19 @@ class HookState:
             self.connection.after_switch.append(self._weigh)
             self.ways.follow(self._loop, self._guard)
             self._weigh()
+        self._take_buffers(self._loop)
         for action in self._actions:
             action()
         self._actions.clear()
         handles = [p.register_post_accumulate_grad_hook(self._got) for _, p in found.named]
         self.connection.on_close += [*(handle.remove for handle in handles), self._let_go]
+
+    def _take_buffers(self, loop: StepLoop) -> None:
+        """If DDP copies buffers among the ranks that average, and these stay."""
+        made, ddp = self.connection, wrapper_of(self)
+        if (ddp is not None and made.worker is not None and made.groups is not None and made.members is None
+                and ddp.process_group == self._process_group and ddp.broadcast_buffers and ddp.modules_buffers):
+            DDPBuffers(ddp, made, self._config.deadline_s, lambda: loop.local)
 
     def _got(self, parameter: torch.Tensor) -> None:
         if (graph := torch._C._current_graph_task_id()) != self._pass:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attach_kit import Run, Setting, coordinators, data, mlp, play
-from pool_kit import pool, quick
+from pool_kit import Servers, pool, quick
 from test_attach_cases import Checkpointed, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -228,3 +229,50 @@ def test_a_closed_session_leaves_no_thread_and_keeps_neither_model_nor_optimizer
             assert steps == 3
             assert not optimizer, "while the module is still in use"
             assert parts == [False, False]
+
+
+class Counting(nn.Module):
+    """Has a buffer that is no float, and one that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("flag", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum().long()
+        self.flag = self.flag ^ (x.sum() > 0)  # another tensor
+        return self.norm(x)
+
+
+def with_buffers(rank: int, address: str, own: bool) -> tuple[dict[str, torch.Tensor], bool]:
+    """The state after some steps, one of them with a pass in no_sync(). And whether a copy of the module works alone."""
+    model = nn.Sequential(Counting(), *mlp())
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = commlayer.HookState(commlayer.compressors.identity(), config=quick(join=address))
+    if own:
+        ddp.register_comm_hook(state, commlayer.comm_hook)
+    for step in range(5):
+        optimizer.zero_grad()
+        if step == 3:
+            with ddp.no_sync():
+                nn.functional.mse_loss(ddp(data(rank, 10)[0]), data(rank, 10)[1]).backward()
+        nn.functional.mse_loss(ddp(data(rank, step)[0]), data(rank, step)[1]).backward()
+        optimizer.step()
+    works = bool(copy.deepcopy(ddp).module(data(rank, 0)[0]).isfinite().all())
+    held = {name: t.clone() for name, t in model.state_dict().items()}
+    state.connection.close()
+    return held, works
+
+
+def test_buffers_are_those_of_rank_0_before_each_pass_as_with_ddp_alone() -> None:
+    with Servers(WORLD, 1) as servers:
+        ours = pool(WORLD).call(with_buffers, servers.address, True)
+    for (got, works), (expected, _) in zip(ours, pool(WORLD).call(with_buffers, "", False), strict=True):
+        assert works
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name

@@ -59,7 +59,7 @@ ROOMS: dict[str, list[set[str]]] = {
         {"shares"}, {"accuracy", "autoplan", "checkpoint", "inspection"},
         {"step_loop"},
         # where gradients come from and averages go
-        {"ddp_ways", "forward_overlap", "module_driver"},
+        {"ddp_buffers", "ddp_ways", "forward_overlap", "module_driver"},
     ],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""

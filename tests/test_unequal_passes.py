@@ -41,7 +41,9 @@ class Raises(torch.autograd.Function):
 def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str, float]:
     """One rank makes a backward pass less; both end in order. What was raised, and how long the last pass took."""
     model = mlp()
-    wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
+    if how == "buffers":  # which DDP copies in each forward pass
+        model.insert(0, nn.BatchNorm1d(data(0, 0)[0].shape[1]))
+    wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=0.002) if how in ("ddp", "buffers") else model
     plan: Any = "auto" if how == "allreduce" else commlayer.compressors.parse("topk(ratio=0.1)")
     config = quick(deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1, join=address)
     said, begin = "", 0.0
@@ -73,7 +75,8 @@ def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str,
 
 
 CASES = [("service", "loader", 0), ("service", "raises", 1), ("service", "lbfgs", 1), ("allreduce", "loader", 1),
-         ("allreduce", "raises", 0), ("allreduce", "lbfgs", 0), ("ddp", "loader", 1)]
+         ("allreduce", "raises", 0), ("allreduce", "lbfgs", 0), ("ddp", "loader", 1),
+         ("buffers", "loader", 0), ("buffers", "loader", 1)]
 
 
 @pytest.mark.parametrize(("how", "cause", "odd"), CASES)
@@ -97,7 +100,7 @@ def equal(rank: int, how: str, address: str) -> tuple[str, float]:
     return train(rank, how, "none", -1, address)
 
 
-@pytest.mark.parametrize("how", ["service", "allreduce", "ddp"])
+@pytest.mark.parametrize("how", ["service", "allreduce", "ddp", "buffers"])
 def test_equal_numbers_end_without_a_word(how: str) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
         assert [said for said, _ in pool(WORLD).call(equal, how, servers.address)] == ["", ""]
