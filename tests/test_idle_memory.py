@@ -11,13 +11,13 @@ from torch import nn
 
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
+from commlayer.compressors.tensors import give_back
 from commlayer.errors import CommError
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Slice
 from commlayer.runtime import worker as worker_module
 from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.idle_memory import give_back
 from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.runtime.worker import Worker
 

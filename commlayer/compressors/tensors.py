@@ -7,8 +7,11 @@ codecs import this module under the name of torch, and nothing of it when they a
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import mmap
+import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,7 +20,7 @@ from typing import Any
 import numpy as np
 
 LEAST_NBYTES = 1 << 16
-"""Below that an allocator is as good."""
+"""Below that an allocator is as good, and a system call not worth its time."""
 _chosen = "torch"
 real = True
 """Whether it is torch."""
@@ -45,6 +48,21 @@ def fresh_zeros(count: int) -> Any:
         return library().zeros(count)
     fresh = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return library().from_numpy(np.frombuffer(fresh, np.float32, count))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def give_back(buffer: Any) -> None:
+    """The whole pages inside a contiguous buffer on the host go back to the system, at the same addresses. Its elements are
+    zeros, or what they were, until written."""
+    if sys.platform != "linux" or buffer.nbytes < LEAST_NBYTES or buffer.device.type != "cpu" or (real and buffer.is_pinned()):
+        return
+    low = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    nbytes = (buffer.data_ptr() + buffer.nbytes - low) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc().madvise(ctypes.c_void_p(low), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 def without_torch() -> None:

@@ -18,6 +18,7 @@ from commlayer.compressors.debts import Debt, cut_of, owed, pay, spread
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.random_keys import SERVER
+from commlayer.compressors.tensors import give_back
 from commlayer.records import Bucket, Plan
 
 UNDONE = "_undone"
@@ -78,6 +79,14 @@ class CodecOps:
         """Nothing was emitted, so nothing can be taken back."""
         self._mean = None
         self._undone = (1 << len(self._bucket.slices)) - 1
+
+    def worth_giving_back(self, members: int) -> bool:
+        """See GivesBack."""
+        return self.in_means and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
+
+    def give_back(self, acc: Any) -> None:
+        if "sum" in acc:
+            give_back(acc["sum"])
 
     def norm(self, r: int, payload: memoryview) -> float:
         return _norm(self._by_itself(r, payload))

@@ -15,12 +15,12 @@ from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.sparse_results import Reads, reader_of
+from commlayer.compressors.tensors import give_back
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 from commlayer.runtime.bucket_debts import BucketDebts, Entries
 from commlayer.runtime.coded_result import CodedResult, codec_of_results
 from commlayer.runtime.finite import all_finite
-from commlayer.runtime.idle_memory import give_back
 from commlayer.runtime.layout import Layout, aligned
 from commlayer.runtime.shared_buffers import SharedBuffers
 from commlayer.runtime.sparse_result import MOST_NUMEL, SparseResult

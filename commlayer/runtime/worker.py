@@ -20,6 +20,7 @@ import torch
 
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt
+from commlayer.compressors.tensors import give_back
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.planner.model.fragments import fragments_of
@@ -31,7 +32,6 @@ from commlayer.runtime.ended_peers import Ended
 from commlayer.runtime.entries_sent import allot_entries
 from commlayer.runtime.forward_order import reorder
 from commlayer.runtime.forwarded_attribute import Forwarded
-from commlayer.runtime.idle_memory import give_back
 from commlayer.runtime.intake import Intake
 from commlayer.runtime.late_results import LateResults
 from commlayer.runtime.layout import whole

@@ -53,6 +53,7 @@ class Summation:
     def _remember(self, cell: Cell) -> None:
         if self._keep is None:
             return
+        cell.sum_again()
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         refused = tuple(sorted(cell.refused[last])) if last is not None else ()
@@ -195,6 +196,10 @@ class Summation:
     def _advance(self, cell: Cell, release: Callable[[Message], None]) -> list[Reply]:
         """Adds what is next in member order; when all are in, emits the result to all."""
         ops, r = cell.ops, cell.round
+        lean = cell.lean if self._keep is None else None
+        if lean and cell.next + len(cell.early) < len(cell.members):
+            return []  # until all are here payloads take less memory than their sum
+        sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.zeros(r)
         while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
@@ -205,8 +210,12 @@ class Summation:
                 raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
                                        f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike",
                               Disputed)
-            if first and h.undone and r == 0:
-                ops.undo(h.undone)  # before `add`, which overwrites what was summed in that step
+            if first and r == 0:
+                if h.undone:
+                    cell.undo(h.undone)  # before `add`, which overwrites what was summed in that step
+                for held in cell.held:
+                    release(held)
+                cell.held.clear()
             if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
                 raise _breach(message, f"codes a part of {h.total:g}, though it was told that all weigh {cell.expected:g}")
             if h.flags & Flag.ABANDON:
@@ -215,15 +224,25 @@ class Summation:
                 added = self._add(cell, message)
             cell.next += 1
             cell.order, cell.undone = h.order, h.undone
-            if added:
+            if added and lean:
+                sum_of.append(message)
+            elif added:
                 release(message)
         if cell.next < len(cell.members):
             return []
         if cell.watch is not None:
             self._decide(cell, cell.watch, release)
+        again = self._misjudged(cell)
+        if lean and not (cell.abandoned or again):
+            replies = self._emit(cell)
+            cell.held = sum_of
+            lean.give_back(cell.accs[0])
+            return replies
+        for message in sum_of:
+            release(message)
         if cell.abandoned:
             return self._abandon(cell)
-        return self._again(cell) if self._misjudged(cell) else self._emit(cell)
+        return self._again(cell) if again else self._emit(cell)
 
     def _add(self, cell: Cell, message: Message, *, judged: bool = False) -> bool:
         """Whether it is added; else it is too odd, and held back until all are in."""
@@ -307,7 +326,7 @@ class Summation:
         cell = self._cell(message)
         with cell.lock:
             self._between(cell, message)
-            cell.ops.undo(message.header.undone)
+            cell.undo(message.header.undone)
             self._remember(cell)
 
     def end(self, step: int, undone: Mapping[int, int]) -> None:
@@ -339,7 +358,7 @@ class Summation:
         with cell.lock:
             self._between(cell, message)
             if h.undone:
-                cell.ops.undo(h.undone)
+                cell.undo(h.undone)
                 self._remember(cell)
             state = cell.ops.snapshot()
         return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from commlayer.transport.protocol import Header, Message
 from commlayer.transport.quarantine import Watch
-from commlayer.transport.summation_ops import Lasting
+from commlayer.transport.summation_ops import GivesBack, Lasting
 
 KEPT_STEPS = 2
 EVERY_SLICE = (1 << 64) - 1
@@ -52,6 +52,12 @@ class Cell:
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
         self.refused: dict[tuple[int, int], frozenset[int]] = {}
         """Whose contributions those are without."""
+        self.lean: GivesBack | None = None
+        """Its ops, where the payloads are held from step to step, and not their sum."""
+        if isinstance(ops, GivesBack) and ops.worth_giving_back(len(members)) and watch is None:
+            self.lean = ops
+        self.held: list[Message] = []
+        """What the last result is the sum of, in the order in which it was added, where the sum itself was given back."""
         self.over = False
         """Its view has ended: nothing is added any more."""
         self.idle(None)
@@ -89,9 +95,20 @@ class Cell:
         self.over = True
         rounds = range(self.ops.rounds)
         if (step, rounds[-1]) in self.results:
-            self.ops.undo(EVERY_SLICE)
+            self.undo(EVERY_SLICE)
         elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
-            self.ops.undo(undone)  # where a PUSH has said so already, that changes nothing
+            self.undo(undone)  # where a PUSH has said so already, that changes nothing
+
+    def undo(self, slices: int) -> None:
+        """Takes back what of the last result was not applied."""
+        self.sum_again()
+        self.ops.undo(slices)
+
+    def sum_again(self) -> None:
+        """The last result's sum is there again, to the bit."""
+        for number, message in enumerate(self.held):
+            self.ops.add(0, message.body, self.accs[0], number == 0)
+        self.held.clear()
 
     def takes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
         """A body of that size has come: how many bytes that member has sent within the step, and how many it may."""
@@ -104,6 +121,7 @@ class Cell:
     def forget_results(self) -> None:
         self.results.clear()
         self.refused.clear()
+        self.held.clear()
 
     def here(self) -> set[int]:
         return {*self.members[: self.next], *self.early} if self.open else set()

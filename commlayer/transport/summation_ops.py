@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from commlayer.errors import CorruptFrame
 
@@ -59,6 +59,19 @@ def sound(ops: Ops, r: int, payload: memoryview) -> bool:
     except (CorruptFrame, ValueError):
         return False
     return True
+
+
+@runtime_checkable
+class GivesBack(Protocol):
+    """Ops whose sums can be made again of the payloads."""
+
+    def worth_giving_back(self, members: int) -> bool:
+        """Whether the payloads of so many take half as much as their sum at most, which `undo` needs until the next step."""
+        ...
+
+    def give_back(self, acc: Any) -> None:
+        """The memory of a sum, which is made again if it is needed."""
+        ...
 
 
 class Lasting(Ops, Protocol):
