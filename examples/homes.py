@@ -9,12 +9,14 @@ What commlayer adds is marked. `make` is what `commlayer plan make examples/home
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -41,28 +43,48 @@ def data() -> TensorDataset:
     return TensorDataset(x, x[:, :10].argmax(1))
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     unfinished = CHECKPOINT.with_suffix(".unfinished")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, unfinished)
     os.replace(unfinished, CHECKPOINT)  # a crash leaves the old one whole
+
+
+def farthest(rank: int, world: int, device: torch.device) -> bytes:
+    """The checkpoint of the highest step, from the home that has it. Rank 0 came first, and may have an older one."""
+    own = CHECKPOINT.read_bytes() if CHECKPOINT.exists() else b""
+    if world == 1:
+        return own
+    step = torch.load(io.BytesIO(own), map_location="cpu", weights_only=True)["step"] if own else 0
+    found = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(found, torch.tensor([step, len(own)], device=device))
+    best = max(range(world), key=lambda place: int(found[place][0]))
+    if not (nbytes := int(found[best][1])):
+        return b""
+    content = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if rank == best else \
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
+    dist.broadcast(content, best)
+    return content.cpu().numpy().tobytes()
 
 
 def main(epochs: int) -> None:
     model, _ = make()
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if CHECKPOINT.exists():
-        saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        print(f"resumes from {CHECKPOINT}; attach() gives rank 0's weights to all workers", flush=True)
+    optimizer.param_groups[0]["before"] = 0  # steps of earlier runs: with the optimizer's state it comes to homes that join
     samples = data()
     with commlayer.attach(model, optimizer) as session:  # commlayer
+        if not session.step and (content := farthest(session.rank, session.world, device)):  # a joining home is given all
+            saved = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            optimizer.param_groups[0]["before"] = saved["step"]
+            print(f"goes on from step {saved['step']}", flush=True)
+        first = optimizer.param_groups[0]["before"]
         step = session.step  # commlayer: 0, but in a home that has joined a running job
         while step < epochs * EPOCH:
             # Made anew for each epoch: where homes leave or come, others have their part from then on.
             sampler = DistributedSampler(samples, session.world, session.rank)  # commlayer: these two
-            sampler.set_epoch(step // EPOCH)
+            sampler.set_epoch((first + step) // EPOCH)
             for x, y in DataLoader(samples, BATCH, sampler=sampler, drop_last=True):
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
                 optimizer.zero_grad()
@@ -73,11 +95,12 @@ def main(epochs: int) -> None:
                     break
             if step % EPOCH == 0:
                 session.drain()  # commlayer: local steps that are not shared yet, where the plan takes any: on all workers
+                first = optimizer.param_groups[0]["before"]
                 if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # in each home, since another may be rank 0 next time
-                    save(model, optimizer)
+                    save(model, optimizer, first + step)
                 if session.rank == 0:
                     told = session.stats()
-                    print(f"epoch {step // EPOCH}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "
+                    print(f"epoch {(first + step) // EPOCH}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "
                           f"{told['exposed_s']:.1f} s waited for others", flush=True)
 
 
