@@ -26,7 +26,7 @@ from commlayer.errors import CommError, cause_of
 from commlayer.job.fault import FaultVerdict
 from commlayer.job.optimizer_memory import Stepped
 from commlayer.job.plan_terms import PlanTerms
-from commlayer.job.wait_notices import WaitNotices
+from commlayer.job.wait_notices import Waiting, WaitNotices
 from commlayer.observe import StalePlan
 from commlayer.records import Job, Plan
 from commlayer.runtime.local_steps import LocalSteps
@@ -287,11 +287,16 @@ class Connection:
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
         self.uplink.vouch(records.encode(worker.plan))
         if self._notices is None:
-            self._notices = WaitNotices(lambda: self.worker, self.uplink.called, self.waits.silent_s, self.log)
+            self._notices = WaitNotices(self._waiting, self.uplink.called, self.waits.silent_s, self.log)
             self.on_close.append(self._notices.close)
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
             worker.patience = members.patience
+
+    def _waiting(self) -> Waiting | None:
+        """What waits for other ranks now, if anything does: a step, or a call between two steps."""
+        in_step = self.worker is not None and self.worker.waiting_since
+        return self.worker if in_step or self.groups is None else self.groups
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """`new` goes on where `old` stopped, and owes what that owed."""

@@ -102,8 +102,10 @@ class UnevenInputs:
         worker = self._connection.worker
         if not rows.under_way or worker is None:
             return
+        assert self._connection.groups is not None
         try:
-            heard = rows.read(self._deadline_s, worker.now.failed)
+            with self._connection.groups.waits("exchange of session.join()"):
+                heard = rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
             self._connection.broke(error)
             return

@@ -16,7 +16,7 @@ LOOK_S = 1.0
 
 
 class Waiting(Protocol):
-    """The worker in force."""
+    """The worker in force, or the groups of a call between two steps."""
 
     waiting_since: float
 
@@ -47,12 +47,12 @@ def decide(state: State, since: float, now: float, told: Callable[[], tuple[str,
 
 
 class WaitNotices:
-    """A thread that looks at the worker in force, until close()."""
+    """A thread that looks at what waits, until close()."""
 
-    def __init__(self, worker: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
+    def __init__(self, waiting: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
                  log: Callable[[str, int], None]) -> None:
         """`called` gives a peer's name for people. A peer that is silent for `silent_s` counts as dead."""
-        self._worker, self._called, self._silent_s, self._log = worker, called, silent_s, log
+        self._waiting, self._called, self._silent_s, self._log = waiting, called, silent_s, log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)
         self._thread.start()
@@ -60,14 +60,14 @@ class WaitNotices:
     def _run(self) -> None:
         state = State()
         while not self._closing.wait(LOOK_S):
-            if (worker := self._worker()) is not None:
-                state, line = decide(state, worker.waiting_since, time.monotonic(), functools.partial(self._told, worker))
+            if (waiting := self._waiting()) is not None:
+                state, line = decide(state, waiting.waiting_since, time.monotonic(), functools.partial(self._told, waiting))
                 if line:
                     self._log(line, logging.WARNING)
 
-    def _told(self, worker: Waiting) -> tuple[str, str]:
-        who = ", ".join(map(self._called, worker.missing())) or "other ranks"
-        return who, f"up to {worker.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
+    def _told(self, waiting: Waiting) -> tuple[str, str]:
+        who = ", ".join(map(self._called, waiting.missing())) or "other ranks"
+        return who, f"up to {waiting.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
 
     def close(self) -> None:
         self._closing.set()

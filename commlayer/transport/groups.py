@@ -5,7 +5,9 @@ The order of calls must be the same on all ranks of a group; the caller sees to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +46,8 @@ class Groups:
         if self.world % ranks_per_node:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)
+        self.waiting_since = 0.0
+        """By time.monotonic(): since when a call waits for the other ranks; 0 while none does."""
         self._all = self.members.group(timeout_s=timeout_s)
         self._nodes: list[Any] = []
         self._inside: Inside | None = None
@@ -91,9 +95,28 @@ class Groups:
         with named(what):
             return Pending(call(x, *args, group=group, async_op=True), what, on_device=x.is_cuda)
 
+    @property
+    def waits_s(self) -> float:
+        """How long such a call may wait."""
+        return self.timeout_s
+
+    def missing(self) -> tuple[str, ...]:
+        """For whom it waits: a collective does not know."""
+        return ()
+
+    @contextlib.contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """Around a call between two steps that waits for the other ranks."""
+        self.waiting_since = time.monotonic()
+        try:
+            with named(what):
+                yield
+        finally:
+            self.waiting_since = 0.0
+
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
         """One row per rank of a small tensor."""
-        with named("all-gather"):
+        with self.waits("all-gather"):
             work, rows = rows_of_all(x, self.world, self._all)
             work.wait()
         return rows
@@ -101,7 +124,7 @@ class Groups:
     def share_bytes(self, data: bytes, nbytes: int | None = None, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank; `nbytes` of them, where all know that. Not torch's object broadcast: that
         one unpickles."""
-        with named(f"broadcast from rank {source}"):
+        with self.waits(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
                 dist.broadcast(size, self.members.ranks[source], group=self._all)
