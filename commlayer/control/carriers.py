@@ -63,7 +63,7 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
             over_grpc(transport, peer, streams, keys, deadline)
         except CommError as error:
             also = "" if error.what == first.what else f"; nor over gRPC: {error.what}"
-            raise type(first)(first.what + also, peer=first.peer) from first
+            raise first.located(what=first.what + also) from first
         log.warning("%s: over gRPC at %s, since TCP did not get through: %s", name, where, first.what)
         carrier = "grpc"
 

@@ -51,7 +51,7 @@ def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Ce
         if why := reason_of(bytes(first[:n])):
             raise Refused(why)
     except Refused as error:
-        raise type(error)(error.what, peer=where) from None
+        raise error.located(peer=where) from None
     except (CommError, OSError):
         pass
     finally:

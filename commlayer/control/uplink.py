@@ -218,7 +218,7 @@ class Uplink:
         found = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
         if not found or "node " in error.what:
             return error
-        return type(error)(f"{error.what} ({_place(found[0])})", peer=error.peer, step=error.step, bucket=error.bucket)
+        return error.located(what=f"{error.what} ({_place(found[0])})")
 
     @property
     def embedded(self) -> bool:

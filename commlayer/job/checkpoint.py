@@ -159,8 +159,8 @@ def _not_loaded(connection: Connection, directory: Path, error: Exception) -> Co
         explained = connection.explain(known)
         assert isinstance(explained, CommError)
         known = explained
-    ended = type(known)(f"{known.what}; so {directory} is not loaded, and all stop: a save is loaded by as many as made it, "
-                        "and nobody trains on with a part of it; it lies as it was: start all again", peer=known.peer)
+    ended = known.located(what=f"{known.what}; so {directory} is not loaded, and all stop: a save is loaded by as many as "
+                          "made it, and nobody trains on with a part of it; it lies as it was: start all again")
     assert connection.worker is not None
     connection.worker.latch(ended)
     return ended

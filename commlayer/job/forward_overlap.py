@@ -407,7 +407,6 @@ class ForwardOverlap:
             note = (f"; in step {self._out.step} {done} of {due} parameters have had their updates, so weights are of no one "
                     "step: go on from what was saved")
             error.what += note
-            error.args = (f"{error.args[0]}{note}",)
 
     def detach(self) -> None:
         """Hooks go; what is on its way can still be brought in."""

@@ -307,7 +307,7 @@ class Connection:
                     return
                 self._reader.filled(n)
         except CommError as error:
-            named = type(error)(error.what + self._name, peer=peer_name(self.peer), step=error.step, bucket=error.bucket)
+            named = error.located(what=error.what + self._name, peer=peer_name(self.peer))
             self.end(named, broken=isinstance(error, Damaged))
             mailbox.bare(error)  # it may be what ended this one, which outlives this thread
         except OSError as error:

@@ -177,7 +177,7 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
             raise Unsaid() from None
         raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
-        raise type(error)(error.what, peer=who) from None
+        raise error.located(peer=who) from None
     if frame.header.kind != kind:
         raise CorruptFrame(f"begins with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
     return frame

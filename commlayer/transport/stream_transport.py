@@ -135,7 +135,7 @@ class StreamTransport:
             try:
                 sock = opened(min(deadline, answer_by))
             except CommError as error:
-                raise type(error)(error.what, peer=error.peer or peer_name(peer)) from None
+                raise error.located(peer=error.peer or peer_name(peer)) from None
             reader = self._reader()
             greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by)
             self._mailbox.admit(peer)
@@ -276,7 +276,7 @@ class StreamTransport:
             made.handshake(deadline)
         except CommError as error:
             drop(made)
-            raise type(error)(error.what, peer=who) from None
+            raise error.located(peer=who) from None
         return made
 
     def _heed_revoked(self) -> None:

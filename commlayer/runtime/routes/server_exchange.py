@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from commlayer.errors import CorruptFrame, DeadlineExceeded
@@ -160,7 +161,7 @@ class ServerExchange:
                 next_nbytes = bucket.encode_next(r, message.body)
         except CorruptFrame as error:
             who = peer_name(message.peer)
-            raise CorruptFrame(error.what, peer=who, step=bucket.step, bucket=bucket.id) from None
+            raise error.located(peer=who, step=bucket.step, bucket=bucket.id) from None
         if not (last and bucket.keeps_body):
             self._recycle(message.body)
         step.counters.coded(decode_s=time.perf_counter() - begin)
@@ -189,14 +190,13 @@ class ServerExchange:
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
         """Who is to blame that this bucket is not done."""
         step = bucket.step if bucket.started else self._step.number
-        place = {"step": step, "bucket": bucket.id}
+        error = partial(DeadlineExceeded, step=step, bucket=bucket.id)
         server = peer_name(SERVER_BASE + bucket.server)
         if not bucket.started:
-            return DeadlineExceeded("not summed inside the node before the deadline", peer="a rank of this node", **place)
+            return error("not summed inside the node before the deadline", peer="a rank of this node")
         if (names := self.awaited(bucket)) != (server,):
-            return DeadlineExceeded(f"did not contribute before the deadline ({server} waits for it)", peer=", ".join(names),
-                                    **place)
-        return DeadlineExceeded("no result before the deadline", peer=server, **place)
+            return error(f"did not contribute before the deadline ({server} waits for it)", peer=", ".join(names))
+        return error("no result before the deadline", peer=server)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
         """The members that have not contributed, if the server has told of any; else the server."""

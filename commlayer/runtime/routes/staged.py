@@ -92,7 +92,7 @@ class Staged(Route):
                 if stage + 1 == len(staged.segments):
                     self._staging.settle()
         except CorruptFrame as error:
-            raise CorruptFrame(error.what, peer=GROUP, bucket=bucket.id) from None
+            raise error.located(peer=GROUP, bucket=bucket.id) from None
         if stage + 1 < len(staged.segments):
             self._put(staged, stage + 1)
         else:
