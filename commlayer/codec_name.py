@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from commlayer.errors import InvalidInput
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES
 
 VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
@@ -223,12 +224,12 @@ def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **
     for name, value in arguments.items():
         rule = every[family][name]
         if not rule.fits(value):
-            raise ValueError(f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
+            raise InvalidInput("E-CODEC-NAME", f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
     if family == "partition":
         given = {name: arguments.get(name) for name in ("parts", "nbytes", "shapes")}
         if list(given.values()).count(None) != 2:
             said = ", ".join(f"{name} {'is ' if name == 'parts' else ''}{value!r}" for name, value in given.items())
-            raise ValueError(f"partition: {said}; exactly one must be set")
+            raise InvalidInput("E-CODEC-NAME", f"partition: {said}; exactly one must be set")
 
 
 @functools.lru_cache(4096)
@@ -266,34 +267,35 @@ def _call(text: str) -> ast.Call:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
     if not isinstance(tree, ast.Call):
-        raise ValueError(f"codec {text!r}: expected name(argument=value, ...), such as topk(ratio=0.01)")
+        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: expected name(argument=value, ...), such as topk(ratio=0.01)")
     return tree
 
 
 def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecName:
     family = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
     if family in REMOVED:
-        raise ValueError(f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
+        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
     if family not in every:
         inside = f"; {TWO_WAY} goes around all others" if family == TWO_WAY else ""
-        raise ValueError(f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(every))}{inside}")
+        raise InvalidInput("E-CODEC-NAME",
+                           f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(every))}{inside}")
     rules = every[family]
     allowed = list(rules)
     given: dict[str, Any] = {}
     if len(call.args) > len(allowed):
-        raise ValueError(f"codec {text!r}: {family} takes {len(allowed)} arguments ({', '.join(allowed)}), "
-                         f"got {len(call.args)}")
+        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} takes {len(allowed)} arguments ({', '.join(allowed)}), "
+                           f"got {len(call.args)}")
     pairs = [*zip(allowed, call.args, strict=False), *((str(k.arg), k.value) for k in call.keywords)]
     for argument, node in pairs:
         if argument not in rules:
-            raise ValueError(f"codec {text!r}: {family} has no argument {argument!r}, "
-                             f"allowed are {', '.join(allowed) or 'none'}")
+            raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} has no argument {argument!r}, "
+                               f"allowed are {', '.join(allowed) or 'none'}")
         if argument in given:
-            raise ValueError(f"codec {text!r}: {family} got {argument!r} twice")
+            raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} got {argument!r} twice")
         given[argument] = _value(node, text)
     missing = [name for name, rule in rules.items() if rule.default is _NEEDED and name not in given]
     if missing:
-        raise ValueError(f"codec {text!r}: {family} needs {', '.join(missing)}")
+        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} needs {', '.join(missing)}")
     arguments = {name: given.get(name, rule.default) for name, rule in rules.items()}
     checked(family, every, **arguments)
     return CodecName(family, tuple(arguments.items()))
@@ -305,4 +307,4 @@ def _value(node: ast.expr, text: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"codec {text!r}: {ast.unparse(node)!r} is neither a literal nor a codec") from None
+        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {ast.unparse(node)!r} is neither a literal nor a codec") from None

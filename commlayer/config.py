@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from commlayer import setting_kinds as kinds
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record
 from commlayer.setting_sources import PREFIX, checked, from_argument, from_environment, from_file
 
@@ -152,12 +152,12 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
 
     if config.dead_after_s < 2 * config.heartbeat_s:
         raise RecordError(f"dead_after_s: got {config.dead_after_s:g} from {source('dead_after_s')}, allowed: at least twice "
-                          f"heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}")
+                          f"heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}", "E-SETTING")
     if config.join:
         try:
             host_port(config.join)
         except ValueError as error:
-            raise RecordError(f"join: {error} (from {source('join')})") from None
+            raise RecordError(f"join: {error} (from {source('join')})", "E-ADDRESS") from None
     _check_plain_text(config)
     return _with_token(config, source)
 
@@ -170,7 +170,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     def number(name: str, default: int) -> int:
         text = environ.get(name, "")
         if text and not text.isdecimal():
-            raise RecordError(f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more")
+            raise RecordError(f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more",
+                              "E-LAUNCH-ENVIRONMENT")
         return int(text) if text else default
 
     if group is not None:
@@ -178,14 +179,15 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     elif bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
         there, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
         raise RecordError(f"{there} is in the environment but {missing} is not, and there is no process group: set both "
-                          "(torchrun does) or none, or call init_process_group first (Lightning does when fit() begins)")
+                          "(torchrun does) or none, or call init_process_group first (Lightning does when fit() "
+                          "begins)", "E-LAUNCH-ENVIRONMENT")
     elif not environ.get("RANK") and environ.get("SLURM_PROCID"):
         rank, world = number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
         if world > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
             raise RecordError(
                 f"Slurm says that this is task {rank} of {world}, but there is no process group: export MASTER_ADDR=$(scontrol "
                 "show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT ahead of srun, or start with torchrun; "
-                "to train alone, unset SLURM_PROCID")
+                "to train alone, unset SLURM_PROCID", "E-SETTING")
     else:
         rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
     local_world, local_rank = number("LOCAL_WORLD_SIZE", 1), number("LOCAL_RANK", 0)
@@ -197,10 +199,11 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     joins = int(first) + number("LOCAL_RANK", 0) if first.isdecimal() else -1
     found = Launch(rank, world, local_rank, local_world, node, node if said else -1, home, joins)
     if found.rank >= found.world:
-        raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}")
+        raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}",
+                          "E-LAUNCH-ENVIRONMENT")
     if found.local_rank >= local_world:
         raise RecordError(f"LOCAL_RANK: got {found.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
-                          f"which is {local_world}")
+                          f"which is {local_world}", "E-LAUNCH-ENVIRONMENT")
     return found
 
 
@@ -318,7 +321,7 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
     where = f"token_file: {config.token_file} from {source('token_file')}"
     if config.token:
         raise RecordError(f"token_file: got {config.token_file} from {source('token_file')} beside token from "
-                          f"{source('token')}, allowed: one of both")
+                          f"{source('token')}, allowed: one of both", "E-SECRET")
     return msgspec.structs.replace(config, token=_secret_in(Path(config.token_file), where), token_file="")
 
 
@@ -331,14 +334,14 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise RecordError(f"{where} cannot be read: {why}{remedy}") from None
+        raise RecordError(f"{where} cannot be read: {why}{remedy}", "E-SETTING") from None
     try:
         token: str = msgspec.convert(text, _TYPES["token"])
     except msgspec.ValidationError:
         token = ""
     if not token:
         raise RecordError(f"{where} holds {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
-                          "without blanks")
+                          "without blanks", "E-SECRET")
     return token
 
 
@@ -354,7 +357,9 @@ def host_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in bare and bare == host) or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"got {address!r}, allowed: host:port with a port from 1 to 65535, as in 10.0.0.1:7000 or [::1]:7000")
+        raise InvalidInput("E-ADDRESS",
+                           f"got {address!r}, allowed: host:port with a port from 1 to 65535, as in 10.0.0.1:7000 or "
+                           "[::1]:7000")
     return bare, int(port)
 
 
@@ -376,7 +381,7 @@ def check_plain_text(name: str, host: str, config: Config) -> None:
     if not is_loopback(host) and not config.insecure and not config.keys:
         raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set keys ({PREFIX}KEYS) to a folder that "
                           "`commlayer keys init` and `commlayer keys add NAME` make, or set insecure (insecure=True, "
-                          f"--insecure, {PREFIX}INSECURE=1) if you trust every machine on the way")
+                          f"--insecure, {PREFIX}INSECURE=1) if you trust every machine on the way", "E-PLAIN-TEXT")
 
 
 def _check_plain_text(config: Config) -> None:
@@ -388,4 +393,4 @@ def _check_plain_text(config: Config) -> None:
     named = "advertise" if config.advertise else "bind"
     if getattr(config, named) in ("0.0.0.0", "::"):
         raise RecordError(f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
-                          f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
+                          f"(--advertise, {PREFIX}ADVERTISE) to this machine's address", "E-SETTING")

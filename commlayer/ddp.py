@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from commlayer.config import Config, read_config
-from commlayer.errors import DeadlineExceeded
+from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim
 from commlayer.job.attached_model import AttachedModel
@@ -105,7 +105,7 @@ class HookState:
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """One bucket of DDP's; its future completes when the whole step is in."""
         if in_compiled_autograd():
-            self._latch(RuntimeError(COMPILED))
+            self._latch(InvalidState("E-COMPILED", COMPILED))
         if self._error is not None:
             raise self._error
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -154,8 +154,10 @@ class HookState:
         """Before anything of it is taken. What is wrong holds for the pass and all that follow."""
         try:
             if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
-                raise ValueError("this HookState belongs to another model, or the model has other parameters than in its first "
-                                 "backward pass: make a HookState for each DistributedDataParallel module")
+                raise InvalidInput("E-DDP-HOOK",
+                                   "this HookState belongs to another model, or the model has other parameters than in its "
+                                   "first "
+                                   "backward pass: make a HookState for each DistributedDataParallel module")
             if buffer.layout != torch.strided:
                 self._find_module()
                 check_dense(name_of(parameters[0], self.module), buffer)
@@ -314,7 +316,7 @@ class HookState:
             self._guard.check()
         for p in self._brought if torch._C._current_graph_task_id() == self._pass else ():
             if p.grad is None:
-                self._latch(RuntimeError(TAKEN.format(tuple(p.shape))))
+                self._latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(p.shape))))
         if self._error is not None:
             raise self._error
         if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:

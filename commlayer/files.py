@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from commlayer.errors import InvalidInput
+
 
 def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: int = 0o666) -> None:
     """All of them, each in place of what was there, or none. OSError with the name of the one that cannot be written.
@@ -59,5 +61,5 @@ def between(page: str, begin: str, end: str, made: str) -> str:
     before, first, rest = page.partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:
-        raise ValueError(f"the page has no {begin} before a {end}")
+        raise InvalidInput("E-FILE", f"the page has no {begin} before a {end}")
     return f"{before}{begin}\n{made}\n{end}{after}"

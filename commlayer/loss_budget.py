@@ -9,6 +9,7 @@ from msgspec import structs
 
 from commlayer.balance.tuner_loss import LossModel, family
 from commlayer.codec_name import SPARSE, named
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
 
@@ -43,11 +44,13 @@ def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile,
     unmeasured = [codec for codec in policy.codecs if math.isinf(penalties.get(codec, 0.0))]
     if unmeasured:
         known = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
-        raise ValueError(f"loss model: nobody measured {unmeasured[0]}, it has {known}; `commlayer tune` measures")
+        raise InvalidInput("E-LOSS-MODEL",
+                           f"loss model: nobody measured {unmeasured[0]}, it has {known}; `commlayer tune` measures")
     costs = tuple(structs.replace(c, task_loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
     allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
     if not allowed:  # an empty tuple would allow them all
-        raise ValueError(f"loss model: nobody measured any of {', '.join(sorted(penalties))}; `commlayer tune` measures")
+        raise InvalidInput("E-LOSS-MODEL",
+                           f"loss model: nobody measured any of {', '.join(sorted(penalties))}; `commlayer tune` measures")
     return structs.replace(profile, codecs=costs), structs.replace(policy, codecs=tuple(allowed))
 
 

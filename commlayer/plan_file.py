@@ -12,7 +12,7 @@ from msgspec import structs
 
 from commlayer import loss_budget, records
 from commlayer.balance.tuner_loss import LossModel
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.model import cluster as model
 from commlayer.planner.model.cluster import Basis, Node, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
@@ -49,9 +49,9 @@ def text_of(path: str | Path, what: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except OSError as error:
-        raise ValueError(f"{what} {path}: {error.strerror}") from None
+        raise InvalidInput("E-PLAN-FILE", f"{what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{what} {path}: is no text") from None
+        raise InvalidInput("E-PLAN-FILE", f"{what} {path}: is no text") from None
 
 
 def sidecar(path: Path) -> Path:
@@ -62,7 +62,7 @@ def sidecar(path: Path) -> Path:
 def plan_in(path: Path) -> Plan:
     data = text_of(path, "plan").encode()
     for problem in misread(data):
-        raise RecordError(f"plan {path}: {problem}")
+        raise RecordError(f"plan {path}: {problem}", "E-PLAN-FILE")
     return records.decode(data, Plan, f"plan {path}")
 
 
@@ -109,11 +109,12 @@ def inputs_of(path: Path) -> PlanFileInputs:
     """What the plan in that file was made from."""
     beside = sidecar(path)
     if not beside.is_file():
-        raise ValueError(f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
+        raise InvalidInput("E-PLAN-FILE",
+                           f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
-        raise RecordError(f"{error}{remedy(error)}") from None
+        raise RecordError(f"{error}{remedy(error)}", "E-PLAN-FILE") from None
 
 
 def basis_of(plan: Any) -> Basis | None:
@@ -122,7 +123,7 @@ def basis_of(plan: Any) -> Basis | None:
         return None
     basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
     if basis.plan.job != basis.inputs.job.digest():
-        raise ValueError(f"{sidecar(Path(plan))} is of another model than {plan}")
+        raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} is of another model than {plan}")
     return basis
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
-from commlayer.errors import cause_of
+from commlayer.errors import InvalidInput, cause_of
 from commlayer.job import checkpoint
 from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.job.allowed_ways import check_local, check_overlap, forbids_of
@@ -99,7 +99,8 @@ class Session:
         """
         own, whole = _amount("weight", n), None if total is None else _amount("total", total)
         if whole is not None and whole < own:
-            raise ValueError(f"total {whole:g}: less than this worker's own weight {own:g}; give the sum over all workers")
+            raise InvalidInput("E-WEIGHT",
+                               f"total {whole:g}: less than this worker's own weight {own:g}; give the sum over all workers")
         self._driver.weight(own, whole)
 
     def report(self, loss: float | torch.Tensor) -> None:
@@ -240,11 +241,12 @@ def attach(
     """
     ddp, process_group = isinstance(model, DistributedDataParallel), group_of(process_group)
     if ddp and process_group not in (None, model.process_group):
-        raise ValueError("process_group: another one than that of the DistributedDataParallel module; leave it out")
+        raise InvalidInput("E-PROCESS-GROUP",
+                           "process_group: another one than that of the DistributedDataParallel module; leave it out")
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
     with Start(model.process_group if ddp else process_group, first.device) as start:
         if sync != "step" and not isinstance(sync, Outer):
-            raise ValueError(f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
+            raise InvalidInput("E-SYNC-MODE", f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
         outer = sync if isinstance(sync, Outer) else usual(family_of(optimizer))
         read = read_config(config)
         check_quarantine(read.quarantine, scaler)
@@ -266,7 +268,7 @@ def attach(
             wrapped, model = model, model.module
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
-            raise ValueError("the model has no parameters")
+            raise InvalidInput("E-MODEL-UNSUPPORTED", "the model has no parameters")
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim = Claim(parameters_of(model))
@@ -362,5 +364,5 @@ def _amount(what: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise ValueError(f"{what} {value!r}: allowed is a finite number >= 0")
+        raise InvalidInput("E-WEIGHT", f"{what} {value!r}: allowed is a finite number >= 0")
     return number

@@ -46,9 +46,9 @@ def from_file(environ: Mapping[str, str], cwd: Path, types: Types) -> dict[str, 
     try:
         fields = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise RecordError(f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
+        raise RecordError(f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}", "E-SETTING") from None
     except ValueError as error:
-        raise RecordError(f"{path} is not TOML: {error}") from None
+        raise RecordError(f"{path} is not TOML: {error}", "E-SETTING") from None
     return {_known(name, f"{path}:{name}", types): Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
 
 
@@ -56,7 +56,7 @@ def _known(name: str, source: str, types: Types) -> str:
     if name not in types:
         near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
         meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(types)}"
-        raise RecordError(f"{name}: no such setting ({source}); {meant}")
+        raise RecordError(f"{name}: no such setting ({source}); {meant}", "E-SETTING")
     return name
 
 
@@ -66,4 +66,4 @@ def checked(name: str, setting: Setting, types: Types) -> Any:
     except msgspec.ValidationError:
         allowed = next(m.description for m in types[name].__metadata__)
         shown = "a text that is none" if name == "token" else repr(setting.value)
-        raise RecordError(f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None
+        raise RecordError(f"{name}: got {shown} from {setting.source}, allowed: {allowed}", "E-SETTING") from None

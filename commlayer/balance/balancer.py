@@ -16,6 +16,7 @@ from commlayer.balance.events import Decision, Event, Input, Joined, Measurement
 from commlayer.balance.models import Accumulated, Line
 from commlayer.balance.recursive_fit import OnlineLine, checked_time
 from commlayer.balance.share_solver import FREE, Communication, Solution, solve
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 EVENTS_KEPT = 1000
@@ -44,10 +45,10 @@ class Policy(Record, frozen=True):
     def __post_init__(self) -> None:
         for name in ("minimum", "horizon", "readmit_after"):
             if getattr(self, name) < 1:
-                raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 1 or more")
+                raise InvalidInput("E-SHARES-ARGUMENT", f"Policy: {name} {getattr(self, name)}: allowed is 1 or more")
         for name in ("gain_least", "change_s", "exclude_gain"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"Policy: {name} {getattr(self, name)}: allowed is 0 or more")
+                raise InvalidInput("E-SHARES-ARGUMENT", f"Policy: {name} {getattr(self, name)}: allowed is 0 or more")
 
 
 class BalancedWorker:
@@ -81,7 +82,7 @@ class Balancer:
         self._effect = 0.0
         workers = self._able(self.members)
         if not workers:
-            raise ValueError(
+            raise InvalidInput("E-SHARES-ARGUMENT",
                 f"balancer: got {len(joined)} workers of which none has room for the minimum batch {self.policy.minimum} "
                 f"within the total {total}; raise a cap or lower the minimum"
             )
@@ -99,9 +100,12 @@ class Balancer:
     def _given(self, shares: Mapping[int, int], from_step: int) -> Decision:
         for worker, share in shares.items():
             if share and worker not in self.members:
-                raise ValueError(f"balancer: got a share of {share} for worker {worker}, who has not joined")
+                raise InvalidInput("E-SHARES-ARGUMENT",
+                                   f"balancer: got a share of {share} for worker {worker}, who has not joined")
         if sum(shares.values()) != self.total:
-            raise ValueError(f"balancer: shares add up to {sum(shares.values())}, allowed is the total, which is {self.total}")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"balancer: shares add up to {sum(shares.values())}, allowed is the total, which is "
+                               f"{self.total}")
         named = {worker: shares.get(worker, 0) for worker in sorted(self.members)}
         caps = [self.members[worker].cap or self.total for worker in named]
         pieces = tuple(-(-share // cap) for share, cap in zip(named.values(), caps, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 from commlayer.balance.handout import Averaging, Handout, HandsOut, drawn_batches
 from commlayer.balance.ledger import text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, scaled
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record, decode
 
 
@@ -44,7 +44,8 @@ class Dealer(HandsOut):
         """From that step on these shares hold; all workers hear it before they come to that step."""
         named = checked_shares(shares, self.batch, self._least)
         if step <= self.step:
-            raise ValueError(f"announce: step {step} is under way or over, allowed: step {self.step + 1} or later")
+            raise InvalidInput("E-SAMPLER-ARGUMENT",
+                               f"announce: step {step} is under way or over, allowed: step {self.step + 1} or later")
         self._schedule.add(Announcement(step, named))
 
     def follow(self, session: Averaging | None = None, *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
@@ -75,7 +76,7 @@ class Dealer(HandsOut):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kept = decode(str(state.get("dealer", "")).encode(), DealerState, "state of a dealer")
         if kept.batch != self.batch:
-            raise RecordError(f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}")
+            raise RecordError(f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}", "E-SAMPLER-STATE")
         self.step, self._read, self._schedule = kept.step, kept.items, SharesSchedule.of(kept.schedule)
         self._handout.over()
 

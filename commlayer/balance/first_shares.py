@@ -12,6 +12,7 @@ from commlayer.balance.models import Cubic, Line, Piecewise, in_pieces_s
 from commlayer.balance.profiling import Points, WorkerProfile
 from commlayer.balance.recursive_fit import checked_time
 from commlayer.balance.share_solver import FREE, Communication, solve
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 SharesOf = Callable[[Sequence[Cubic], int, Sequence[int | None], int], list[int]]
@@ -36,8 +37,9 @@ def opening(
     needed = 2 * minimum - 1  # so that a share above the cap can be cut into parts of the minimum
     for worker, profile in enumerate(profiles):
         if profile.ended and profile.cap < needed:
-            raise ValueError(f"worker {worker}: its memory holds {profile.cap} samples (headroom kept), needed are {needed}: "
-                             "free memory, take a smaller model, or start without it")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"worker {worker}: its memory holds {profile.cap} samples (headroom kept), needed are {needed}: "
+                               "free memory, take a smaller model, or start without it")
     refused: list[Note] = []
     points = [_sound(worker, profile.points, step, refused) for worker, profile in enumerate(profiles)]
     models = [_model(found) for found in points]

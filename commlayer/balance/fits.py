@@ -12,6 +12,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from commlayer.balance.models import Cubic, Line, Piecewise, TimeModel
+from commlayer.errors import InvalidInput
 
 M = TypeVar("M", Line, Cubic, Piecewise)
 Points = Sequence[tuple[int, float]]
@@ -60,11 +61,11 @@ def fit_piecewise(points: Points) -> Fit[Piecewise]:
 def _arrays(points: Points, distinct: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     for batch, time_s in points:
         if batch < 1 or not 0 < time_s < math.inf:
-            raise ValueError(
+            raise InvalidInput("E-TIME-MODEL",
                 f"fit of a {what}: got the point ({batch}, {time_s} s), allowed are batches from 1 and finite times above 0"
             )
     if len({batch for batch, _ in points}) < distinct:
-        raise ValueError(
+        raise InvalidInput("E-TIME-MODEL",
             f"fit of a {what}: got {len(points)} points, needed are {distinct} distinct batches; measure at another batch"
         )
     table = np.array(points, float)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Plan
 
 T = TypeVar("T")
@@ -153,7 +154,8 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
         return 0.0
     weight = float(part.samples) if weigh is None else float(weigh(batch)) / part.repeats
     if not 0 <= weight < float("inf"):
-        raise ValueError(f"weigh: got {weight} for a batch of step {part.step}, allowed: a finite number, 0 or more")
+        raise InvalidInput("E-SAMPLER-ARGUMENT",
+                           f"weigh: got {weight} for a batch of step {part.step}, allowed: a finite number, 0 or more")
     return weight
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Record, decode
 
 Range = tuple[int, int]
@@ -22,7 +23,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     result: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if result and start < result[-1][1]:
-            raise ValueError(f"ledger: position {start} is there twice")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: position {start} is there twice")
         if result and start == result[-1][1]:
             result[-1] = (result[-1][0], stop)
         else:
@@ -77,9 +78,10 @@ class Ledger:
     def give(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
         """Hands out that many positions to each worker, in the order of their numbers; open until `commit`."""
         if step in self._open:
-            raise ValueError(f"ledger: step {step} has been given out already")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: step {step} has been given out already")
         if sum(counts.values()) > self.left:
-            raise ValueError(f"ledger: step {step} asks for {sum(counts.values())} positions, {self.left} are left")
+            raise InvalidInput("E-SAMPLER-ARGUMENT",
+                               f"ledger: step {step} asks for {sum(counts.values())} positions, {self.left} are left")
         given = {worker: self._take(counts[worker]) for worker in sorted(counts)}
         self._open[step] = {worker: list(ranges) for worker, ranges in given.items()}
         return given
@@ -87,7 +89,7 @@ class Ledger:
     def commit(self, step: int, missing: Iterable[int] = ()) -> None:
         """The step has been applied. Those in `missing` had no part in it: what they were given is left again."""
         if step not in self._open:
-            raise ValueError(f"ledger: step {step} is not open")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: step {step} is not open")
         given = self._open.pop(step)
         self._give_back(given.get(worker, []) for worker in set(missing))
 
@@ -121,7 +123,7 @@ class Ledger:
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]
         held = merged([*kept.left, *given])  # refuses overlap
         if held and (held[0][0] < 0 or held[-1][1] > kept.length):
-            raise ValueError(f"state of a ledger: position outside 0 to {kept.length - 1}")
+            raise InvalidInput("E-SAMPLER-STATE", f"state of a ledger: position outside 0 to {kept.length - 1}")
         return made
 
     def _give_back(self, lists: Iterable[list[Range]]) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 EXACT_TABLE = 4096
@@ -34,7 +35,7 @@ class Line(Record, frozen=True):
 
     def __post_init__(self) -> None:
         if not (0 <= self.slope_s < math.inf and 0 <= self.intercept_s < math.inf and self.slope_s + self.intercept_s > 0):
-            raise ValueError(
+            raise InvalidInput("E-TIME-MODEL",
                 f"Line: got slope {self.slope_s} s and intercept {self.intercept_s} s, allowed are finite values >= 0, "
                 "not both 0; fit it to measured times"
             )
@@ -58,16 +59,16 @@ class Piecewise(Record, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.batches) != len(self.times_s) or len(self.batches) < 2:
-            raise ValueError(
+            raise InvalidInput("E-TIME-MODEL",
                 f"Piecewise: got {len(self.batches)} batches and {len(self.times_s)} times, "
                 "allowed is the same number, at least 2"
             )
         if not all(0 < time_s < math.inf for time_s in self.times_s):
-            raise ValueError("Piecewise: got a time that is not finite and above 0; drop that measurement")
+            raise InvalidInput("E-TIME-MODEL", "Piecewise: got a time that is not finite and above 0; drop that measurement")
         if not all(a < b for a, b in zip(self.batches, self.batches[1:], strict=False)):
-            raise ValueError("Piecewise: batches must rise strictly; sort them and merge equal ones")
+            raise InvalidInput("E-TIME-MODEL", "Piecewise: batches must rise strictly; sort them and merge equal ones")
         if any(b < a for a, b in zip(self.times_s, self.times_s[1:], strict=False)):
-            raise ValueError("Piecewise: times must not fall with the batch; fit them with fit_piecewise")
+            raise InvalidInput("E-TIME-MODEL", "Piecewise: times must not fall with the batch; fit them with fit_piecewise")
 
     def time_s(self, batch: float) -> float:
         b0, t0, slope_s = self._piece(bisect_right(self.batches, batch))
@@ -163,7 +164,7 @@ def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
         return rising(given, most, name)
     if isinstance(given, Sequence) and len(given) == 2:
         return Line(float(given[0]), float(given[1]))
-    raise ValueError(
+    raise InvalidInput("E-TIME-MODEL",
         f"{name}: got {given!r}, allowed are Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch"
     )
 
@@ -175,5 +176,7 @@ def rising(curve: Callable[[float], float], most: int, name: str = "model") -> P
     times = [curve(batch) for batch in places]
     for batch, time_s in zip(places, times, strict=True):
         if not 0 < time_s < math.inf:
-            raise ValueError(f"{name}: got {time_s} s for {batch} sample{'s' * (batch > 1)}, allowed are finite times above 0")
+            raise InvalidInput("E-TIME-MODEL",
+                               f"{name}: got {time_s} s for {batch} sample{'s' * (batch > 1)}, allowed are finite times above "
+                               "0")
     return Piecewise(tuple(float(batch) for batch in places), tuple(np.maximum.accumulate(times).tolist()))

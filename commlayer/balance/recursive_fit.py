@@ -14,6 +14,7 @@ import math
 from typing import Literal
 
 from commlayer.balance.models import Line
+from commlayer.errors import InvalidInput
 
 Seen = Literal["follows", "suspect", "jumped"]
 
@@ -44,9 +45,11 @@ SHORTEST_S, LONGEST_S = 1e-9, 1e9
 def checked_time(worker: int, time_s: float) -> float:
     """The measured seconds, or one line naming the worker."""
     if not 0 < time_s < math.inf:
-        raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; it is left out")
+        raise InvalidInput("E-TIME-MODEL",
+                           f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; it is left out")
     if not SHORTEST_S <= time_s <= LONGEST_S:
-        raise ValueError(f"worker {worker}: measured time {time_s} s, allowed is {SHORTEST_S} to {LONGEST_S}; it is left out")
+        raise InvalidInput("E-TIME-MODEL",
+                           f"worker {worker}: measured time {time_s} s, allowed is {SHORTEST_S} to {LONGEST_S}; it is left out")
     return time_s
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from commlayer.errors import InvalidInput
+
 
 def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] = ()) -> list[int]:
     """Shares proportional to the weights that sum to `total`; what a cap refuses goes to others, ties to whoever comes first.
@@ -16,7 +18,9 @@ def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] =
     """
     most = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(weights))]
     if sum(most) < total:
-        raise ValueError(f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a cap")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a "
+                           "cap")
     exact = [Fraction(weight) for weight in weights]
     open_yet, left, taken = list(range(len(weights))), total, [0] * len(weights)
     while True:

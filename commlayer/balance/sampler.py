@@ -28,7 +28,7 @@ from commlayer.balance.sampler_state import GivenSampler, SamplerState, epoch_to
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
 from commlayer.balance.shuffle import Permutation
 from commlayer.config import read_launch
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import decode
 
 
@@ -54,12 +54,13 @@ class Sampler(HandsOut):
         self._world = world if world is not None else launch.world if launch else 0
         if self.rank < 0 or self.rank >= self._world > 0:
             allowed = f"are 0 to {self._world - 1}" if self._world else "is 0 or more"
-            raise ValueError(f"rank {self.rank}: allowed {allowed}")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"rank {self.rank}: allowed {allowed}")
         workers = self._world or 1
         self.least, self.cap, self._drop = least, cap, drop_last
         check_sizes(batch, workers if shares is None else 0, least=least, cap=cap)
         if self.length < batch:
-            raise ValueError(f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
+            raise InvalidInput("E-SAMPLER-ARGUMENT",
+                               f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
         self._made_with = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
         self._schedule = SharesSchedule(self._made_with)
         self.epoch = 0
@@ -110,7 +111,7 @@ class Sampler(HandsOut):
     def set_epoch(self, epoch: int) -> None:
         """Begins that epoch. One that is under way (a resumed one) goes on."""
         if epoch < 0:
-            raise ValueError(f"epoch {epoch}: allowed is 0 or more")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"epoch {epoch}: allowed is 0 or more")
         if epoch != self.epoch or self._trained.finished():
             self.epoch = epoch
             self._begin(Ledger(self.length), self.step)
@@ -122,10 +123,12 @@ class Sampler(HandsOut):
         """
         named = checked_shares(shares, self.batch, self.least)
         if step < self.drawn:
-            raise ValueError(f"announce: step {step} has been drawn already, allowed: step {self.drawn} or later")
+            raise InvalidInput("E-SAMPLER-ARGUMENT",
+                               f"announce: step {step} has been drawn already, allowed: step {self.drawn} or later")
         for worker, first in (lost or {}).items():
             if not step - KEEP_STEPS <= first <= step:
-                raise ValueError(f"announce: worker {worker} lost from step {first}, allowed: {step - KEEP_STEPS} to {step}")
+                raise InvalidInput("E-SAMPLER-ARGUMENT",
+                                   f"announce: worker {worker} lost from step {first}, allowed: {step - KEEP_STEPS} to {step}")
         self._schedule.add(Announcement(step, named, dict(lost or {})))
 
     def follow(self, loader: Iterable[Any], session: Averaging | None = None, *,
@@ -157,8 +160,9 @@ class Sampler(HandsOut):
                 step = self.step
                 yield from self._pass(loader, session, weigh)
                 if self.step == step:  # an iterator that is used up
-                    raise ValueError(f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
-                                     "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
+                    raise InvalidInput("E-SAMPLER-FOLLOW",
+                                       f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
+                                       "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
             self._at = None
             self._account()
@@ -169,7 +173,8 @@ class Sampler(HandsOut):
         parts: list[tuple[Any, DrawnBatch]] = []
         for batch in loader:
             if not self._queue:
-                raise ValueError("follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
+                raise InvalidInput("E-SAMPLER-FOLLOW",
+                                   "follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
             parts.append((batch, self._queue.popleft()))
             if parts[-1][1].last:
                 step = self._at = self.step
@@ -215,9 +220,10 @@ class Sampler(HandsOut):
         if not self._roster.numbers:
             if len(members) != self._world:
                 if self._of_job and session.inspect.may_leave:
-                    raise ValueError(f"follow: this sampler was made for {self._world} workers, the job has {len(members)}: "
-                                     "make it anew behind attach(), and load_state_dict() into it what the old one's "
-                                     "state_dict() gives")
+                    raise InvalidInput("E-SAMPLER-FOLLOW",
+                                       f"follow: this sampler was made for {self._world} workers, the job has {len(members)}: "
+                                       "make it anew behind attach(), and load_state_dict() into it what the old one's "
+                                       "state_dict() gives")
                 return  # shares of others than the session's workers
             self._check_lead(session)  # DDP has only now met the others
             self._roster.meet(members)
@@ -269,11 +275,14 @@ class Sampler(HandsOut):
     def _join(self, given: GivenSampler) -> None:
         """Goes on where the others stand. This worker has no part until they have heard of it and drawn what they have."""
         if not given.numbers:
-            raise ValueError("follow: this home has joined a running job, whose sampler has shares of others than its workers; "
-                             "allowed there: a Sampler made without world and shares")
+            raise InvalidInput("E-SAMPLER-FOLLOW",
+                               "follow: this home has joined a running job, whose sampler has shares of others than its "
+                               "workers; "
+                               "allowed there: a Sampler made without world and shares")
         if given.under_way and self.epoch > given.state.epoch:
-            raise ValueError(f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
-                             f"{given.state.epoch}; allowed: that, which sampler.epoch_of(session) gives")
+            raise InvalidInput("E-SAMPLER-FOLLOW",
+                               f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
+                               f"{given.state.epoch}; allowed: that, which sampler.epoch_of(session) gives")
         # Whoever has gone in the step under way is among those that it was dealt to, and they have not heeded it yet.
         self._roster = Roster(given.numbers, given.gone, max(given.amiss, given.state.step + given.under_way))
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
@@ -283,9 +292,12 @@ class Sampler(HandsOut):
 
     def _check_lead(self, session: Averaging | None) -> None:
         if session is not None and session.inspect.may_leave and self._lead > SOON_STEPS:
-            raise ValueError(f"follow: the loader draws up to {self._lead} batches ahead (num_workers times prefetch_factor), "
-                             f"allowed where workers may leave (min_workers): {SOON_STEPS}, since what the lost had is handed "
-                             "out again so many steps later")
+            raise InvalidInput("E-SAMPLER-FOLLOW",
+                               f"follow: the loader draws up to {self._lead} batches ahead (num_workers times "
+                               "prefetch_factor), "
+                               f"allowed where workers may leave (min_workers): {SOON_STEPS}, since what the lost had is "
+                               "handed "
+                               "out again so many steps later")
 
     # ---- for the DataLoader
 
@@ -339,7 +351,8 @@ class Sampler(HandsOut):
         kept = decode(str(state.get("sampler", "")).encode(), SamplerState, "state of a sampler")
         for name in ("length", "batch", "seed"):
             if getattr(kept, name) != getattr(self, name):
-                raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
+                raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}",
+                                  "E-SAMPLER-STATE")
         self.epoch, ledger = kept.epoch, Ledger.from_state(kept.ledger)
         if self._other_workers(kept):
             place = place_among(kept.left)

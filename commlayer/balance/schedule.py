@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from commlayer.balance.rounding import apportion
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Shares = dict[int, int]
@@ -27,23 +28,27 @@ def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least:
     named = dict(shares) if isinstance(shares, Mapping) else dict(enumerate(shares))
     for worker, share in named.items():
         if not isinstance(share, int) or isinstance(share, bool) or share < 0:
-            raise ValueError(f"shares: worker {worker} got {share!r}, allowed: whole numbers, 0 or more")
+            raise InvalidInput("E-SHARES-ARGUMENT", f"shares: worker {worker} got {share!r}, allowed: whole numbers, 0 or more")
         if 0 < share < least:
-            raise ValueError(f"shares: worker {worker} got {share}, allowed: 0, or at least {least} (the setting `least`)")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"shares: worker {worker} got {share}, allowed: 0, or at least {least} (the setting `least`)")
     if sum(named.values()) != batch:
-        raise ValueError(f"shares: {list(named.values())} sum to {sum(named.values())}, allowed: the batch, which is {batch}")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"shares: {list(named.values())} sum to {sum(named.values())}, allowed: the batch, which is {batch}")
     return named
 
 
 def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
     """The sizes that do not change; `workers` is 0 where explicit shares say who there is."""
     if least < 1:
-        raise ValueError(f"least {least}: allowed is 1 or more")
+        raise InvalidInput("E-SHARES-ARGUMENT", f"least {least}: allowed is 1 or more")
     if batch < max(1, workers * least):
         each = f", {'one' if least == 1 else least} for each worker" if workers else ""
-        raise ValueError(f"batch {batch}: allowed is {max(1, workers * least)} or more{each}")
+        raise InvalidInput("E-SHARES-ARGUMENT", f"batch {batch}: allowed is {max(1, workers * least)} or more{each}")
     if cap and cap < 2 * least - 1:
-        raise ValueError(f"cap {cap}: allowed is 0 (none) or at least {2 * least - 1}, so that parts of a share reach {least}")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"cap {cap}: allowed is 0 (none) or at least {2 * least - 1}, so that parts of a share reach "
+                           f"{least}")
 
 
 def even_shares(batch: int, workers: int) -> list[int]:
@@ -93,7 +98,8 @@ class SharesSchedule:
         `amends`: it may be for the step of the newest, and is made of that."""
         step = announcement.step
         if step < self.newest_step or (step == self.newest_step and not amends):
-            raise ValueError(f"announce: step {step} is not after step {self.newest_step}, announced before")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"announce: step {step} is not after step {self.newest_step}, announced before")
         self.newest_step = step
         same = self._all.pop() if self._all[-1].step == step else announcement
         self._all.append(Announcement(step, announcement.shares, same.lost | announcement.lost))

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 from commlayer.balance.active import Computed, choose
 from commlayer.balance.makespan import Speeds, fewer_pieces, makespan_s
 from commlayer.balance.models import Given, Line, Piecewise, TimeModel, accumulated, as_model
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Accumulate = Literal["never", "needed", "always"]
@@ -32,7 +33,9 @@ class Communication(NamedTuple):
         """What the function says, which may be infinite where these cannot communicate."""
         seconds = self.seconds(active)
         if not 0 <= seconds <= math.inf:
-            raise ValueError(f"communication of workers {', '.join(map(str, active))}: got {seconds} s, allowed are 0 or more")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"communication of workers {', '.join(map(str, active))}: got {seconds} s, allowed are 0 or "
+                               "more")
         return seconds
 
 
@@ -159,42 +162,53 @@ def _problem(
 ) -> tuple[SharesProblem, list[int]]:
     """The problem, and each worker's room for one micro-batch."""
     if not models:
-        raise ValueError("shares: got no model, allowed is one for each worker, at least one")
+        raise InvalidInput("E-SHARES-ARGUMENT", "shares: got no model, allowed is one for each worker, at least one")
     if not total >= 1 or not minimum >= 1 or total % 1 or minimum % 1:
-        raise ValueError(f"shares: got total {total} and minimum {minimum}, allowed are whole numbers from 1")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"shares: got total {total} and minimum {minimum}, allowed are whole numbers from 1")
     if accumulate not in get_args(Accumulate):
-        raise ValueError(f"shares: accumulate: got {accumulate!r}, allowed: {', '.join(get_args(Accumulate))}")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"shares: accumulate: got {accumulate!r}, allowed: {', '.join(get_args(Accumulate))}")
     if caps is not None and len(caps) != len(models):
-        raise ValueError(f"shares: got {len(caps)} caps for {len(models)} models; give one for each worker, None for no bound")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"shares: got {len(caps)} caps for {len(models)} models; give one for each worker, None for no "
+                           "bound")
     room = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(models))]
     for worker, cap in enumerate(room):
         if not cap >= 0 or cap % 1:
-            raise ValueError(f"shares: cap of worker {worker}: got {cap}, allowed is a whole number from 0 (no part), or None")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"shares: cap of worker {worker}: got {cap}, allowed is a whole number from 0 (no part), or "
+                               "None")
     total, minimum, room = int(total), int(minimum), [int(cap) for cap in room]
     if not 0 <= communication.overlap <= 1:
-        raise ValueError(f"shares: communication with overlap {communication.overlap}, allowed is 0 to 1, a part of computing")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"shares: communication with overlap {communication.overlap}, allowed is 0 to 1, a part of "
+                           "computing")
     for worker in keep:
         if not 0 <= worker < len(models):
-            raise ValueError(f"shares: keep: got worker {worker}, allowed are 0 to {len(models) - 1}")
+            raise InvalidInput("E-SHARES-ARGUMENT", f"shares: keep: got worker {worker}, allowed are 0 to {len(models) - 1}")
         if room[worker] < minimum:
-            raise ValueError(f"shares: keep: worker {worker} has no room: cap {room[worker]}, minimum batch {minimum}")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"shares: keep: worker {worker} has no room: cap {room[worker]}, minimum batch {minimum}")
     workers = [i for i, cap in enumerate(room) if cap >= minimum]
     if not workers:
-        raise ValueError(
+        raise InvalidInput("E-SHARES-ARGUMENT",
             f"shares: no worker has room: the greatest cap is {max(room)}, the minimum batch {minimum}; "
             "free memory or lower the minimum"
         )
     if total < len(workers) * minimum:
-        raise ValueError(
+        raise InvalidInput("E-SHARES-ARGUMENT",
             f"shares: total {total} is less than {len(workers)} workers x minimum batch {minimum}; "
             "raise the total batch, lower the minimum or leave workers out"
         )
     most = [min(bounds.get(i, total), room[i] if accumulate == "never" else total) for i in workers]
     if min(most) < minimum:
-        raise ValueError(f"shares: got at most {min(most)} for worker {workers[most.index(min(most))]}, less than the minimum "
-                         f"batch {minimum}; raise it, or give a cap of 0 to leave the worker out")
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"shares: got at most {min(most)} for worker {workers[most.index(min(most))]}, less than the "
+                           "minimum "
+                           f"batch {minimum}; raise it, or give a cap of 0 to leave the worker out")
     if sum(most) < total:
-        raise ValueError(
+        raise InvalidInput("E-SHARES-ARGUMENT",
             f"shares: the caps add up to {sum(most)}, less than the total {total}; "
             "lower the total or allow accumulation (micro-batches)"
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from commlayer.balance.tuner_loss import LossModel, LossPoint, family
 from commlayer.balance.tuner_space import DENSE, EXACT, SearchSpace, Settings, spelled
 from commlayer.balance.tuner_store import Search, Store, TuningTrial
+from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
     from commlayer.balance.tuner_engine import Engine
@@ -31,14 +32,15 @@ DENSE_FAILED = "the dense run failed, with which all others are compared"
 def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[TuningTrial]:
     """Runs trials until there are so many, those of an earlier call counted in; yields each new one."""
     if store.trials and store.trials[0].error:
-        raise ValueError(f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
+        raise InvalidInput("E-TUNE-BASELINE",
+                           f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
     for i, trial in enumerate(store.trials):
         engine.tell(trial.settings, score(store.trials[: i + 1], search.budget))
     while len(store.trials) < trials:
         settings = engine.ask() if store.trials else first(search.space)
         trial = run(proxy, settings)
         if trial.error and not store.trials:  # it is not kept: the same command again runs it again
-            raise ValueError(f"{DENSE_FAILED}: {trial.error}")
+            raise InvalidInput("E-TUNE-BASELINE", f"{DENSE_FAILED}: {trial.error}")
         store.add(trial)
         engine.tell(settings, score(store.trials, search.budget))
         yield trial

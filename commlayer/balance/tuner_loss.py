@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from commlayer.codec_name import named
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.files import write_whole
 from commlayer.records import Record, decode, encode
 
@@ -74,16 +74,18 @@ def read(path: Path) -> LossModel:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"loss model {path}: {error.strerror}; `commlayer tune` writes one") from None
+        raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: {error.strerror}; `commlayer tune` writes one") from None
     try:
         model = decode(data, LossModel, f"loss model {path}")
     except RecordError as error:
-        raise RecordError(f"{error}; `commlayer tune` writes one") from None
+        raise RecordError(f"{error}; `commlayer tune` writes one", "E-LOSS-MODEL") from None
     if not model.points:
-        raise ValueError(f"loss model {path}: has no points; `commlayer tune` measures some")
+        raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: has no points; `commlayer tune` measures some")
     for point in model.points:
         if not 0 < point.ratio <= 1:
-            raise ValueError(f"loss model {path}: ratio of {point.codec} is {point.ratio:g}, allowed: above 0, up to 1")
+            raise InvalidInput("E-LOSS-MODEL",
+                               f"loss model {path}: ratio of {point.codec} is {point.ratio:g}, allowed: above 0, up to 1")
         if not math.isfinite(point.penalty):
-            raise ValueError(f"loss model {path}: penalty of {point.codec} is {point.penalty}, allowed: a finite number")
+            raise InvalidInput("E-LOSS-MODEL",
+                               f"loss model {path}: penalty of {point.codec} is {point.penalty}, allowed: a finite number")
     return model

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Settings = dict[str, Any]
@@ -66,7 +67,8 @@ class SearchSpace(Record, frozen=True):
         """One line for what no engine could search."""
         for d in self.dimensions:
             if not d.choices and not 0 < d.low < d.high < math.inf:
-                raise ValueError(f"{d.name}: got {d.low:g} to {d.high:g}, allowed: a range above 0, such as 0.001:0.1")
+                raise InvalidInput("E-TUNE-ARGUMENT",
+                                   f"{d.name}: got {d.low:g} to {d.high:g}, allowed: a range above 0, such as 0.001:0.1")
 
 
 def spelled(settings: Settings) -> Settings:

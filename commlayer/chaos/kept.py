@@ -9,6 +9,7 @@ import msgspec
 
 from commlayer.chaos.campaign import Row
 from commlayer.chaos.dealing import trial
+from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED
 
@@ -34,8 +35,10 @@ class Kept:
         asked = {seed: trial(seed, faults) for seed in seeds}
         for row in self.rows:
             if asked.get(row.trial.seed) != row.trial:
-                raise ValueError(f"--resume {path}: holds {row.trial.fault} of seed {row.trial.seed}, which is not asked for: "
-                                 "give the seed, the faults and no fewer runs than before, or another file")
+                raise InvalidInput("E-CLI-OPTION",
+                                   f"--resume {path}: holds {row.trial.fault} of seed {row.trial.seed}, which is not asked "
+                                   "for: "
+                                   "give the seed, the faults and no fewer runs than before, or another file")
         made = {row.trial.seed for row in self.rows}
         self.left = [seed for seed in seeds if seed not in made]
         """Seeds without a run, as of the beginning."""
@@ -52,8 +55,8 @@ def _read(path: Path, *, hosts: bool) -> list[Row]:
     try:
         found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
     except MALFORMED as error:
-        raise ValueError(f"--resume {path}: it is not what an earlier piece has written ({error})") from None
+        raise InvalidInput("E-CLI-OPTION", f"--resume {path}: it is not what an earlier piece has written ({error})") from None
     if found.hosts != hosts:
         where = "on hosts of the lab" if found.hosts else "without hosts of the lab"
-        raise ValueError(f"--resume {path}: its runs were made {where}: name another file")
+        raise InvalidInput("E-CLI-OPTION", f"--resume {path}: its runs were made {where}: name another file")
     return found.rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,11 +49,11 @@ def chaos(
         return
     names = tuple(name.strip() for name in faults.split(",")) if faults is not None else dealt()
     if unknown := [name for name in names if name not in dealt()]:
-        raise ValueError(f"--faults: got {unknown[0]!r}, allowed: {', '.join(dealt())}")
+        raise InvalidInput("E-CLI-OPTION", f"--faults: got {unknown[0]!r}, allowed: {', '.join(dealt())}")
     check_json(json)
     check_json(resume)
     if sys.platform != "linux":
-        raise ValueError("chaos: it needs Linux, whose loopback has an address for each link")
+        raise InvalidInput("E-CLI-OPTION", "chaos: it needs Linux, whose loopback has an address for each link")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         wrong = _run(range(seed, seed + (runs or 2 * len(dealt()))), names, json, resume, seconds or math.inf)

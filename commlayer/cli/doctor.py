@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commlayer.config import Config, host_port, launcher_says, master, read_config, read_launch
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 
 if TYPE_CHECKING:
     from commlayer.doctor.finding import Finding
@@ -82,7 +82,7 @@ def _asked(given: dict[str, Any], where: str, nodes: int, plan: Path | None, sav
     try:
         meet = host_port(where) if where else (master(), int(port) if port.isdecimal() else 0)
     except ValueError as error:
-        raise ValueError(f"--master: {error}") from None
+        raise InvalidInput("E-CLI-OPTION", f"--master: {error}") from None
     launched = bool(meet[1]) and read_launch().world > 1 and not where
     problem = ""
     try:

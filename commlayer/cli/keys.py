@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from commlayer.errors import InvalidInput
+
 app = typer.Typer(no_args_is_help=True, help="Keys of a job on several machines: a CA, and a certificate for each node.")
 Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder, which stays on one machine.", metavar="DIR")]
 Name = Annotated[str, typer.Argument(help="A node's name, which errors and logs tell.", metavar="NAME")]
@@ -67,7 +69,7 @@ def list_(folder: Folder = Path("keys")) -> None:
     from commlayer.control import authority
 
     if not (folder / authority.CA_KEY).exists():
-        raise ValueError(f"{folder} has no CA: `commlayer keys init` makes one, --dir names another folder")
+        raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` makes one, --dir names another folder")
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=SOON_DAYS)
     for one in authority.issued(folder):
         state = "revoked" if one.revoked else "ends soon" if one.until < soon else "good"

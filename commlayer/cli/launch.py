@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commlayer.config import Launch, home_environment, read_config
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
 
 if TYPE_CHECKING:
@@ -43,11 +43,12 @@ def launch(
     given: dict[str, Any] = {"token_file": token_file, "join": join, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in given.items() if value})
     if not config.join:
-        raise ValueError("--join is missing: host:port of the machine where `commlayer serve` runs, which prints this line")
+        raise InvalidInput("E-CLI-OPTION",
+                           "--join is missing: host:port of the machine where `commlayer serve` runs, which prints this line")
     if not config.token:
-        raise ValueError(f"--join {config.join} asks for the job's secret: {REMEDY}")
+        raise InvalidInput("E-CLI-OPTION", f"--join {config.join} asks for the job's secret: {REMEDY}")
     if not script.is_file():
-        raise ValueError(f"{script}: no such file; allowed: a script of Python")
+        raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     # Here, since they load grpc, which --help does without.
     from commlayer.control import messages
     from commlayer.control.home import Attendance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from commlayer.errors import InvalidInput
 from commlayer.setting_kinds import MOST_LOSS
 
 
@@ -20,5 +21,5 @@ def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
         part = math.nan
     if not (0 <= part <= MOST_LOSS) or (above_0 and not part):
         allowed = f"above 0, up to {MOST_LOSS:g}" if above_0 else f"from 0 to {MOST_LOSS:g}"
-        raise ValueError(f"{option} {text}: allowed is a part of the loss {allowed}, such as 0.02, or 2%")
+        raise InvalidInput("E-CLI-OPTION", f"{option} {text}: allowed is a part of the loss {allowed}, such as 0.02, or 2%")
     return part

@@ -10,6 +10,8 @@ import msgspec
 import typer
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -71,7 +73,7 @@ def make(
     plan_inputs.check_json(json)
     if exact and (max_local_steps > 1 or staleness):
         asked_too = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
-        raise ValueError(f"--exact and {asked_too}: that is not synchronous SGD; leave one of the two out")
+        raise InvalidInput("E-CLI-OPTION", f"--exact and {asked_too}: that is not synchronous SGD; leave one of the two out")
     if out is not None:
         plan_inputs.check_out(out)
         plan_inputs.check_out(plan_file.sidecar(out))
@@ -179,12 +181,14 @@ def whatif(
 
     plan_inputs.check_json(json)
     if bool(add_node) != bool(link):
-        raise ValueError("--add-node GPU and --link RATE go together: the new machine needs both")
+        raise InvalidInput("E-CLI-OPTION", "--add-node GPU and --link RATE go together: the new machine needs both")
     given = [name for name, value in (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu))
              if value]
     if len(given) != 1:
-        raise ValueError("say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu NAMES; "
-                         f"got {' and '.join(given) or 'none'}")
+        raise InvalidInput("E-CLI-OPTION",
+                           "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu "
+                           "NAMES; "
+                           f"got {' and '.join(given) or 'none'}")
     if plot is not None:
         from commlayer.cli.plan_curve import check_plot
 
@@ -250,7 +254,7 @@ def init(
     from commlayer.planner.verbs.text_formats import EXAMPLE
 
     if out.exists():
-        raise ValueError(f"{out} exists: name another file")
+        raise InvalidInput("E-CLI-OPTION", f"{out} exists: name another file")
     plan_inputs.write({out: EXAMPLE})
     typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
 
@@ -280,7 +284,7 @@ def _refuse(made: Plan, job: Job) -> None:
 
     problems = verify(made, job)
     if problems:
-        raise ValueError(f"plan: {problems[0]}")
+        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
 
 
 def _listed(text: str) -> list[str]:
@@ -289,5 +293,5 @@ def _listed(text: str) -> list[str]:
 
 def _whole(text: str) -> int:
     if not text.isdigit():
-        raise ValueError(f"--nodes: got {text!r}, allowed: whole numbers such as 2,4,8")
+        raise InvalidInput("E-CLI-OPTION", f"--nodes: got {text!r}, allowed: whole numbers such as 2,4,8")
     return int(text)

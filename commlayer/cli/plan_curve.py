@@ -6,6 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.verbs.whatif import Curve, break_even
 
 LINES = (("dense_s", "no compression", "o--"), ("fp16_s", "DDP fp16", "o--"), ("alone_s", "one machine alone", "--"),
@@ -17,11 +18,11 @@ ROOM = 8, 30
 def check_plot(path: Path) -> None:
     """Before minutes are spent on the sweep."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--plot needs matplotlib: pip install "commlayer[plot]"')
+        raise InvalidInput("E-CLI-OPTION", '--plot needs matplotlib: pip install "commlayer[plot]"')
     if path.suffix != ".png":
-        raise ValueError(f"--plot {path}: allowed are names that end in .png")
+        raise InvalidInput("E-CLI-OPTION", f"--plot {path}: allowed are names that end in .png")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: the folder {path.absolute().parent} does not exist")
+        raise InvalidInput("E-CLI-OPTION", f"--plot {path}: the folder {path.absolute().parent} does not exist")
 
 
 def draw(curve: Curve, path: Path) -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 from commlayer import records
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel
+from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.plan_file import text_of
 from commlayer.planner.model.cluster import Cluster, Profile
@@ -26,7 +27,7 @@ from commlayer.records import Job
 def job_named(model: str, batch: int | None) -> Job:
     """A built-in job, one in a JSON file, or the model that a user's function makes, timed on this machine."""
     if batch is not None and batch < 1:
-        raise ValueError(f"--batch: got {batch}, allowed: at least 1")
+        raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
         return jobs.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
@@ -37,14 +38,15 @@ def job_named(model: str, batch: int | None) -> Job:
     try:
         return jobs.builtin(model, batch)
     except ValueError as error:
-        raise ValueError(f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
+        raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
 
 
 def _of_batch(job: Job, batch: int | None, file: str) -> Job:
     """With the batch that it was timed with, where the file does not say: its times are of no other."""
     if batch is not None and job.batch not in (None, batch):
-        raise ValueError(f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
-                         f"with `commlayer profile --model FILE.py:FUNCTION --batch {batch} --job {file}`")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
+                           f"with `commlayer profile --model FILE.py:FUNCTION --batch {batch} --job {file}`")
     return job if batch is None else structs.replace(job, batch=batch)
 
 
@@ -55,10 +57,12 @@ def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
     """`server`: the link of the homes' server, else `SERVER`."""
     given = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
     if len(given) != 1:
-        raise ValueError("say the machines once: --homes LINE (behind NAT, with a rented server), --nodes LINE or --cluster "
-                         f"FILE (`commlayer plan init` writes a first one); got {' and '.join(given) or 'none'}")
+        raise InvalidInput("E-CLI-OPTION",
+                           "say the machines once: --homes LINE (behind NAT, with a rented server), --nodes LINE or --cluster "
+                           f"FILE (`commlayer plan init` writes a first one); got {' and '.join(given) or 'none'}")
     if server and not homes:
-        raise ValueError(f"--server {server} is the link of the server of --homes; got {given[0]}, which has its own")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--server {server} is the link of the server of --homes; got {given[0]}, which has its own")
     if homes:
         return cluster_of_homes(homes, server or SERVER)
     if nodes:
@@ -78,7 +82,7 @@ def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
         spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
         return tuple(spelled.get(bare(text), text) for text in texts)
     except ValueError as error:
-        raise ValueError(f"--codec: {error}") from None
+        raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
 
 
 OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
@@ -87,13 +91,15 @@ OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
 def optimizer_named(name: str) -> str:
     """Its family."""
     if name.lower() not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both counts)")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
+                           "counts)")
     return OPTIMIZERS[name.lower()]
 
 
 def objective_named(name: str) -> Literal["loss", "step"]:
     if name not in ("loss", "step"):
-        raise ValueError(f"--objective {name}: allowed are loss and step")
+        raise InvalidInput("E-CLI-OPTION", f"--objective {name}: allowed are loss and step")
     return "loss" if name == "loss" else "step"
 
 
@@ -128,11 +134,11 @@ def check_out(path: Path) -> None:
     """Before time is spent on what it is to hold."""
     folder = path.absolute().parent
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder, allowed: the name of a file")
+        raise InvalidInput("E-CLI-OPTION", f"{path}: is a folder, allowed: the name of a file")
     if not folder.is_dir():
-        raise ValueError(f"{path}: the folder {folder} does not exist")
+        raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {folder} does not exist")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"{path}: the folder {folder} cannot be written to")
+        raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {folder} cannot be written to")
 
 
 def write(texts: Mapping[Path, str]) -> None:
@@ -142,4 +148,4 @@ def write(texts: Mapping[Path, str]) -> None:
     try:
         write_whole({path: text.encode() for path, text in texts.items()})
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}") from None
+        raise InvalidInput("E-CLI-OPTION", f"{error.filename}: {error.strerror}") from None

@@ -10,6 +10,7 @@ import typer
 from commlayer import records
 from commlayer.cli.plan_inputs import check_out, write
 from commlayer.cli.user_code import job_made_by, made_by
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import CodecCost, Line, Profile
 from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
@@ -30,7 +31,7 @@ def profile(
 ) -> None:
     """Measure what planning needs on this machine: codecs, and a model's step."""
     if batch and not model:
-        raise ValueError("--batch says what a model's loss is of: it goes with --model")
+        raise InvalidInput("E-CLI-OPTION", "--batch says what a model's loss is of: it goes with --model")
     for file in (out, job) if model else (out,):
         check_out(file)
     made = made_by(model) if model else None

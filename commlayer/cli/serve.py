@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from commlayer.config import host_port, read_config
+from commlayer.errors import InvalidInput
 from commlayer.transport import secret
 from commlayer.transport.secret import REMEDY
 
@@ -37,13 +38,13 @@ def serve(
                              "min_workers": min_workers}
     config = read_config({name: value for name, value in given.items() if value})
     if config.join and no_server:
-        raise ValueError(f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
+        raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
     if servers == 0 and not no_server:
-        raise ValueError("--servers 0 does not count this one: add --no-server to coordinate only")
+        raise InvalidInput("E-CLI-OPTION", "--servers 0 does not count this one: add --no-server to coordinate only")
     made = ""
     if not config.token:
         if config.join:
-            raise ValueError(f"--join {config.join} asks for the job's secret: {REMEDY}")
+            raise InvalidInput("E-CLI-OPTION", f"--join {config.join} asks for the job's secret: {REMEDY}")
         made = secret.new()
         config = msgspec.structs.replace(config, token=made)
     if servers is None:
@@ -63,7 +64,7 @@ def _place(bind: str, port: int) -> tuple[str, int]:
     try:
         host, own = host_port(bind)
     except ValueError as error:
-        raise ValueError(f"--bind: {error}") from None
+        raise InvalidInput("E-CLI-OPTION", f"--bind: {error}") from None
     if port not in (0, own):
-        raise ValueError(f"--bind {bind} beside --port {port}: name the port once")
+        raise InvalidInput("E-CLI-OPTION", f"--bind {bind} beside --port {port}: name the port once")
     return host, own

@@ -15,6 +15,7 @@ from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.cli import tune_learning
 from commlayer.cli.loss_part import loss_part
 from commlayer.cli.user_code import function_of
+from commlayer.errors import InvalidInput
 
 BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
 
@@ -45,14 +46,14 @@ def tune(
                           steps=steps, seeds=seeds)
         return
     if trials < 1:
-        raise ValueError(f"--trials {trials}: allowed is 1 or more")
+        raise InvalidInput("E-CLI-OPTION", f"--trials {trials}: allowed is 1 or more")
     part = loss_part("--budget", budget, above_0=True)
     for path in (store, out):
         if not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist")
+            raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batch, local_steps, staleness=staleness)
     if importlib.util.find_spec("skopt") is None:
-        raise ValueError('scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
+        raise InvalidInput("E-CLI-OPTION", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
     # Numbers load when they are needed: the command's help is to be there at once.
     from commlayer.balance.tuner_engine import Engine
 
@@ -71,7 +72,7 @@ def read_space(
     try:
         low, high = (float(part) for part in ratio.split(":"))
     except ValueError:
-        raise ValueError(f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
+        raise InvalidInput("E-CLI-OPTION", f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
     made = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batch", batch, "64,128,256"),
                          local_steps=_numbers("--local-steps", local_steps, "1,2,4"), staleness=staleness)
     # Here, since it loads numpy, which the help does not need.
@@ -81,21 +82,22 @@ def read_space(
         try:
             parse(spelling.replace("{ratio}", f"{high:g}"))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"--codec: {error}") from None
+            raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
     return made
 
 
 def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{option} {text!r}: allowed are whole numbers above 0 with commas between, such as {such_as}")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"{option} {text!r}: allowed are whole numbers above 0 with commas between, such as {such_as}")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def load(task: str) -> tuner.Proxy:
     """The function that a task names."""
     if task not in BUILT_IN and not task.endswith(".py") and ":" not in task:
-        raise ValueError(f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
+        raise InvalidInput("E-CLI-OPTION", f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
     return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
 
 

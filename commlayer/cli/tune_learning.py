@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from commlayer.cli.user_code import function_of, of_user
+from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG
 
@@ -32,9 +33,10 @@ def run(
     seeds: int,
 ) -> None:
     if steps < LEAST_STEPS or seeds < 1:
-        raise ValueError(f"--steps {steps} --seeds {seeds}: allowed are {LEAST_STEPS} steps or more, and a seed or more")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--steps {steps} --seeds {seeds}: allowed are {LEAST_STEPS} steps or more, and a seed or more")
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: the folder {out.absolute().parent} does not exist")
+        raise InvalidInput("E-CLI-OPTION", f"{out}: the folder {out.absolute().parent} does not exist")
     make = maker(name)
     from commlayer.measure.own_learning import measured, ways_of
     from commlayer.planner.tables.learning import written
@@ -73,7 +75,7 @@ def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
             try:
                 parse(text)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"--codec: {error}") from None
+                raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
             found.append(text)
     return tuple(found)
 
@@ -93,13 +95,13 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
     from torch import nn
 
     if not isinstance(made, Mapping):
-        raise ValueError(f"{what} returned {type(made).__name__}, needed is a function {WHAT}")
+        raise InvalidInput("E-USER-CODE", f"{what} returned {type(made).__name__}, needed is a function {WHAT}")
     if absent := [field for field in FIELDS if field not in made]:
-        raise ValueError(f"{what} returned a dict without {', '.join(absent)}; needed is a function {WHAT}")
+        raise InvalidInput("E-USER-CODE", f"{what} returned a dict without {', '.join(absent)}; needed is a function {WHAT}")
     for field in FIELDS:
         if not (isinstance(made[field], nn.Module) if field == "model" else callable(made[field])):
-            raise ValueError(f"{what}: its {field} is of type {type(made[field]).__name__}, needed is "
-                             f"{'a torch.nn.Module' if field == 'model' else f'a function: {CALLED[field]}'}")
+            raise InvalidInput("E-CLI-OPTION", f"{what}: its {field} is of type {type(made[field]).__name__}, needed is "
+                               f"{'a torch.nn.Module' if field == 'model' else f'a function: {CALLED[field]}'}")
     return {field: made[field] for field in FIELDS}
 
 

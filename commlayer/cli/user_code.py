@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Job
 
 
@@ -23,7 +24,7 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
     if text.endswith(".py"):
         where, name = text, default
     elif not colon or not where or not name:
-        raise ValueError(f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
+        raise InvalidInput("E-USER-CODE", f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
     # What Python does for a script and for `python -m`: the command itself begins elsewhere.
     beside = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
     if str(beside) not in sys.path:
@@ -33,14 +34,14 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
     try:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError:
-        raise ValueError(f"{where}: no such file") from None
+        raise InvalidInput("E-USER-CODE", f"{where}: no such file") from None
     except (Exception, SystemExit) as error:
         absent = isinstance(error, ModuleNotFoundError) and not where.endswith(".py")
         said = str(error) if absent else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{text}: {said}".splitlines()[0]) from None
+        raise InvalidInput("E-USER-CODE", f"{text}: {said}".splitlines()[0]) from None
     found: Any = getattr(module, name, None)
     if not callable(found):
-        raise ValueError(f"{text}: has no function {name} {what}")
+        raise InvalidInput("E-USER-CODE", f"{text}: has no function {name} {what}")
     made: Callable[..., Any] = found
     return made
 
@@ -72,9 +73,11 @@ def _check_top_level(path: Path) -> None:
     if working:
         line = source.decode(errors="replace").splitlines()[working[0].lineno - 1].strip()
         more = f" and {len(working) - 1} more statements" if len(working) > 1 else ""
-        raise ValueError(f"{path}:{working[0].lineno}: importing this file would run `{_shortened(line)}`{more}; put them into "
-                         f'a function or under `if __name__ == "__main__":`; or name {path.stem}:FUNCTION, from its folder, '
-                         "which imports the file as it is")
+        raise InvalidInput("E-USER-CODE",
+                           f"{path}:{working[0].lineno}: importing this file would run `{_shortened(line)}`{more}; put them "
+                           "into "
+                           f'a function or under `if __name__ == "__main__":`; or name {path.stem}:FUNCTION, from its folder, '
+                           "which imports the file as it is")
 
 
 def _working(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -135,15 +138,16 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     from commlayer.measure.model_times import timed_job
 
     if batch is not None and batch < 1:
-        raise ValueError(f"batch of {text}: got {batch}, allowed: at least 1")
+        raise InvalidInput("E-USER-CODE", f"batch of {text}: got {batch}, allowed: at least 1")
     made = of_user(text, make)
     try:
         model, loss_of = made
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{text}: expected (model, function that computes a loss): {error}") from None
+        raise InvalidInput("E-USER-CODE", f"{text}: expected (model, function that computes a loss): {error}") from None
     if not isinstance(model, nn.Module) or not callable(loss_of):
-        raise ValueError(f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
-                         "function that computes a loss")
+        raise InvalidInput("E-USER-CODE",
+                           f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
+                           "function that computes a loss")
     return of_user(f"{text}: a step", lambda: timed_job(model, loss_of, batch=batch, name=text))
 
 
@@ -152,4 +156,4 @@ def of_user(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None
+        raise InvalidInput("E-USER-CODE", f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None

@@ -10,7 +10,7 @@ from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import Buffer, Out, State
 from commlayer.compressors.dense import check_dense
 from commlayer.compressors.one_round import OneRound, check_numel
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Blockwise(OneRound, frozen=True):
         raise NotImplementedError
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        """CorruptFrame for scales and codes that break the format; their sizes are right."""
+        """CorruptPayload for scales and codes that break the format; their sizes are right."""
         raise NotImplementedError
 
     def scales_nbytes(self, numel: int) -> int:
@@ -95,10 +95,10 @@ class Dithered(Blockwise, frozen=True):
 
 def check_scales16(name: str, scales: Buffer, most: int) -> None:
     if kernels.largest(scales, np.uint16) > most:
-        raise CorruptFrame(f"{name} payload with a scale that is negative, not finite or too large")
+        raise CorruptPayload(f"{name} payload with a scale that is negative, not finite or too large")
 
 
 def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
     used = numel * bits % 8
     if used and int(codes[-1]) >> used:
-        raise CorruptFrame(f"{name} payload with bits set past its last element")
+        raise CorruptPayload(f"{name} payload with bits set past its last element")

@@ -13,6 +13,7 @@ from commlayer.compressors.allotted import NUMBERS as COUNTS
 from commlayer.compressors.codec import State
 from commlayer.compressors.random_keys import KEYS
 from commlayer.compressors.tracked_threshold import NUMBERS
+from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +33,16 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
     places = list(_walk(state))
     wanted, got = {path for path, *_ in places}, set(tensors)
     if wanted != got:
-        raise ValueError(f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; was the plan another?")
+        raise InvalidInput("E-CODEC-STATE",
+                           f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; was the plan "
+                           "another?")
     for path, _, _, value in places:
         made = value if isinstance(value, torch.Tensor) else number(value)
         if tensors[path].shape != made.shape:
-            raise ValueError(f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(made.shape)}")
+            raise InvalidInput("E-CODEC-STATE",
+                               f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(made.shape)}")
         if tensors[path].dtype != made.dtype:
-            raise ValueError(f"codec state {path}: {tensors[path].dtype}, expected {made.dtype}")
+            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: {tensors[path].dtype}, expected {made.dtype}")
         _check_values(path, tensors[path])
     _forget(state)
     for path, owner, name, value in places:
@@ -91,10 +95,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_values(path: str, value: torch.Tensor) -> None:
     if value.is_floating_point() and not bool(value.isfinite().all()):
-        raise ValueError(f"codec state {path}: holds a number that is not finite; take an earlier checkpoint")
+        raise InvalidInput("E-CODEC-STATE",
+                           f"codec state {path}: holds a number that is not finite; take an earlier checkpoint")
     least, most = LIMITS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
     if value.ndim == 0 and not least <= value.item() <= most:
-        raise ValueError(f"codec state {path}: is {value.item()}, allowed is {least} to {most}; take an earlier checkpoint")
+        raise InvalidInput("E-CODEC-STATE",
+                           f"codec state {path}: is {value.item()}, allowed is {least} to {most}; take an earlier checkpoint")
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:

@@ -110,7 +110,7 @@ class Codec(Protocol):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         """Writes the sum into `out` (float32, 1-D). False if it is non-finite; `out` is then all NaN.
 
-        Raises CorruptFrame, having written nothing, for bytes that break the format.
+        Raises CorruptPayload, having written nothing, for bytes that break the format.
         """
         ...
 
@@ -134,7 +134,7 @@ class Codec(Protocol):
         ...
 
     def add(self, r: int, payload: Buffer, acc: Mapping[str, Any], *, first: bool) -> None:
-        """Checks the whole payload, then adds it. CorruptFrame leaves `acc` as it was."""
+        """Checks the whole payload, then adds it. CorruptPayload leaves `acc` as it was."""
         ...
 
     def emit(self, r: int, acc: Mapping[str, Any], state: State, out: Out) -> int: ...

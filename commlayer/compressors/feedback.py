@@ -16,6 +16,7 @@ from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, r
 from commlayer.compressors.one_round import accumulator, check_numel, spell
 from commlayer.compressors.tensors import fresh_zeros
 from commlayer.compressors.wrapper import Wrapper, check_outermost
+from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -179,12 +180,16 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     With `lr_correction`, what is owed keeps the learning rate at which it was owed (Zheng et al. 2019), here and on servers.
     """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
-        raise ValueError(f"error_feedback: inner is {inner}, allowed is a codec that is not error_feedback itself")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"error_feedback: inner is {inner}, allowed is a codec that is not error_feedback itself")
     check_outermost("error_feedback", inner)
     if inner.keeps:
-        raise ValueError(f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
     if len(inner.rounds) > 1 and not isinstance(inner, Sent):
-        raise ValueError(f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not known")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not "
+                           "known")
     checked("error_feedback", lr_correction=lr_correction)
     return ErrorFeedback(inner, lr_correction)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from commlayer.errors import InvalidInput
+
 if TYPE_CHECKING:
     import torch
 else:
@@ -17,8 +19,10 @@ def check(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch
     if fits and (device is None or tensor.device == device):
         return
     place = "" if device is None else f" on {device}"
-    raise ValueError(f"{codec}: {what} is {_told(tensor)}; its state was made for {numel} elements of float32, contiguous and "
-                     f"one-dimensional{place}")
+    raise InvalidInput("E-CODEC-INPUT",
+                       f"{codec}: {what} is {_told(tensor)}; its state was made for {numel} elements of float32, contiguous "
+                       "and "
+                       f"one-dimensional{place}")
 
 
 def _told(tensor: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from commlayer.codec_name import checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Blockwise
 from commlayer.compressors.codec import Buffer, Out, State
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class Int8(Blockwise, frozen=True):
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         if not kernels.scales_valid(scales):
-            raise CorruptFrame("int8 payload with a scale that is negative, not finite or too large")
+            raise CorruptPayload("int8 payload with a scale that is negative, not finite or too large")
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         codes, scales = parts

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from commlayer import native
 from commlayer.compressors import tensors
 from commlayer.compressors.codec import Buffer
+from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ _chosen: list[ModuleType] = [native.core or _load("reference")]
 def choose(backend: str) -> None:
     """From now on `backend` ("reference", "native", or "auto" for the best there is) runs the kernels of this process."""
     if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend {backend!r}: available are {', '.join(BACKENDS)}")
+        raise InvalidInput("E-CODEC-BACKEND", f"backend {backend!r}: available are {', '.join(BACKENDS)}")
     _chosen[0] = native.core if native.core is not None and backend != "reference" else _load("reference")
 
 
@@ -184,7 +185,7 @@ def ef_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
-    """CorruptFrame for bytes that are not exactly idx.numel() positions below n."""
+    """CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
     _of(idx, src).ef_decode(idx, n, src)
 
 

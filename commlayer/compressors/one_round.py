@@ -9,6 +9,7 @@ import msgspec
 
 from commlayer.compressors import payload
 from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
+from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def spell(codec: msgspec.Struct) -> str:
 def check_numel(spec: Spec) -> int:
     """numel of the spec, which the header's 32 bits must hold."""
     if spec.numel > payload.MAX_NUMEL:
-        raise ValueError(f"bucket of {spec.numel} elements: at most {payload.MAX_NUMEL} fit a payload; cut it into slices")
+        raise InvalidInput("E-CODEC-INPUT",
+                           f"bucket of {spec.numel} elements: at most {payload.MAX_NUMEL} fit a payload; cut it into slices")
     return spec.numel
 
 
@@ -82,7 +84,7 @@ class OneRound(Named, frozen=True):
         return self.init(spec)
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
-        raise ValueError(f"{self} has one round, round {r + 1} was asked for")
+        raise InvalidInput("E-CODEC-INPUT", f"{self} has one round, round {r + 1} was asked for")
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         head = payload.read(result, self.id, out.numel())

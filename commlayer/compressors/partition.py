@@ -14,7 +14,7 @@ from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.one_round import NAN, OneRound, accumulator, check_numel
 from commlayer.compressors.several_rounds import SeveralRounds
 from commlayer.compressors.wrapper import Wrapper, check_codec
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload, InvalidInput
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Partition(Wrapper, frozen=True):
         if self.shapes is not None:
             specs = [Spec(shape) for shape in self.shapes]
             if (total := sum(s.numel for s in specs)) != numel:
-                raise ValueError(f"partition: shapes of {total} elements in all, the bucket has {numel}")
+                raise InvalidInput("E-CODEC-ARGUMENT", f"partition: shapes of {total} elements in all, the bucket has {numel}")
             return specs
         if self.parts is not None:
             count = min(self.parts, max(numel, 1))
@@ -191,14 +191,14 @@ class Partition(Wrapper, frozen=True):
         payload.expect("count", head.entries, 0)
         count, whole = len(self.specs(numel)), payload.on_host(head.body)
         if whole.nbytes < _LENGTH.size * count:
-            raise CorruptFrame(f"partition payload with {whole.nbytes} bytes of body, {count} lengths take {4 * count}")
+            raise CorruptPayload(f"partition payload with {whole.nbytes} bytes of body, {count} lengths take {4 * count}")
         lengths = [_LENGTH.unpack_from(whole, _LENGTH.size * i)[0] for i in range(count)]
         edges = list(accumulate(lengths, initial=_LENGTH.size * count))
         payload.expect("bytes of body", whole.nbytes, edges[-1])
         bodies = [whole[start:stop] for start, stop in pairwise(edges)]
         for body, spec in zip(bodies, self.specs(numel), strict=True):
             if payload.read(body, self.inner.id, spec.numel).flagged:
-                raise CorruptFrame("partition payload with a flagged slice, expected the whole to be flagged")
+                raise CorruptPayload("partition payload with a flagged slice, expected the whole to be flagged")
         return bodies
 
 
@@ -208,8 +208,9 @@ def partition(
     """Codes slices apart. Error feedback and the like go around it; a plan adds them where the inner codec needs them."""
     codec = check_codec("partition", inner)
     if not isinstance(inner, OneRound | SeveralRounds):
-        raise ValueError(f"partition: inner is {inner}, allowed is a codec without wrappers; put those around partition")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"partition: inner is {inner}, allowed is a codec without wrappers; put those around partition")
     if len(codec.rounds) > 1 and not isinstance(inner, Sent):
-        raise ValueError(f"partition: {inner} has {len(codec.rounds)} rounds and no sent()")
+        raise InvalidInput("E-CODEC-ARGUMENT", f"partition: {inner} has {len(codec.rounds)} rounds and no sent()")
     checked("partition", parts=parts, nbytes=nbytes, shapes=shapes)
     return Partition(codec, parts, nbytes, shapes)

@@ -9,7 +9,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.compressors.codec import Buffer, Out
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload, InvalidInput
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def write_flagged(out: Out, codec: int, numel: int) -> int:
 def on_host(memory: Out) -> memoryview:
     """For codecs without kernels for a device, which nobody asks to run there (placement.py)."""
     if isinstance(memory, torch.Tensor):
-        raise ValueError(f"payload memory on {memory.device}, allowed for this codec is host memory")
+        raise InvalidInput("E-CODEC-INPUT", f"payload memory on {memory.device}, allowed for this codec is host memory")
     return memory
 
 
@@ -95,27 +95,27 @@ def _split(payload: Buffer) -> tuple[memoryview, Out]:
 
 
 def read(payload: Buffer, codec: int, numel: int) -> Head:
-    """The checked header. CorruptFrame says what came and what was expected."""
+    """The checked header. CorruptPayload says what came and what was expected."""
     header, body = _split(payload)
     if header.nbytes < HEADER_NBYTES:
-        raise CorruptFrame(f"payload of {header.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
+        raise CorruptPayload(f"payload of {header.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
     got, version, flags, aux, got_numel, count, seed = _LAYOUT.unpack_from(header)
     if got != codec:
-        raise CorruptFrame(f"payload coded by {codec_name(got)}, expected {codec_name(codec)}")
+        raise CorruptPayload(f"payload coded by {codec_name(got)}, expected {codec_name(codec)}")
     if version != VERSION:
-        raise CorruptFrame(f"payload of version {version}, this side speaks version {VERSION}")
+        raise CorruptPayload(f"payload of version {version}, this side speaks version {VERSION}")
     if flags & ~NONFINITE:
-        raise CorruptFrame(f"payload with flags {flags:#04x}, this side knows {NONFINITE:#04x}")
+        raise CorruptPayload(f"payload with flags {flags:#04x}, this side knows {NONFINITE:#04x}")
     if got_numel != numel:
-        raise CorruptFrame(f"payload of {got_numel} elements, the bucket has {numel}")
+        raise CorruptPayload(f"payload of {got_numel} elements, the bucket has {numel}")
     if count > numel:
-        raise CorruptFrame(f"payload with {count} entries, the bucket has {numel} elements")
+        raise CorruptPayload(f"payload with {count} entries, the bucket has {numel} elements")
     if flags & NONFINITE and (body.nbytes or aux or count or seed):
-        raise CorruptFrame(f"non-finite payload with {body.nbytes} bytes of body, aux {aux}, count {count}, expected none")
+        raise CorruptPayload(f"non-finite payload with {body.nbytes} bytes of body, aux {aux}, count {count}, expected none")
     return Head(bool(flags & NONFINITE), aux, count, seed, body)
 
 
 def expect(what: str, got: int, wanted: int) -> None:
-    """CorruptFrame naming both numbers unless they are equal."""
+    """CorruptPayload naming both numbers unless they are equal."""
     if got != wanted:
-        raise CorruptFrame(f"payload with {what} {got}, expected {wanted}")
+        raise CorruptPayload(f"payload with {what} {got}, expected {wanted}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import Out
 from commlayer.compressors.payload import expect
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +54,10 @@ def encode(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
 
 
 def decode(kind: int, body: Out, k: int, n: int) -> torch.Tensor:
-    """int32 positions, strictly increasing and below n; CorruptFrame otherwise."""
+    """int32 positions, strictly increasing and below n; CorruptPayload otherwise."""
     idx = torch.empty(k, dtype=torch.int32, device=body.device if isinstance(body, torch.Tensor) else None)
     if kind not in DECODERS:
-        raise CorruptFrame(f"payload with positions of kind {kind}, this side knows {', '.join(map(str, DECODERS))}")
+        raise CorruptPayload(f"payload with positions of kind {kind}, this side knows {', '.join(map(str, DECODERS))}")
     if kind != BLOCKS:
         expect("bytes of positions", body.nbytes, NBYTES[kind](n, k) if k else 0)
     if k or body.nbytes:

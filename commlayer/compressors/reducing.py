@@ -10,7 +10,7 @@ import torch
 from commlayer.compressors.codec import Codec, Round
 from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.wrapper import Wrapper
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 
 
 def adds_up(codec: Codec) -> bool:
@@ -51,14 +51,14 @@ class Reduced:
         return int(self.values.nbytes + self.facts.nbytes)
 
     def merge(self) -> None:
-        """Both are over: the accumulator is that of all payloads. CorruptFrame if they cannot be added, on all alike."""
+        """Both are over: the accumulator is that of all payloads. CorruptPayload if they cannot be added, on all alike."""
         facts: list[int] = self.facts.tolist()
         flags = facts[: len(self._accs)]
         for part, flag in zip(self._accs, flags, strict=True):
             part["flagged"][0] = bool(flag)
         drawn = facts[len(self._accs) :]
         if not any(flags) and any(high != -low for high, low in zip(drawn[: self._seeds], drawn[self._seeds :], strict=True)):
-            raise CorruptFrame("members have drawn with different seeds, so their payloads are of different entries")
+            raise CorruptPayload("members have drawn with different seeds, so their payloads are of different entries")
         combined = [part for part in self._accs if "sum" in part]
         for part, values in zip(combined, self.values.split(self._sizes), strict=True):
             if part["sum"].data_ptr() != values.data_ptr():

@@ -24,7 +24,7 @@ class Reads(Protocol):
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Positions (int32 that stands for uint32), which increase, and their values: what `decode` writes, all else being 0.
 
-        None of a flagged result. CorruptFrame as from `decode`.
+        None of a flagged result. CorruptPayload as from `decode`.
         """
         ...
 

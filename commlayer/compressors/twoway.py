@@ -17,6 +17,7 @@ from commlayer.compressors.one_round import OneRound, spell
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import Partition
 from commlayer.compressors.wrapper import Wrapper
+from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan, Spec
 
 if TYPE_CHECKING:
@@ -82,10 +83,12 @@ class TwoWay(msgspec.Struct, frozen=True):
 def two_way(up: Codec, down: Codec) -> TwoWay:
     """Both must be of one round and sum in dense float32, as most do. topk(ratio=1.0) down forwards the merged sparse sum."""
     if not _sums(up):
-        raise ValueError(f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")
     if not answers(down):
-        raise ValueError(f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
-                         "error_feedback around it or without")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
+                           "error_feedback around it or without")
     return TwoWay(up, down)
 
 
@@ -136,14 +139,18 @@ def _sums(codec: Codec) -> bool:
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
     """ValueError unless the server, which reads as the bucket's codec says, can read what the node's makes."""
     if _read(server) != _read(node):
-        raise ValueError(f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their ratios "
-                         "may differ")
+        raise InvalidInput("E-PLAN-BY-NODE",
+                           f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their "
+                           "ratios "
+                           "may differ")
     if node.keeps != server.keeps:
-        raise ValueError(f"bucket {bucket.id}: by_node has {node} beside {server}, of which one keeps back what it does not "
-                         "send and one does not; put error_feedback around both or around none")
+        raise InvalidInput("E-PLAN-BY-NODE",
+                           f"bucket {bucket.id}: by_node has {node} beside {server}, of which one keeps back what it does not "
+                           "send and one does not; put error_feedback around both or around none")
     if node.bound(bucket.spec) > server.bound(bucket.spec):
-        raise ValueError(f"bucket {bucket.id}: by_node has {node}, whose payloads are larger than those of {server}, the "
-                         "bucket's codec; that must be the largest")
+        raise InvalidInput("E-PLAN-BY-NODE",
+                           f"bucket {bucket.id}: by_node has {node}, whose payloads are larger than those of {server}, the "
+                           "bucket's codec; that must be the largest")
 
 
 def _read(codec: Any) -> Any:

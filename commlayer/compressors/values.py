@@ -9,7 +9,7 @@ import numpy as np
 from commlayer.codec_name import VALUE_BITS
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import Buffer, Out
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 
 if TYPE_CHECKING:
     import torch
@@ -56,26 +56,26 @@ def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, satur
 
 
 def check(kind: str, body: Buffer, count: int) -> None:
-    """CorruptFrame unless `body`, which is nbytes(kind, count) long, decodes to finite values in the one way there is."""
+    """CorruptPayload unless `body`, which is nbytes(kind, count) long, decodes to finite values in the one way there is."""
     if kind not in SCALED:
         return
     if not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
-        raise CorruptFrame(f"{kind} values with a scale that is negative, not finite or too large")
+        raise CorruptPayload(f"{kind} values with a scale that is negative, not finite or too large")
     if kind == "int4" and count % 2 and int(body[-1]) >> 4:
-        raise CorruptFrame("int4 values with padding that is not zero")
+        raise CorruptPayload("int4 values with padding that is not zero")
 
 
 def cut(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
     """The checked bytes of `count` values, and those after them."""
     middle = nbytes(kind, count)
     if body.nbytes < middle:
-        raise CorruptFrame(f"{codec} payload with {body.nbytes} bytes of body, {count} values take {middle}")
+        raise CorruptPayload(f"{codec} payload with {body.nbytes} bytes of body, {count} values take {middle}")
     check(kind, body[:middle], count)
     return body[:middle], body[middle:]
 
 
 def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
-    """The values of a checked body. CorruptFrame if one is not finite."""
+    """The values of a checked body. CorruptPayload if one is not finite."""
     val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)
     if not count:
         return val
@@ -87,5 +87,5 @@ def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
     else:
         {"fp32": kernels.copy_f32, "fp16": kernels.f16_to_f32, "bf16": kernels.bf16_to_f32}[kind](val, body)
         if not kernels.all_finite(val):
-            raise CorruptFrame("sparse payload with a value that is not finite")
+            raise CorruptPayload("sparse payload with a value that is not finite")
     return val

@@ -8,6 +8,7 @@ import msgspec
 
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
 from commlayer.compressors.one_round import spell
+from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -80,14 +81,15 @@ class Wrapper(msgspec.Struct, frozen=True):
 
 def check_codec(name: str, inner: object) -> Codec:
     if not isinstance(inner, Codec):
-        raise ValueError(f"{name}: inner is {inner!r}, allowed is a codec")
+        raise InvalidInput("E-CODEC-ARGUMENT", f"{name}: inner is {inner!r}, allowed is a codec")
     return inner
 
 
 def check_outermost(name: str, inner: object) -> None:
     """What a wrapper with `feedback_inside` is to send, no feedback may keep: it would be given back as if it were gradient."""
     if isinstance(inner, Wrapper) and inner.feedback_inside:
-        raise ValueError(f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
 
 
 def check_plain(name: str, inner: object) -> Codec:
@@ -95,5 +97,6 @@ def check_plain(name: str, inner: object) -> Codec:
     codec = check_codec(name, inner)
     check_outermost(name, inner)
     if codec.keeps or len(codec.rounds) != 1:
-        raise ValueError(f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
     return codec

@@ -33,7 +33,7 @@ class Audit:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise RecordError(f"audit: {path} cannot be written: {error.strerror}; name a file in a folder that is "
-                                  "there") from None
+                                  "there", "E-SETTING") from None
 
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
         """In the log, too. A probe is noted as what it is: `commlayer doctor` makes some, and a monitor of ports does."""

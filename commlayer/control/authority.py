@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from commlayer.errors import InvalidInput
 from commlayer.files import sync, write_whole
 from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN
 
@@ -48,9 +49,11 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
     _check_days(days)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         there = "a CA is there already" if (folder / CA_KEY).exists() else "something is there already"
-        raise ValueError(f"{folder}: {there}; name another folder with --dir, or go on with `commlayer keys add NAME`")
+        raise InvalidInput("E-KEYS",
+                           f"{folder}: {there}; name another folder with --dir, or go on with `commlayer keys add NAME`")
     if folder.resolve() == Path.cwd():
-        raise ValueError(f"{folder}: the folder that you are in cannot be replaced; name one to be made, as in --dir keys")
+        raise InvalidInput("E-KEYS",
+                           f"{folder}: the folder that you are in cannot be replaced; name one to be made, as in --dir keys")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"commlayer job {secrets.token_hex(4)}")])
     start, end = _times(days)
@@ -68,16 +71,18 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
 def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
     """A certificate and the folder for that node. `again`: in place of one that it has, which is revoked."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"got {name!r} as a node's name, allowed: 1 to 63 letters, digits, '.', '_' and '-', a letter or "
-                         "digit first, as in gpu-2")
+        raise InvalidInput("E-KEYS",
+                           f"got {name!r} as a node's name, allowed: 1 to 63 letters, digits, '.', '_' and '-', a letter or "
+                           "digit first, as in gpu-2")
     _check_days(days)
     with _locked(folder):
         key, authority = _authority(folder)
         shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # ahead of all that is written
         have = [one for one in issued(folder) if one.name == name and not one.revoked]
         if have and not again:
-            raise ValueError(f"{name} has a certificate until {have[-1].until:%Y-%m-%d}, in {folder / NODES / name}: --again "
-                             "makes a new one and revokes that")
+            raise InvalidInput("E-KEYS",
+                               f"{name} has a certificate until {have[-1].until:%Y-%m-%d}, in {folder / NODES / name}: --again "
+                               "makes a new one and revokes that")
         own = ec.generate_private_key(ec.SECP256R1())
         start, end = _times(days)
         end = min(end, authority.not_valid_after_utc)
@@ -107,7 +112,7 @@ def revoke(folder: Path, name: str) -> int:
         have = [one for one in known if one.name == name]
         if not have:
             names = ", ".join(sorted({one.name for one in known})) or "none"
-            raise ValueError(f"{name} has no certificate of {folder}; those that have: {names}")
+            raise InvalidInput("E-KEYS", f"{name} has no certificate of {folder}; those that have: {names}")
         new = {one.serial for one in have if not one.revoked}
         # Also if there is none: a folder that a former call did not reach gets the list now.
         _revoke(folder, key, authority, new)
@@ -163,12 +168,12 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
     made = _parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
     now = datetime.datetime.now(datetime.UTC)
     if not made.not_valid_before_utc <= now <= made.not_valid_after_utc:
-        raise ValueError(f"the CA in {folder} is good from {made.not_valid_before_utc:%Y-%m-%d} to "
-                         f"{made.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
-                         "or make another CA with `commlayer keys init --dir`")
+        raise InvalidInput("E-KEYS", f"the CA in {folder} is good from {made.not_valid_before_utc:%Y-%m-%d} to "
+                           f"{made.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
+                           "or make another CA with `commlayer keys init --dir`")
     key = _parsed(folder / CA_KEY, lambda data: serialization.load_pem_private_key(data, None), "key")
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != made.public_key():
-        raise ValueError(f"{folder / CA_KEY} is not the key of {folder / CA}; {_remedy(folder / CA_KEY)}")
+        raise InvalidInput("E-KEYS", f"{folder / CA_KEY} is not the key of {folder / CA}; {_remedy(folder / CA_KEY)}")
     return key, made
 
 
@@ -177,14 +182,14 @@ def _parsed(path: Path, parse: Callable[[bytes], T], what: str) -> T:
     try:
         return parse(data)
     except Exception:  # whatever the parser makes of such a file: its own words are about parsers
-        raise ValueError(f"{path} is damaged: it holds no {what}; {_remedy(path)}") from None
+        raise InvalidInput("E-KEYS", f"{path} is damaged: it holds no {what}; {_remedy(path)}") from None
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; {_remedy(path)}") from None
+        raise InvalidInput("E-KEYS", f"{path} cannot be read: {error.strerror}; {_remedy(path)}") from None
 
 
 def _remedy(path: Path) -> str:
@@ -204,8 +209,10 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         descriptor = os.open(folder / CA_KEY, os.O_RDONLY)
     except OSError as error:
-        raise ValueError(f"{folder} has no CA ({error.strerror}): `commlayer keys init --dir {folder}` makes one, --dir names "
-                         "another folder") from None
+        raise InvalidInput("E-KEYS",
+                           f"{folder} has no CA ({error.strerror}): `commlayer keys init --dir {folder}` makes one, --dir "
+                           "names "
+                           "another folder") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -220,8 +227,9 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{place} cannot be made: {error.filename or place.parent}: {error.strerror}; name a folder that "
-                         "can be, with --dir") from None
+        raise InvalidInput("E-KEYS",
+                           f"{place} cannot be made: {error.filename or place.parent}: {error.strerror}; name a folder that "
+                           "can be, with --dir") from None
     try:
         part.mkdir(mode=0o700)
         for name in folders:
@@ -240,7 +248,8 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
             if former.exists():
                 former.rename(place)
             elif new and place.exists():
-                raise ValueError(f"{place}: another has made something there meanwhile; name another folder") from None
+                raise InvalidInput("E-KEYS",
+                                   f"{place}: another has made something there meanwhile; name another folder") from None
             raise
         sync(place.parent)
     finally:
@@ -267,7 +276,7 @@ def _times(days: int) -> tuple[datetime.datetime, datetime.datetime]:
 
 def _check_days(days: int) -> None:
     if not 1 <= days <= MOST_DAYS:
-        raise ValueError(f"days: got {days}, allowed: 1 to {MOST_DAYS}")
+        raise InvalidInput("E-KEYS", f"days: got {days}, allowed: 1 to {MOST_DAYS}")
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:

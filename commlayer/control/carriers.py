@@ -101,6 +101,6 @@ def _checked(address: str, name: str, config: Config) -> Address:
     try:
         host, port = host_port(address)
     except ValueError as error:
-        raise RecordError(f"{name}: {error}") from None
+        raise RecordError(f"{name}: {error}", "E-SETTING") from None
     check_plain_text(name, host, config)
     return host, port

@@ -27,7 +27,7 @@ from commlayer.control.homes import Door
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
 from commlayer.control.said import fit
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.records import Record
 from commlayer.transport import event_loop
 from commlayer.transport.grpc_ends import Take
@@ -60,10 +60,11 @@ class Coordinator:
         `embedded`: a training process has started it, so its members are of one cluster: silence there is death, and it
         serves one job. Others are followed by a coordinator of the next job where their own has failed."""
         if workers and config.min_workers > workers:
-            raise ValueError(f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
+            raise InvalidInput("E-SETTING",
+                               f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
         for what, count in (("workers", workers), ("servers", servers)):
             if not 0 <= count <= SERVER_BASE:
-                raise ValueError(f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
+                raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
         self._journal, self._made, self._again = journal, made, not embedded
         if journal is not None and journal.found is not None:

@@ -14,7 +14,7 @@ from commlayer.control import grpc_channel, messages
 from commlayer.control.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NBYTES, PART_NBYTES, SERVICE
 from commlayer.control.proved_calls import Asker, Unproved
 from commlayer.control.tls_check import check
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, Refused
 from commlayer.records import Record
 from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.key_folder import Certified, Keys
@@ -67,7 +67,7 @@ def check_name(address: str) -> None:
     asking.join(RESOLVE_S)
     if why:
         raise CommError(f"its host name {host!r} cannot be resolved ({why[0]}): correct the address, or give an IP address",
-                        peer=f"coordinator {address}")
+                        peer=f"coordinator {address}", code="E-ADDRESS")
 
 
 def options(address: str) -> list[tuple[str, Any]]:
@@ -131,7 +131,7 @@ class CoordinatorChannel:
         if self._looked != self._times and not self.look(timeout_s):
             raise PeerLost("not reachable: nobody answers there", peer=peer)
         if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
-            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer)
+            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-KEYS")
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
@@ -143,7 +143,7 @@ class CoordinatorChannel:
         try:
             reply = self._asker.ask(method, messages.pack(request), timeout_s)
         except Unproved:
-            raise Refused(unproved(self.secret), peer=peer) from None
+            raise Refused(unproved(self.secret), peer=peer, code="E-SECRET") from None
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -158,7 +158,8 @@ class CoordinatorChannel:
     def send_plan(self, plan: bytes, timeout_s: float) -> None:
         """In parts, each a call of its own: no single call may be large."""
         if len(plan) > MAX_PLAN_NBYTES:
-            raise ValueError(f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
+            raise InvalidInput("E-PLAN-REFUSED",
+                               f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
         digest = messages.digest_of(plan)
 
         def send(begin: int) -> None:

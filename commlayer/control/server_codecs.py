@@ -19,6 +19,7 @@ from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.random_keys import SERVER
 from commlayer.compressors.tensors import give_back
+from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan
 
 UNDONE = "_undone"
@@ -130,7 +131,7 @@ class CodecOps:
         tensors = _loaded(data)
         undone = tensors.pop(UNDONE, None)
         if undone is None:
-            raise ValueError("is not what a server remembers")
+            raise InvalidInput("E-SERVER-STATE", "is not what a server remembers")
         recall(self._state, tensors, sent)
         self._undone = int(undone.item()) + (1 << 63)
 
@@ -153,7 +154,7 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
     try:
         arrays = safetensors.numpy.load(bytes(data))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"codec state is not in the safetensors format: {error}") from None
+        raise InvalidInput("E-SERVER-STATE", f"codec state is not in the safetensors format: {error}") from None
     return {path: tensor_of(value) for path, value in arrays.items()}
 
 

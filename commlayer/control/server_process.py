@@ -26,7 +26,7 @@ from commlayer.config import Config, host_port, is_loopback, join_host, read_con
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.errors import CommError, line_of
+from commlayer.errors import CommError, InvalidInput, line_of
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
@@ -65,10 +65,12 @@ def run(config: Config, part: Part) -> None:
     the end of the job is the end: whatever else ends this process, nobody hears of it, and the same command takes the job up.
     """
     if config.port == 65535 and not config.join and part.sums:
-        raise ValueError("--port 65535 leaves no next port for the data: choose a lower one")
+        raise InvalidInput("E-SETTING", "--port 65535 leaves no next port for the data: choose a lower one")
     if config.keys and (keys := Keys(config.keys)).dials_only:
-        raise ValueError(f"keys: {keys.me.name} in {config.keys} was made with --dials-only, so nobody takes it for a server: "
-                         f"name the folder of another node, or make one with `commlayer keys add {keys.me.name} --again`")
+        raise InvalidInput("E-KEYS",
+                           f"keys: {keys.me.name} in {config.keys} was made with --dials-only, so nobody takes it for a "
+                           "server: "
+                           f"name the folder of another node, or make one with `commlayer keys add {keys.me.name} --again`")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again

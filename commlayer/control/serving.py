@@ -19,7 +19,7 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.server_journal import About, ServerJournal
-from commlayer.errors import CommError, CorruptFrame, RecordError
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
@@ -228,7 +228,8 @@ class Serving:
         """What makes the sums of other members, once the change is known to be the coordinator's. It changes nothing."""
         assert self._view is not None
         if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
-            raise ValueError(f"view {change.view.generation} has ended: view {self._view.generation} is in force")
+            raise InvalidInput("E-VIEW-ENDED",
+                               f"view {change.view.generation} has ended: view {self._view.generation} is in force")
         if why := amiss(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
         # Else what is wrong with it would be found when the sums before have ended.
@@ -241,7 +242,8 @@ class Serving:
             raise CorruptFrame(f"PLAN of other members: its view {told.generation} is not the coordinator's",
                                peer=peer_name(sender))
         if told != change.view:
-            raise ValueError(f"view {change.view.generation} is not the coordinator's newest, which is {told.generation}")
+            raise InvalidInput("E-VIEW-ENDED",
+                               f"view {change.view.generation} is not the coordinator's newest, which is {told.generation}")
         return functools.partial(self._goes_on, change, generation)
 
     def _goes_on(self, change: ViewChange, generation: int) -> Summation:
@@ -329,5 +331,5 @@ def _checked_plan(plan: bytes, view: View) -> Plan:
         problems.append(f"it is for {decoded.servers} servers, the job has {len(view.servers)}: start more, or make it again")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise RecordError(f"{what}: {problems[0]}{more}")
+        raise RecordError(f"{what}: {problems[0]}{more}", "E-PLAN-REFUSED")
     return decoded

@@ -72,7 +72,7 @@ def _plain(sock: socket.socket, deadline: float) -> bool:
         sock.sendall(begin.read())
         first = sock.recv(len(HANDSHAKE))
     if first == HANDSHAKE:
-        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made")
+        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made", code="E-KEYS")
     return bool(first)
 
 

@@ -12,7 +12,7 @@ import msgspec
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.control import carriers, client, messages
 from commlayer.control.client import Membership, OnView
-from commlayer.errors import CommError, PeerLost
+from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.records import ServerInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
@@ -264,7 +264,7 @@ class Uplink:
         header = self._header(Kind.PLAN, 0)._replace(generation=generation)
         answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
-            raise ValueError(f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
+            raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
 
     def send_view(self, server: int, change: ViewChange, generation: int) -> None:
         """The server goes over to that view, in the middle of a step. CommError with its reason if it cannot."""

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from commlayer.demo.screen import link, size, span
 from commlayer.demo.settings import Settings
+from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 
 COLUMNS = ("steps", "sent in\nall", "sent a\nstep", "test\naccuracy", "step\ntime", "exposed\ncomm.", "speed-\nup")
@@ -72,7 +73,7 @@ def check_json(path: Path) -> None:
     """Before anything runs: a demo must not end with nowhere to write."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         problem = "is a folder" if path.is_dir() else f"folder {str(path.parent)!r} does not exist or cannot be written to"
-        raise ValueError(f"--json {str(path)!r}: {problem}; allowed is a file in a folder that exists")
+        raise InvalidInput("E-CLI-OPTION", f"--json {str(path)!r}: {problem}; allowed is a file in a folder that exists")
 
 
 def write_json(path: Path, results: Mapping[str, Any], *, native: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 DENSE = "fp16()"
@@ -56,11 +57,12 @@ class Settings(Record, frozen=True):
 def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: float | None, quick: bool) -> Settings:
     """The settings, checked; a ValueError says in one line what was got and what is allowed."""
     if not 2 <= workers <= MAX_WORKERS:
-        raise ValueError(f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
     if target is None:
         target = 0.9 if quick else 0.97
     if not 0 < target < 1:
-        raise ValueError(f"--target {target:g}: allowed is a test accuracy between 0 and 1, such as 0.97")
+        raise InvalidInput("E-CLI-OPTION", f"--target {target:g}: allowed is a test accuracy between 0 and 1, such as 0.97")
     if codec != CODEC:
         check_codec(codec)
     return Settings(workers, parse_link(link), parse_rtt(rtt), codec, target,
@@ -74,7 +76,7 @@ def check_codec(text: str) -> None:
     try:
         parse(text)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--codec: {error}") from None
+        raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
 
 
 def parse_link(text: str) -> float:
@@ -85,7 +87,8 @@ def parse_link(text: str) -> float:
     """
     bps = _quantity(text, BPS)
     if bps is None or not SLOWEST_BPS <= bps <= FASTEST_BPS:
-        raise ValueError(f"--link {text!r}: allowed is a number of kbit, mbit or gbit, 1mbit to 100gbit, such as 100mbit")
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--link {text!r}: allowed is a number of kbit, mbit or gbit, 1mbit to 100gbit, such as 100mbit")
     return bps
 
 
@@ -97,7 +100,7 @@ def parse_rtt(text: str) -> float:
     """
     rtt_s = _quantity(text, SECONDS)
     if rtt_s is None or rtt_s > LONGEST_RTT_S:
-        raise ValueError(f"--rtt {text!r}: allowed is a number of us, ms or s, 0ms to 10s, such as 30ms")
+        raise InvalidInput("E-CLI-OPTION", f"--rtt {text!r}: allowed is a number of us, ms or s, 0ms to 10s, such as 30ms")
     return rtt_s
 
 

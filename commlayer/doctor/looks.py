@@ -24,7 +24,7 @@ from commlayer.doctor import (
 from commlayer.doctor.examination import Look
 from commlayer.doctor.finding import Finding, of_error, warn
 from commlayer.doctor.node_checks import Node, Pair
-from commlayer.errors import CommError, RecordError
+from commlayer.errors import CommError, InvalidInput, RecordError
 from commlayer.transport import framing, own_address, tls
 from commlayer.transport.key_folder import Keys
 
@@ -200,9 +200,10 @@ def _met(asked: Asked, seen: Seen) -> tuple[list[Node], list[Pair]]:
     (host, number), limit_s = asked.master, asked.config.join_deadline_s
     until = time.monotonic() + limit_s
     if asked.problem:
-        raise ValueError("nodes are not compared, nor links measured: mend the settings first")
+        raise InvalidInput("E-DOCTOR", "nodes are not compared, nor links measured: mend the settings first")
     if not number:
-        raise ValueError("links between nodes: nobody says where they meet: start with torchrun, or say --master HOST:PORT")
+        raise InvalidInput("E-DOCTOR",
+                           "links between nodes: nobody says where they meet: start with torchrun, or say --master HOST:PORT")
     address = network_facts.own_towards(host) or own_address.default_address()
     check_plain_text("address of this node", address, asked.config)
     if asked.launched:

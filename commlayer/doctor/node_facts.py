@@ -20,7 +20,7 @@ import torch
 from commlayer.config import Config, host_port, join_host
 from commlayer.doctor import machine_facts
 from commlayer.doctor.node_checks import Node, Pair, limit_s, one_commlayer, turns
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.measure import link_rates
 from commlayer.records import Record
 from commlayer.transport import secret
@@ -73,8 +73,9 @@ def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Mee
     store = dist.PrefixStore(JOB, kept)
     number = int(store.add("number", 1)) - 1
     if number >= nodes:
-        raise ValueError(f"--nodes {nodes}: {number + 1} nodes have come to {join_host(host, port)}: start anew on all, "
-                         "with the same number")
+        raise InvalidInput("E-DOCTOR",
+                           f"--nodes {nodes}: {number + 1} nodes have come to {join_host(host, port)}: start anew on all, "
+                           "with the same number")
     return Meeting(store, number, keeps)
 
 

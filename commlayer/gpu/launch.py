@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from commlayer.errors import InvalidInput
 from commlayer.gpu.kernel_call import Argument, Launcher
 
 THREADS = 256
@@ -31,7 +32,7 @@ def launcher(device: torch.device) -> Launcher:
     found = _launchers.get(device.type)
     if found is None:
         if device.type != "cuda":
-            raise ValueError(f"device codecs: {device} has no launcher, allowed is a CUDA device")
+            raise InvalidInput("E-GPU-CODE", f"device codecs: {device} has no launcher, allowed is a CUDA device")
         from commlayer.gpu.launch_cupy import CupyLauncher
 
         found = _launchers.setdefault("cuda", CupyLauncher())

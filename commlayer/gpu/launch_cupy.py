@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from commlayer.errors import InvalidInput
 from commlayer.gpu import sources
 from commlayer.gpu.kernel_call import Argument
 
@@ -49,5 +50,5 @@ def _cupy() -> Any:
     except ImportError as error:
         major = (torch.version.cuda or "12").split(".")[0]
         remedy = f"install commlayer[gpu{major}], or plan without them"
-        raise ValueError(f"device codecs: CuPy cannot be loaded ({error}); {remedy}") from None
+        raise InvalidInput("E-GPU-CODE", f"device codecs: CuPy cannot be loaded ({error}); {remedy}") from None
     return cupy

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Job
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -31,8 +32,10 @@ class Claim:
         for name, p in named:
             holder = _claims.get(p)
             if holder is not None and holder() is not None:
-                raise ValueError(f"{name or 'a parameter'} is attached already, by itself or inside a DistributedDataParallel "
-                                 "module, and would be averaged twice: attach a model once, or close the other session first")
+                raise InvalidInput("E-MODEL-UNSUPPORTED",
+                                   f"{name or 'a parameter'} is attached already, by itself or inside a "
+                                   "DistributedDataParallel "
+                                   "module, and would be averaged twice: attach a model once, or close the other session first")
             parameters.append(p)
         for p in parameters:
             _claims[p] = weakref.ref(self)
@@ -47,44 +50,49 @@ class Claim:
 def check_model(model: nn.Module) -> None:
     """ValueError with the name of what cannot be averaged."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model: got {type(model).__name__}, allowed: a torch.nn.Module")
+        raise InvalidInput("E-MODEL-UNSUPPORTED", f"model: got {type(model).__name__}, allowed: a torch.nn.Module")
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         for sharded, called in (("FullyShardedDataParallel", "FullyShardedDataParallel"), ("FSDPModule", "fully_shard()")):
             if sharded in kinds:
-                raise ValueError(f"{name or 'the model'} is under {called}: {SHARDED}")
+                raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name or 'the model'} is under {called}: {SHARDED}")
     for name, p in model.named_parameters():
         check_parameter(name, p)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name} has no shape before the first forward pass of its lazy module: run the model once on a "
-                             "batch, then attach it")
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               f"{name} has no shape before the first forward pass of its lazy module: run the model once on a "
+                               "batch, then attach it")
 
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
     if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
-        raise ValueError(f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
+        raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
 
 
 def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """ValueError for what apply_optimizer_in_backward has marked: its steps take this rank's own gradients."""
     for name, p in named:
         for optimizer in getattr(p, "_in_backward_optimizers", ()):
-            raise ValueError(f"{name} is stepped inside backward by {type(optimizer).__name__} (apply_optimizer_in_backward), "
-                             f"with what its own rank has: {STEP_AFTER_BACKWARD}")
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               f"{name} is stepped inside backward by {type(optimizer).__name__} "
+                               "(apply_optimizer_in_backward), "
+                               f"with what its own rank has: {STEP_AFTER_BACKWARD}")
 
 
 def check_dtypes(job: Job) -> None:
     for info in job.tensors:
         if info.dtype not in DTYPES:
-            raise ValueError(f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     """The one device of what is trained."""
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
-        raise ValueError(f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
+        raise InvalidInput("E-MODEL-UNSUPPORTED",
+                           f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
     return tensors[0].device
 
 
@@ -97,7 +105,8 @@ def refuse_ddp_around(model: nn.Module) -> None:
         handle.remove()
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and any(module is model for module in outer.module.modules()):
-            raise ValueError("the model is attached and inside a DistributedDataParallel module, so gradients would be "
-                             "averaged twice: attach the DistributedDataParallel module instead, or leave it out")
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               "the model is attached and inside a DistributedDataParallel module, so gradients would be "
+                               "averaged twice: attach the DistributedDataParallel module instead, or leave it out")
 
     handle = model.register_forward_pre_hook(look)

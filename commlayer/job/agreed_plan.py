@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from commlayer import planner, records
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.ways import Forbids, ways_of
 from commlayer.records import Job, Plan
 from commlayer.runtime.plan_check import unsuited
@@ -49,7 +49,7 @@ class Offer:
         if self._error is not None:
             raise self._error
         if data.startswith(REFUSED):
-            raise ValueError(f"rank 0: {data.removeprefix(REFUSED).decode()}")
+            raise InvalidInput("E-PLAN-REFUSED", f"rank 0: {data.removeprefix(REFUSED).decode()}")
         return data
 
 
@@ -73,4 +73,4 @@ def check_plan(
         [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ValueError(f"plan: {problems[0]}{more}")
+        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}{more}")

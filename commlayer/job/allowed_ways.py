@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.errors import InvalidInput
 from commlayer.job.connection import Connection
 from commlayer.job.quiet_ddp import check_silenceable
 from commlayer.job.ways import WAYS, Forbids
@@ -88,37 +89,50 @@ def check_local(optimizer: Any, said: str = "") -> None:
     """ValueError for an optimizer that nobody can step locally with. `said`: what attach() was told."""
     name, also = f"{said}: " if said else "", f", {said}" if said else ""
     if not hasattr(optimizer, "register_step_post_hook"):
-        raise ValueError(f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
-                         f"steps weights are exchanged: attach(model, optimizer{also})")
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
+                           f"steps weights are exchanged: attach(model, optimizer{also})")
     if not hooked(optimizer):  # a wrapper that is an Optimizer by its type alone, as Accelerate's
-        raise ValueError(f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the optimizer "
-                         "inside it")
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the "
+                           "optimizer "
+                           "inside it")
     if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
-        raise ValueError(f"{name}{SHARDED} steps each parameter on one rank alone, which would learn from its own batches "
-                         "only; allowed: the optimizer that it shards, or every=1 with gradients")
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}{SHARDED} steps each parameter on one rank alone, which would learn from its own batches "
+                           "only; allowed: the optimizer that it shards, or every=1 with gradients")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
-                         "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
+                           "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
 
 
 def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
     """ValueError where results may not come in behind backward()."""
     if isinstance(model, DistributedDataParallel):
-        raise ValueError("overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach the "
-                         "module inside it, and leave DistributedDataParallel out")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           "overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach "
+                           "the "
+                           "module inside it, and leave DistributedDataParallel out")
     if optimizer is None:
-        raise ValueError("overlap='forward' steps with the optimizer when results come in: attach(model, optimizer, ...)")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           "overlap='forward' steps with the optimizer when results come in: attach(model, optimizer, ...)")
     if why := indivisible(optimizer):
-        raise ValueError(f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
-                         "leave overlap out")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
+                           "leave overlap out")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in named if id(p) not in held]:
-        raise ValueError(f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first is "
-                         f"{missing[0]}: one optimizer has to step all of them, or leave these out with requires_grad=False")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first "
+                           "is "
+                           f"{missing[0]}: one optimizer has to step all of them, or leave these out with requires_grad=False")
     weights = sparse_weights(model)
     if sparse := [name for name, p in named if id(p) in weights]:
-        raise ValueError(f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages come whole; pass "
-                         "sparse=False to its nn.Embedding, or leave overlap out")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages come whole; pass "
+                           "sparse=False to its nn.Embedding, or leave overlap out")
     if stepped_lazily(optimizer, [p for _, p in named]):
-        raise ValueError(f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which come whole; take "
-                         "the dense optimizer, or leave overlap out")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which come whole; take "
+                           "the dense optimizer, or leave overlap out")

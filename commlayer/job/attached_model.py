@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commlayer.errors import InvalidInput
+
 log = logging.getLogger("commlayer")
 
 REMEDY = "session.close(), then attach again"
@@ -84,14 +86,16 @@ class AttachedModel:
             if p.requires_grad:
                 was = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
                        "took the place of another parameter" if name in self._names else "was added")
-                raise ValueError(f"parameter {name} {was}: nobody averages its gradient, so each rank would train its own; "
-                                 f"remedy: {REMEDY}")
+                raise InvalidInput("E-MODEL-CHANGED",
+                                   f"parameter {name} {was}: nobody averages its gradient, so each rank would train its own; "
+                                   f"remedy: {REMEDY}")
         for number, group in enumerate(self._groups()):
             for place, p in enumerate(group):
                 if p.requires_grad and id(p) not in self._known and not is_averaged(p):
-                    raise ValueError(f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, was "
-                                     "added and is in no attached model: nobody averages its gradient; remedy: "
-                                     f"{REMEDY}, with a model that holds it")
+                    raise InvalidInput("E-MODEL-CHANGED",
+                                       f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, was "
+                                       "added and is in no attached model: nobody averages its gradient; remedy: "
+                                       f"{REMEDY}, with a model that holds it")
         self._look()
 
     def remove(self) -> None:

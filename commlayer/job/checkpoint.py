@@ -14,7 +14,7 @@ import torch
 from commlayer import records
 from commlayer.compressors import restore, snapshot
 from commlayer.control.messages import named_at
-from commlayer.errors import CommError, PeerLost
+from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.job import checkpoint_files
 from commlayer.job.connection import Connection
 from commlayer.job.switch import switch
@@ -59,9 +59,10 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     step = int(state["step"])
     summed = any(b.served for b in worker.plan.buckets)
     if summed and worker.counters.exchanges > 0 and step != worker.step:
-        raise ValueError(f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
-                         "with session.load_residuals(), which takes what session.save_residuals() wrote and resets the "
-                         "servers, too")
+        raise InvalidInput("E-CHECKPOINT",
+                           f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
+                           "with session.load_residuals(), which takes what session.save_residuals() wrote and resets the "
+                           "servers, too")
     _restore(connection, worker, state)
 
 
@@ -237,10 +238,12 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch
 
 def _refuse_under_way(connection: Connection, what: str) -> None:
     if connection.local is not None and connection.local.under_way:
-        raise ValueError(f"{what}: an exchange of local steps is under way, which all ranks must bring in together: call "
-                         "session.drain() on all of them first, or take session.save_residuals() and load_residuals()")
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{what}: an exchange of local steps is under way, which all ranks must bring in together: call "
+                           "session.drain() on all of them first, or take session.save_residuals() and load_residuals()")
 
 
 def _same(name: str, what: str, saved: object, here: object) -> None:
     if saved != here:
-        raise ValueError(f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from commlayer import files, records
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record
 
 log = logging.getLogger("commlayer")
@@ -71,8 +71,9 @@ def reading(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{directory}: load_residuals() cannot read it: {_seen(error)}; name the directory that "
-                         "save_residuals() was given") from None
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{directory}: load_residuals() cannot read it: {_seen(error)}; name the directory that "
+                           "save_residuals() was given") from None
 
 
 def _seen(error: OSError) -> str:
@@ -159,7 +160,7 @@ def newest(directory: Path, rows: list[list[Held]]) -> Held:
     for candidate in rows[0]:
         if all((candidate.number, candidate.save, candidate.step) in row for row in usable):
             return candidate
-    raise ValueError(_why_none(directory, rows))
+    raise InvalidInput("E-CHECKPOINT", _why_none(directory, rows))
 
 
 def _why_none(directory: Path, rows: list[list[Held]]) -> str:
@@ -191,38 +192,40 @@ def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
 def mark_of(path: Path) -> Mark:
     """From a file's header, which also tells whether all of the file is there."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; save_residuals() writes one per rank and per server")
+        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file; save_residuals() writes one per rank and per server")
     try:
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole file of the safetensors format: {error}") from None
+        raise InvalidInput("E-CHECKPOINT", f"{path}: not a whole file of the safetensors format: {error}") from None
     if (found := meta.pop("format", None)) != FORMAT:
-        raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT!r}")
+        raise InvalidInput("E-CHECKPOINT", f"{path}: format {found!r}, this version reads {FORMAT!r}")
     try:
         return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: its header: {error}") from None
+        raise InvalidInput("E-CHECKPOINT", f"{path}: its header: {error}") from None
 
 
 def same(path: Path, mark: Mark) -> None:
     """ValueError if that file is of another save."""
     there = mark_of(path)
     if (there.save, there.step) != (mark.save, mark.step):
-        raise ValueError(f"{path}: files of different saves: this one is of step {there.step}, the rank's own of step "
-                         f"{mark.step}; load a directory that one save_residuals() has filled")
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{path}: files of different saves: this one is of step {there.step}, the rank's own of step "
+                           f"{mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _sealed(path: Path, mark: Mark) -> None:
     if not path.is_file():
-        raise ValueError(f"{path}: no such file, so the save was broken off")
+        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file, so the save was broken off")
     try:
         there = records.decode(path.read_bytes(), Mark, str(path))
     except RecordError as error:
-        raise ValueError(f"{error}: not a whole manifest") from None
+        raise InvalidInput("E-CHECKPOINT", f"{error}: not a whole manifest") from None
     if there != mark:
-        raise ValueError(f"{path}: files of different saves: the manifest is of step {there.step}, rank 0's file of step "
-                         f"{mark.step}; load a directory that one save_residuals() has filled")
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{path}: files of different saves: the manifest is of step {there.step}, rank 0's file of step "
+                           f"{mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _path(folder: Path, name: str) -> Path:

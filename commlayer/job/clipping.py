@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commlayer.errors import InvalidInput
 from commlayer.optim.lazy import Lazy
 from commlayer.runtime.optimizer_steps import closure_of
 
@@ -21,12 +22,14 @@ def checked(max_norm: Any, optimizer: Any) -> float | None:
     except (TypeError, ValueError):
         norm = -1.0
     if not 0 < norm < float("inf"):
-        raise ValueError(f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
+        raise InvalidInput("E-CLIP", f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError("max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
+        raise InvalidInput("E-CLIP",
+                           "max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
     if isinstance(optimizer, Lazy):
-        raise ValueError(f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
-                         "leave max_norm out, or take an optimizer of torch.optim")
+        raise InvalidInput("E-CLIP",
+                           f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
+                           "leave max_norm out, or take an optimizer of torch.optim")
     return norm
 
 
@@ -44,8 +47,10 @@ class Clipping:
 
     def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:
-            raise ValueError("max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: clip "
-                             "with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
+            raise InvalidInput("E-CLIP",
+                               "max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: "
+                               "clip "
+                               "with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which takes the scale out by itself
         nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
 

@@ -160,7 +160,8 @@ class FiniteSteps:
             made.say(f"{what} are not finite: {then}", own=own)
             return
         diverged = "the loss has diverged: " if "all ranks" in what else ""
-        error = CommError(f"step {made.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}")
+        error = CommError(f"step {made.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
+                          code="E-NOT-FINITE")
         if made.worker is not None:
             made.worker.latch(error)
         raise error

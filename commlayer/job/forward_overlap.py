@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.errors import CommError, StepAbandoned
+from commlayer.errors import CommError, InvalidInput, StepAbandoned
 from commlayer.job.module_hook import ModuleHook
 from commlayer.job.optimizer_hooks import Around, OptimizerHooks
 from commlayer.job.step_loop import StepLoop
@@ -112,8 +112,10 @@ class ForwardOverlap:
         with self._lock:
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 if p.dtype != mark.dtype:
-                    raise ValueError(f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was attached: "
-                                     "overlap='forward' needs it as it was; convert the model before attach()")
+                    raise InvalidInput("E-MODEL-CHANGED",
+                                       f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was "
+                                       "attached: "
+                                       "overlap='forward' needs it as it was; convert the model before attach()")
             # Alike on all ranks or not: what is waited for here is observed where the others do.
             whole = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
             self._shared = False

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from commlayer.config import Launch, judged_s, read_config, read_launch
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
@@ -156,8 +156,9 @@ def _init(known: Callable[..., Any], backend: str | None = None, init_method: st
         return known(backend, init_method, timeout, world_size, rank, store, **more)
     launch = read_launch()
     if init_method not in OWN or rank not in (-1, launch.rank) or world_size not in (-1, launch.world):
-        raise ValueError(f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}): allowed "
-                         f"under `commlayer launch`: nothing of these, or env:// with rank {launch.rank} of {launch.world}")
+        raise InvalidInput("E-PROCESS-GROUP",
+                           f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}): allowed "
+                           f"under `commlayer launch`: nothing of these, or env:// with rank {launch.rank} of {launch.world}")
     inside = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     begin_world(launch, inside, timeout.total_seconds() if timeout else 0.0)
     return None

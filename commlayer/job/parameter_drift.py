@@ -193,7 +193,7 @@ class ParameterDrift:
         what = (f"{ranks} and {made.called(0)} have stepped their optimizers behind different exchanges "
                 f"({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} times since the last look): {UNEQUAL}")
         if self._answer == "end" or (self._answer == "resync" and before):
-            raise CommError(f"step {self._step}: {what}")
+            raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
         if not self._fixed:
             self._span = LEAST
         if not before:
@@ -249,7 +249,7 @@ class ParameterDrift:
         what = "; ".join(self._spelled(unlike))
         if before:
             raise CommError(f"step {self._step}: {what}, again since rank 0's was taken: set it alike on all ranks, or say "
-                            'drift="warn"')
+                            'drift="warn"', code="E-REPLICAS")
         self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
     def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
@@ -271,14 +271,15 @@ class ParameterDrift:
             return
         at = f"step {self._step}: "
         if self._answer == "end":
-            raise CommError(f'{at}{what}; drift="resync" would go on from what rank 0 has, drift="warn" as it is')
+            raise CommError(f'{at}{what}; drift="resync" would go on from what rank 0 has, drift="warn" as it is',
+                            code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
             raise CommError(f'{at}{what}; ranks that differ in {bad[0]} cannot go on from what rank 0 has: give all the '
-                            'same, or say drift="warn"')
+                            'same, or say drift="warn"', code="E-REPLICAS")
         try:
             take(groups)
         except ValueError as error:
-            raise CommError(f"{at}{what}; all cannot go on from what rank 0 has: {error}") from None
+            raise CommError(f"{at}{what}; all cannot go on from what rank 0 has: {error}", code="E-REPLICAS") from None
         self._connection.say(f"{what}: all go on from what rank 0 has")
 
     # ---- weights, as they are compared on the way
@@ -302,7 +303,7 @@ class ParameterDrift:
             return
         what = f"{self._ranks(differing)} and {made.called(0)} have drifted apart in {self._named_some(differing)}"
         if self._answer == "end":
-            raise CommError(f'step {self._step}: {what}; drift="resync" would go on from what rank 0 has')
+            raise CommError(f'step {self._step}: {what}; drift="resync" would go on from what rank 0 has', code="E-REPLICAS")
         if self._answer == "resync":
             what += ": all go on from what rank 0 has, " + self._resync([*differing], made.groups)
         else:

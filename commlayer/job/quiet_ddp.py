@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.errors import InvalidInput
+
 
 class QuietDDP:
     """Of one module."""
@@ -28,8 +30,9 @@ class QuietDDP:
         if not self._handles:
             return  # a hook ahead of this one has removed it
         if ddp._join_config.enable:
-            raise ValueError("the model is in DistributedDataParallel's join(): local steps, and steps of homes "
-                             "that may leave, are exchanged by all ranks alike; give all ranks the same number of batches")
+            raise InvalidInput("E-DDP-LOCAL-STEPS",
+                               "the model is in DistributedDataParallel's join(): local steps, and steps of homes "
+                               "that may leave, are exchanged by all ranks alike; give all ranks the same number of batches")
         if torch.is_grad_enabled():
             self.syncing = ddp.require_backward_grad_sync
         # With a static graph the first pass ends with a reduction of all, whatever no_sync() says.
@@ -51,14 +54,18 @@ class QuietDDP:
 def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
     """ValueError for a module that would not train as it does, if it were silent. `own`: the state of our hook on it."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
-        raise ValueError(f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without every "
-                         "and codes, or freeze it")
+        raise InvalidInput("E-DDP-LOCAL-STEPS",
+                           f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without "
+                           "every "
+                           "and codes, or freeze it")
     if ddp.mixed_precision is not None:
-        raise ValueError("DistributedDataParallel(mixed_precision=...) swaps weights around its reductions, of which local "
-                         "steps make none: take torch.autocast")
+        raise InvalidInput("E-DDP-LOCAL-STEPS",
+                           "DistributedDataParallel(mixed_precision=...) swaps weights around its reductions, of which local "
+                           "steps make none: take torch.autocast")
     if any(state is not own or own is None for _, state in ddp._comm_hooks):
-        raise ValueError("the DistributedDataParallel module has a communication hook, and local steps reduce no gradients: "
-                         "make the module without it")
+        raise InvalidInput("E-DDP-LOCAL-STEPS",
+                           "the DistributedDataParallel module has a communication hook, and local steps reduce no gradients: "
+                           "make the module without it")
 
 
 def silenceable(ddp: DistributedDataParallel) -> bool:

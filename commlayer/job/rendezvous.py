@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
 from commlayer.control import messages
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job import home_process, optimizer_settings
 from commlayer.records import Plan
 from commlayer.transport import own_address
@@ -114,11 +114,12 @@ class Start:
         rows = self._tell(members, config, mine)
         if problem := problem_of(rows, members.ranks, own_servers=not config.join):
             _stay(members)
-            raise ValueError(problem)
+            raise InvalidInput("E-RANKS-DIFFER", problem)
         differs = differing(rows, members.ranks)
         if differs and config.drift != "warn":
             _stay(members)
-            raise ValueError(f'{differs}; allowed: the same on all ranks; drift="warn" trains with different ones')
+            raise InvalidInput("E-RANKS-DIFFER",
+                               f'{differs}; allowed: the same on all ranks; drift="warn" trains with different ones')
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
@@ -133,7 +134,8 @@ class Start:
         begin_group(launch, self._device, config)
         if not dist.is_initialized():
             if self._group is not None:
-                raise ValueError(f"process_group: got {self._group!r}, but torch.distributed is not initialised")
+                raise InvalidInput("E-PROCESS-GROUP",
+                                   f"process_group: got {self._group!r}, but torch.distributed is not initialised")
             return None
         members = Members(self._group)
         return members if members.world > 1 else None
@@ -152,8 +154,9 @@ def group_of(process_group: Any) -> Any:
     if not isinstance(process_group, DeviceMesh):
         return process_group
     if process_group.ndim != 1:
-        raise ValueError(f"process_group: got {process_group!r}, allowed: a DeviceMesh of one dimension, such as mesh['dp'] "
-                         "where dimensions have names")
+        raise InvalidInput("E-PROCESS-GROUP",
+                           f"process_group: got {process_group!r}, allowed: a DeviceMesh of one dimension, such as mesh['dp'] "
+                           "where dimensions have names")
     return process_group.get_group()
 
 

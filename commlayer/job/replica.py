@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from commlayer import records
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.job.connection import Connection
 from commlayer.records import MALFORMED, Plan, Record
 from commlayer.runtime.model_job import buffers_of, parameters_of
@@ -119,19 +119,21 @@ class Replica:
         except (*MALFORMED, ValueError) as error:
             raise CorruptFrame(f"what the others gave is malformed: {error}".splitlines()[0]) from None
         if told.error:
-            raise ValueError(f"joins a running job: its workers cannot give what they have: {told.error}")
+            raise InvalidInput("E-JOIN-STATE", f"joins a running job: its workers cannot give what they have: {told.error}")
         mine = type(self._optimizer).__name__
         if told.optimizer != mine:
-            raise ValueError(f"joins a running job: the optimizer here is {mine}, there {told.optimizer}; allowed: the same on "
-                             "all ranks")
+            raise InvalidInput("E-JOIN-STATE",
+                               f"joins a running job: the optimizer here is {mine}, there {told.optimizer}; allowed: the same "
+                               "on "
+                               "all ranks")
         plan = records.decode(told.plan, Plan, "plan of the running job")
         check(plan)
         there = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
         there |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
         for name, tensor in there.items():
             if name not in tensors or tensors[name].shape != tensor.shape:
-                raise ValueError(f"joins a running job: {name} is of shape {tuple(tensor.shape)} here, and "
-                                 f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
+                raise InvalidInput("E-JOIN-STATE", f"joins a running job: {name} is of shape {tuple(tensor.shape)} here, and "
+                                   f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
 
         def restore() -> None:
             if self._optimizer is not None:
@@ -160,7 +162,7 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
         head = msgspec.msgpack.encode((error, state, len(body)))
     error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
     if error:
-        raise ValueError(error)
+        raise InvalidInput("E-JOIN-STATE", error)
     there = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
     if groups.rank == source:
         there.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
@@ -192,7 +194,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return [_plain(inner, tensors) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"its optimizer keeps a {type(value).__name__}, which is no tensor and no plain value")
+    raise InvalidInput("E-JOIN-STATE", f"its optimizer keeps a {type(value).__name__}, which is no tensor and no plain value")
 
 
 def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

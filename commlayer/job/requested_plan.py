@@ -14,6 +14,7 @@ from commlayer.balance import tuner_loss
 from commlayer.codec_name import misspelled, up_and_down
 from commlayer.compressors import build, wrap
 from commlayer.config import Config
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Basis
 from commlayer.planner.model.learning import Recipe, excess
 from commlayer.planner.model.matrix_shapes import untouched
@@ -79,8 +80,9 @@ def is_file(plan: Any) -> bool:
     if isinstance(plan, str) and not (wrong := misspelled(plan)):
         return False
     if isinstance(plan, str) and plan.rstrip().endswith(")"):
-        raise ValueError(f"plan {plan!r}: {wrong}")
-    raise ValueError(f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)")
+        raise InvalidInput("E-PLAN-NAME", f"plan {plan!r}: {wrong}")
+    raise InvalidInput("E-PLAN-NAME",
+                       f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)")
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from commlayer.errors import InvalidInput
+
 TIME_PART = 0.01
 """Most part of a job's time that comparing with exact gradients may take, and telling each other rows."""
 MOST_STEPS = 64
@@ -17,8 +19,9 @@ def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: fl
     (45, 1)
     """
     if min(spent_s, cost_s, elapsed_s) < 0 or step_s <= 0:
-        raise ValueError(f"spent {spent_s:g} s, it takes {cost_s:g} s, {elapsed_s:g} s have passed, a step takes "
-                         f"{step_s:g} s: allowed are 0 or more, and more than 0")
+        raise InvalidInput("E-ARGUMENT",
+                           f"spent {spent_s:g} s, it takes {cost_s:g} s, {elapsed_s:g} s have passed, a step takes "
+                           f"{step_s:g} s: allowed are 0 or more, and more than 0")
     return max(1, math.ceil(((spent_s + cost_s) / part - elapsed_s) / step_s - 1e-9))
 
 
@@ -29,7 +32,7 @@ def steps_between(cost_s: float, step_s: float, part: float = TIME_PART) -> int:
     25
     """
     if cost_s < 0 or step_s <= 0:
-        raise ValueError(f"it takes {cost_s:g} s, a step {step_s:g} s: allowed are 0 or more, and more than 0")
+        raise InvalidInput("E-ARGUMENT", f"it takes {cost_s:g} s, a step {step_s:g} s: allowed are 0 or more, and more than 0")
     return max(1, math.ceil(cost_s / (part * step_s) - 1e-9))
 
 

@@ -15,6 +15,7 @@ from commlayer.compressors import kernels
 from commlayer.config import Config, codec_threads, is_loopback, notice_s, reconnect_window_s, verdict_s
 from commlayer.control import messages, uplink
 from commlayer.control.embedded import Embedded
+from commlayer.errors import InvalidInput
 from commlayer.job import requested_plan
 from commlayer.job.agreed_plan import agreed_plan, check_plan, from_rank_0
 from commlayer.job.connection import Connection, Waits
@@ -105,7 +106,7 @@ def connect(
             made.say(f"fragments={asked.fragments} becomes fragments={made.plan.fragments}: a round has at most as many as the "
                      f"plan has buckets ({len(made.plan.buckets)})")
         if regroups and (why := unfit(made.plan)):
-            raise ValueError(f"plan: {why}")
+            raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
         if made.rank == 0 and (said := float64.told(job, nodes)):
             made.say(said)
@@ -136,9 +137,10 @@ def _enter(
 ) -> None:
     """Into a job that runs."""
     if replica is None or not config.min_workers:
-        raise ValueError("joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
-                         "server says --min-workers; not a communication hook that the script registers, nor a "
-                         "DistributedDataParallel module that ignores parameters or has mixed_precision")
+        raise InvalidInput("E-JOIN-ATTACH",
+                           "joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
+                           "server says --min-workers; not a communication hook that the script registers, nor a "
+                           "DistributedDataParallel module that ignores parameters or has mixed_precision")
     made.id = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from commlayer.errors import InvalidInput, InvalidState
 from commlayer.job.accepted_models import STEP_AFTER_BACKWARD
 from commlayer.job.attached_model import AttachedModel
 from commlayer.runtime.gradient_mark import GradientMark
@@ -77,7 +78,8 @@ class StepGuard:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mine = self._held.by(optimizer)
         if mine and torch._C._current_graph_task_id() != OUTSIDE:
-            raise RuntimeError(f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with what its own "
+            raise InvalidState("E-STEP-IN-BACKWARD",
+                               f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with what its own "
                                f"rank has: {STEP_AFTER_BACKWARD}")
         if not self._checked:
             self._attached.check(self._latch, None if mine else optimizer)
@@ -120,12 +122,14 @@ class StepGuard:
         p, name = self._parameters[own[0]], self._names[own[0]]
         if p.dtype != self._dtypes[own[0]]:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self._dtypes[own[0]], p.dtype))
-            error = ValueError(f"parameter {name} was {before} when the model was attached, and is {now}: its gradient is not "
-                               "averaged; remedy: session.close(), then attach again")
+            error = InvalidInput("E-MODEL-CHANGED",
+                                 f"parameter {name} was {before} when the model was attached, and is {now}: its gradient is "
+                                 "not averaged; remedy: session.close(), then attach again")
         else:
             more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""
-            error = ValueError(f"the gradient of {name} was not averaged since its last step{more}: each rank would apply its "
-                               f"own; remedy: {self._remedy}")
+            error = InvalidInput("E-GRADIENT-LOCAL",
+                                 f"the gradient of {name} was not averaged since its last step{more}: each rank would apply "
+                                 f"its own; remedy: {self._remedy}")
         self._latch(error)
         raise error
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from commlayer import records
 from commlayer.control.uplink import Uplink
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.agreed_plan import Offer, bytes_of, check_plan, plan_in
 from commlayer.job.connection import Connection
 from commlayer.job.ways import in_updates, stepping
@@ -44,7 +44,7 @@ def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, aske
     plan, so what cannot be behind local steps is left out of it.
     """
     if made.worker is None or made.groups is None or made.uplink is None:
-        raise ValueError("there is nobody to go over to another plan with")
+        raise InvalidInput("E-PLAN-SWITCH", "there is nobody to go over to another plan with")
     again = False
     while True:
         before = made.uplink.view.members
@@ -110,12 +110,13 @@ def _go_over(
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:
-            raise ValueError(f"plan: for {agreed.servers} servers, the job has {servers}")
+            raise InvalidInput("E-PLAN-SWITCH", f"plan: for {agreed.servers} servers, the job has {servers}")
         if by_itself and made.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
-            raise ValueError("plan: has local steps, and a Controller moves shares by what averaged steps take: only a plan "
-                             "that the script asks for takes them")
+            raise InvalidInput("E-PLAN-SWITCH",
+                               "plan: has local steps, and a Controller moves shares by what averaged steps take: only a plan "
+                               "that the script asks for takes them")
         if made.members is not None and (why := made.members.unfit(agreed)):
-            raise ValueError(f"plan: {why}")
+            raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.terms.forbids,
                    reachable=groups.members.reachable)
@@ -168,8 +169,10 @@ def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int
     with together(groups, "switch()", len(_Stand._fields)) as told:
         old.check()
         if not old.begins() and (local is None or not local.under_way):
-            raise ValueError(f"step {old.step} is half announced: go over to another plan between two steps, behind backward() "
-                             "and ahead of the next")
+            raise InvalidInput("E-PLAN-SWITCH",
+                               f"step {old.step} is half announced: go over to another plan between two steps, behind "
+                               "backward() "
+                               "and ahead of the next")
         old.drain()
         told.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
                              stepped.digest() if stepped is not None and local is not None else 0,
@@ -180,7 +183,7 @@ def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int
         steps = sorted(stand.step for stand in stands)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
             f"local steps {min(stand.taken for stand in stands)} to {max(stand.taken for stand in stands)}"
-        raise ValueError(f"ranks stand at {what}: all go over to another plan at the same one")
+        raise InvalidInput("E-PLAN-SWITCH", f"ranks stand at {what}: all go over to another plan at the same one")
     return stands
 
 
@@ -189,8 +192,10 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
     late = any(b.stale for b in plan.buckets)
     if (late or plan.overlap) and not by_itself:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
-        raise ValueError(f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make it "
-                         f"without {'staleness' if late else 'overlap'}")
+        raise InvalidInput("E-PLAN-SWITCH",
+                           f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make "
+                           "it "
+                           f"without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
     return in_updates(unpredicted), (
         "the ranks' optimizers are in different states since they stepped locally, so changes of weights are still what is "
@@ -199,5 +204,5 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
 
 def _given(plan: Plan | None) -> Plan:
     if plan is None:
-        raise ValueError("plan: none given, allowed on rank 0: a Plan to go over to")
+        raise InvalidInput("E-PLAN-SWITCH", "plan: none given, allowed on rank 0: a Plan to go over to")
     return plan

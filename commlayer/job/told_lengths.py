@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.connection import Connection
 from commlayer.optim import Outer
 from commlayer.runtime.initial_sync import align
@@ -39,8 +39,10 @@ class ToldLengths:
             if made.matched is None:
                 made.matched = all(row[0] for row in gather(made.groups, [int(self._outer.matched)]))
             elif made.matched and not self._outer.matched:
-                raise ValueError("sync: the job that this home joins makes means as long as changes are (Outer(matched=True)), "
-                                 "this home does not; allowed: the same on all ranks")
+                raise InvalidInput("E-RANKS-DIFFER",
+                                   "sync: the job that this home joins makes means as long as changes are "
+                                   "(Outer(matched=True)), "
+                                   "this home does not; allowed: the same on all ranks")
             made.rows.allow(self._deadline_s * every)
             return made.matched
         except CommError as error:

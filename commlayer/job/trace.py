@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observer, Observers, Place
 from commlayer.job.predicted_events import Prediction, origins, predict
@@ -49,9 +49,9 @@ def trace_once(connection: Connection, observers: Observers, file: str, *, plann
 def trace(connection: Connection, observers: Observers, path: Path, steps: int) -> None:
     """The next steps."""
     if steps < 1:
-        raise ValueError(f"steps is {steps}, allowed: 1 or more")
+        raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
     if why := _untraceable(connection):
-        raise ValueError(f"there is nothing to trace: {why}")
+        raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
     Tracer(connection, observers, path, steps, planning=False, warm=0)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.fragments import most_fragments
 from commlayer.records import Plan
 
@@ -53,27 +54,33 @@ class Asked(NamedTuple):
 def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> Asked:
     """ValueError, a line, for what cannot be under any plan."""
     if every is not None and not _whole(every):
-        raise ValueError(f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
+        raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
     if codes not in (None, *CODES):
-        raise ValueError(f"codes: got {codes!r}, allowed: {', '.join(map(repr, CODES))}")
+        raise InvalidInput("E-SYNC-MODE", f"codes: got {codes!r}, allowed: {', '.join(map(repr, CODES))}")
     several = every is not None and every > 1
     if several and codes == "gradients":
-        raise ValueError(f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
-                         "take every=1")
+        raise InvalidInput("E-SYNC-MODE",
+                           f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
+                           "take every=1")
     if overlap not in (None, *OVERLAPS):
-        raise ValueError(f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more or codes='updates', or 'forward'")
+        raise InvalidInput("E-SYNC-MODE",
+                           f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more or codes='updates', or 'forward'")
     if overlap == "forward" and (several or codes == "updates"):
-        raise ValueError("overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
-                         "codes='updates', which exchange weights; these have overlap='round'")
+        raise InvalidInput("E-SYNC-FORWARD",
+                           "overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
+                           "codes='updates', which exchange weights; these have overlap='round'")
     if fragments is not None and not _whole(fragments):
-        raise ValueError(f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment is "
-                         "exchanged every H / fragments steps")
+        raise InvalidInput("E-SYNC-FRAGMENTS",
+                           f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment "
+                           "is "
+                           "exchanged every H / fragments steps")
     if exact is not None and not isinstance(exact, bool):
-        raise ValueError(f"exact: got {exact!r}, allowed: True or False")
+        raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, allowed: True or False")
     asked = Asked(every, codes, overlap, fragments, exact)
     if exact and (asked.updates or overlap == "round"):
-        raise ValueError(f"{asked}: each rank steps on its own gradients then; allowed: exact=True without every, "
-                         "codes='updates' and overlap='round'")
+        raise InvalidInput("E-SYNC-MODE",
+                           f"{asked}: each rank steps on its own gradients then; allowed: exact=True without every, "
+                           "codes='updates' and overlap='round'")
     return asked
 
 
@@ -84,29 +91,37 @@ def _whole(number: Any) -> bool:
 def stepping(plan: Plan, asked: Asked) -> Plan:
     """The plan with what attach() was told in it. ValueError if the two do not go together."""
     if asked.updates and any(b.stale for b in plan.buckets):
-        raise ValueError("plan: has results that are a step late, and updates are coded, which ranks step on: make it without "
-                         "staleness")
+        raise InvalidInput("E-SYNC-MODE",
+                           "plan: has results that are a step late, and updates are coded, which ranks step on: make it "
+                           "without "
+                           "staleness")
     if asked.every is not None and asked.every != plan.local_steps > 1:
-        raise ValueError(f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "
-                         "make the plan with max_local_steps=1")
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "
+                           "make the plan with max_local_steps=1")
     if asked.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
         how = "late results" if not plan.steps_locally else "coded updates" if plan.local_steps == 1 else \
             f"{plan.local_steps} local steps"
-        raise ValueError(f"exact=True, but the plan is one of {how}: leave exact out, or make the plan without them")
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"exact=True, but the plan is one of {how}: leave exact out, or make the plan without them")
     every = asked.every or plan.local_steps
     if asked.codes == "gradients" and (every > 1 or plan.codes == "updates"):
         what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
-        raise ValueError(f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
     if asked.overlap == "round" and every == 1 and "updates" not in (asked.codes, plan.codes):
-        raise ValueError(f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: "
-                         "every=2 or more, or codes='updates'")
+        raise InvalidInput("E-SYNC-MODE",
+                           f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: "
+                           "every=2 or more, or codes='updates'")
     if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
-        raise ValueError(f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
     fragments = 1 if asked.fragments is None else most_fragments(asked.fragments, every, len(plan.buckets))
     if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, fragments, asked.fragments)):
         has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
-        raise ValueError(f"fragments: got {asked.fragments} with every={every}{has}, allowed: a divisor of every, since one "
-                         "fragment is exchanged every H / fragments steps")
+        raise InvalidInput("E-SYNC-FRAGMENTS",
+                           f"fragments: got {asked.fragments} with every={every}{has}, allowed: a divisor of every, since one "
+                           "fragment is exchanged every H / fragments steps")
     laid = structs.replace(
         plan, local_steps=every, codes=asked.codes or plan.codes, overlap=asked.overlap or plan.overlap,
         fragments=plan.fragments if asked.fragments is None else fragments)

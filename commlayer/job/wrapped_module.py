@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.errors import InvalidInput
 from commlayer.job.accepted_models import check_dtypes, check_parameter
 from commlayer.planner.model.gradients_only import gradients_of
 from commlayer.records import Job, TensorInfo
@@ -23,7 +24,8 @@ def wrapper_of(state: object) -> DistributedDataParallel | None:
     """The DDP module that a communication hook's state is registered with. ValueError if there are several."""
     found = wrappers_of(state)
     if len(found) > 1:
-        raise ValueError(f"this HookState is registered with {len(found)} DistributedDataParallel modules: make one for each")
+        raise InvalidInput("E-DDP-HOOK",
+                           f"this HookState is registered with {len(found)} DistributedDataParallel modules: make one for each")
     return found[0] if found else None
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from commlayer.errors import InvalidInput
 from commlayer.measure import memory
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
@@ -32,8 +33,10 @@ def bare(model: nn.Module) -> nn.Module:
     """What can be run by one rank alone. ValueError where nothing can."""
     module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     if any(isinstance(one, nn.SyncBatchNorm) for one in module.modules()):
-        raise ValueError("profile: the model has SyncBatchNorm, which waits for the other ranks in each forward pass, allowed: "
-                         "a model that runs alone; give Controller(line=...) and Sampler(cap=...) what you know instead")
+        raise InvalidInput("E-USER-CODE",
+                           "profile: the model has SyncBatchNorm, which waits for the other ranks in each forward pass, "
+                           "allowed: "
+                           "a model that runs alone; give Controller(line=...) and Sampler(cap=...) what you know instead")
     return module
 
 
@@ -42,12 +45,15 @@ def batches_of(source: Any) -> BatchOf:
     if not hasattr(source, "collate_fn"):
         if callable(source):
             return source  # type: ignore[no-any-return]
-        raise ValueError(f"profile: got {type(source).__name__} for batches, allowed: a DataLoader, or a function that gives a "
-                         "batch of so many samples")
+        raise InvalidInput("E-USER-CODE",
+                           f"profile: got {type(source).__name__} for batches, allowed: a DataLoader, or a function that gives "
+                           "a "
+                           "batch of so many samples")
     dataset, collate = source.dataset, source.collate_fn
     if isinstance(dataset, IterableDataset):
-        raise ValueError(f"profile: the dataset {type(dataset).__name__} has no samples by index, allowed in place of the "
-                         "loader: a function that gives a batch of so many samples")
+        raise InvalidInput("E-USER-CODE",
+                           f"profile: the dataset {type(dataset).__name__} has no samples by index, allowed in place of the "
+                           "loader: a function that gives a batch of so many samples")
 
     def batch_of(samples: int) -> Any:
         places = list(range(samples))
@@ -101,7 +107,8 @@ class Trial:
             loss = self._loss_of(self._model, self._batch[1])
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ValueError(f"profile: the loss is {what}, allowed: a tensor of one element, not yet passed back")
+                raise InvalidInput("E-USER-CODE",
+                                   f"profile: the loss is {what}, allowed: a tensor of one element, not yet passed back")
             loss.backward()
             self._seconds = self._now() - begin
             if self._peak is not None:

@@ -18,6 +18,7 @@ from torch import nn
 from commlayer import planner
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
+from commlayer.errors import InvalidInput
 from commlayer.measure.virtual_workers import VirtualWorkers
 from commlayer.optim import Outer, usual
 from commlayer.planner.model.fragments import fragments_of
@@ -72,7 +73,8 @@ def outer_of(way: Way) -> Outer:
     if not way.outer:
         return usual("adam" if way.optimizer == "adam" else "sgd")
     if way.outer not in OUTERS:
-        raise ValueError(f"outer: got {way.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's own")
+        raise InvalidInput("E-USER-CODE",
+                           f"outer: got {way.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's own")
     return OUTERS[way.outer]
 
 
@@ -96,8 +98,9 @@ def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> li
     """The validation loss at `looks` places. NaN where weights are no numbers. ValueError for a task that cannot be trained."""
     task = make(way.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
-        raise ValueError(f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
-                         "average; take a model without, such as one with LayerNorm or GroupNorm")
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
+                           "average; take a model without, such as one with LayerNorm or GroupNorm")
     made = (_Local if way.updates else _Averaged)(way, task, make)
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
@@ -114,7 +117,8 @@ def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
     drawn = list(islice(feed, way.batches))
     if len(drawn) == way.batches:
         return drawn
-    raise ValueError(f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
+    raise InvalidInput("E-USER-CODE",
+                       f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
 
 
 def _validated(way: Way, found: Any) -> float:
@@ -123,7 +127,7 @@ def _validated(way: Way, found: Any) -> float:
         return float(found)
     except (TypeError, ValueError):
         what = f"Tensor of {found.numel()}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ValueError(f"task {way.task}: validation returned {what}, needed is one number") from None
+        raise InvalidInput("E-USER-CODE", f"task {way.task}: validation returned {what}, needed is one number") from None
 
 
 def losses(task: Task, way: Way, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
@@ -135,7 +139,8 @@ def _loss(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
     """One line if the task gives none."""
     found: Any = task.loss(model, batch)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
-        raise ValueError(f"task {way.task} returned {type(found).__name__} as its loss, needed is one number with a gradient")
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task} returned {type(found).__name__} as its loss, needed is one number with a gradient")
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.measure.learning import STEPS, Way
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
 
@@ -83,7 +84,8 @@ def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
         if dense is None or way == way.dense or way.rate:
             continue
         if not all(map(math.isfinite, dense)):
-            raise ValueError(f"task {way.task}: dense training with {way.optimizer} ends in a loss of nan: lower its rate")
+            raise InvalidInput("E-USER-CODE",
+                               f"task {way.task}: dense training with {way.optimizer} ends in a loss of nan: lower its rate")
         made[way] = cost(curve, dense)
     return made
 

@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from commlayer.errors import InvalidInput
 from commlayer.observe import RecordedStep
 from commlayer.planner.tables.machines import device_named
 from commlayer.records import Job, Timing
@@ -85,7 +86,8 @@ class _Watch:
         self._begin = time.perf_counter()
         loss: object = loss_of()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(f"the loss is {_said(loss)}, needed is one number with a gradient: return what backward() is of")
+            raise InvalidInput("E-USER-CODE",
+                               f"the loss is {_said(loss)}, needed is one number with a gradient: return what backward() is of")
         self._forward.append(self._now())
         self._begin = time.perf_counter()
         loss.backward()
@@ -124,7 +126,7 @@ def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, 
     since training waits for it only between the last gradient and the step's end.
     """
     if not steps:
-        raise ValueError("no recorded step to take times from: record at least one")
+        raise InvalidInput("E-USER-CODE", "no recorded step to take times from: record at least one")
     first_s = median(min(s.ready.values(), default=s.marks["backward"]) for s in steps)
     backward_s = median(max(0.0, s.marks["backward"] - min(s.ready.values(), default=s.marks["backward"])) for s in steps)
     ready_s = []

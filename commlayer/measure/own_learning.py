@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from commlayer.codec_name import SPARSE, named
-from commlayer.errors import cause_of
+from commlayer.errors import InvalidInput, cause_of
 from commlayer.measure import learning_costs
 from commlayer.measure.learning import LOOKS, STEPS, Make, Way, train
 from commlayer.optim.family import family_of
@@ -49,7 +49,8 @@ def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: i
     """Trains all of them. ValueError, a line, for a task that cannot be trained."""
     family = family_of(_optimizer(name, make))
     if family == "other":
-        raise ValueError(f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
+        raise InvalidInput("E-USER-CODE",
+                           f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
     curves: dict[Way, Sequence[float]] = {}
     table: LearningTable | None = None
     for seed in range(seeds):
@@ -59,7 +60,7 @@ def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: i
             table = _table(name, curves)
             tell(mine, curves[mine][-1], table)
     if table is None:
-        raise ValueError(f"{name}: nothing to compare with dense training; name a codec or local steps")
+        raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
     return table
 
 
@@ -70,10 +71,12 @@ def _trained(way: Way, make: Make, steps: int) -> Sequence[float]:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
+        raise InvalidInput("E-USER-CODE", f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
     if (least := min(curve)) <= 0:  # one that has diverged is no number, and counts as such
-        raise ValueError(f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told as "
-                         "parts of it: return one that stays above 0, or train for fewer steps")
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
+                           "as "
+                           "parts of it: return one that stays above 0, or train for fewer steps")
     return curve
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from commlayer.errors import InvalidInput
 from commlayer.observe.link_throughput import Reading, Throughput, throughput
 
 PERIOD_S = 0.05
@@ -113,4 +114,4 @@ def _counters(name: str) -> tuple[int, int]:
         if head.strip() == name:
             words = rest.split()
             return int(words[8]), int(words[0])
-    raise ValueError(f"{COUNTERS} has no interface {name}")
+    raise InvalidInput("E-ARGUMENT", f"{COUNTERS} has no interface {name}")

@@ -6,6 +6,7 @@ import math
 
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 LIMIT = 0.25
@@ -56,7 +57,7 @@ class PredictionCheck(Record, frozen=True):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.predicted_s) and self.predicted_s > 0):
-            raise ValueError(f"predicted_s is {self.predicted_s}, allowed: seconds above 0")
+            raise InvalidInput("E-ARGUMENT", f"predicted_s is {self.predicted_s}, allowed: seconds above 0")
 
     def observe(self, measured_s: float, step: int = 0) -> tuple[PredictionCheck, StalePlan | None]:
         if not (math.isfinite(measured_s) and measured_s > 0):

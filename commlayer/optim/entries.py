@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.optim import kernels
 
 MOST = 2**32 - 1
@@ -31,10 +31,12 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
     known: torch.Tensor | None
     known, version = getattr(grad, KNOWN, (None, 0))
     if parameter.numel() > MOST:
-        raise ValueError(f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
+        raise InvalidInput("E-OPTIM-GRADIENT",
+                           f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
     if not parameter.is_contiguous():
-        raise ValueError(f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
-                         "row by row: make the parameter contiguous()")
+        raise InvalidInput("E-OPTIM-GRADIENT",
+                           f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
+                           "row by row: make the parameter contiguous()")
     if known is not None and grad._version == version and grad.shape == parameter.shape:
         return Entries(known, grad._values().contiguous())
     if not grad.is_coalesced():
@@ -48,8 +50,9 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
             kernels.of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
         except CorruptFrame:
             _check_range(grad, what)
-            raise ValueError(f"{what}: the positions of its sparse gradient do not increase, though it says that it is "
-                             "coalesced: build it without is_coalesced=True") from None
+            raise InvalidInput("E-OPTIM-GRADIENT",
+                               f"{what}: the positions of its sparse gradient do not increase, though it says that it is "
+                               "coalesced: build it without is_coalesced=True") from None
     if block != 1:  # whole rows, as nn.Embedding(sparse=True) gives them
         rows = (idx.to(torch.int64) & MOST) * block
         idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
@@ -62,7 +65,8 @@ def _check_range(grad: torch.Tensor, what: str) -> None:
         low, high = (int(x) for x in at[d].aminmax()) if at.shape[1] else (0, -1)
         if low < 0 or high >= shape[d]:
             got = low if low < 0 else high
-            raise ValueError(f"{what}: its sparse gradient has index {got} in dimension {d}, allowed: 0 to {shape[d] - 1}")
+            raise InvalidInput("E-OPTIM-GRADIENT",
+                               f"{what}: its sparse gradient has index {got} in dimension {d}, allowed: 0 to {shape[d] - 1}")
 
 
 def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

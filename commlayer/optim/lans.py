@@ -14,6 +14,8 @@ from typing import Any, overload
 
 import torch
 
+from commlayer.errors import InvalidInput
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 """Their moments and norms are kept and computed in float32: squares of normalised gradients are too small for them."""
@@ -134,14 +136,16 @@ class CLAN(LANS):
 def _check(name: str, group: dict[str, Any]) -> None:
     lr, betas, phi = group["lr"], group["betas"], group["phi"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"{name}: lr of {lr.numel()} elements, allowed: a number, or a tensor of one element")
+        raise InvalidInput("E-OPTIM-ARGUMENT",
+                           f"{name}: lr of {lr.numel()} elements, allowed: a number, or a tensor of one element")
     for what in ("lr", "eps", "weight_decay"):
         if not 0 <= float(group[what]) < math.inf:
-            raise ValueError(f"{name}: {what} {float(group[what])}, allowed: a finite number from 0")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"{name}: {what} {float(group[what])}, allowed: a finite number from 0")
     if not _pair(betas) or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{name}: betas {betas}, allowed: two numbers from 0 up to, but not, 1")
+        raise InvalidInput("E-OPTIM-ARGUMENT", f"{name}: betas {betas}, allowed: two numbers from 0 up to, but not, 1")
     if not _pair(phi) or not 0 <= phi[0] <= phi[1] or phi[1] == 0:
-        raise ValueError(f"{name}: phi {phi}, allowed: (least, most) with 0 <= least <= most and most above 0")
+        raise InvalidInput("E-OPTIM-ARGUMENT",
+                           f"{name}: phi {phi}, allowed: (least, most) with 0 <= least <= most and most above 0")
 
 
 def _pair(value: Any) -> bool:
@@ -152,7 +156,8 @@ def _check_tensors(name: str, parameters: Sequence[torch.Tensor]) -> None:
     for p in parameters:
         if p.dtype not in DTYPES:
             kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
-            raise ValueError(f"{name}: a parameter of {str(p.dtype).removeprefix('torch.')}, allowed: {kinds}")
+            raise InvalidInput("E-OPTIM-PARAMETER",
+                               f"{name}: a parameter of {str(p.dtype).removeprefix('torch.')}, allowed: {kinds}")
 
 
 def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -161,8 +166,9 @@ def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch
     for p in parameters:
         if p.grad is not None:
             if p.grad.is_sparse:
-                raise ValueError(f"{name}: a sparse gradient, allowed: dense ones, since every element counts for the norms; "
-                                 "use nn.Embedding(sparse=False)")
+                raise InvalidInput("E-OPTIM-PARAMETER",
+                                   f"{name}: a sparse gradient, allowed: dense ones, since every element counts for the norms; "
+                                   "use nn.Embedding(sparse=False)")
             found[p.device, p.dtype].append(p)
     yield from found.values()
 

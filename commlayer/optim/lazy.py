@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from commlayer.errors import InvalidInput
 from commlayer.optim import kernels
 from commlayer.optim.entries import Entries, entries_of
 from commlayer.optim.reference import GROUP
@@ -40,15 +41,16 @@ class Lazy(Optimizer):
 
     def _allow(self, name: str, got: Any, allowed: str, fits: bool) -> None:
         if not fits:
-            raise ValueError(f"{type(self).__name__}: {name} {got}, allowed: {allowed}")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"{type(self).__name__}: {name} {got}, allowed: {allowed}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for p in param_group["params"]:
             if p.dtype != torch.float32:
                 self.param_groups.pop()
-                raise ValueError(f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed is "
-                                 f"torch.float32; give the others to an optimizer of torch's")
+                raise InvalidInput("E-OPTIM-PARAMETER",
+                                   f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed is "
+                                   f"torch.float32; give the others to an optimizer of torch's")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

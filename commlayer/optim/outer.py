@@ -7,6 +7,7 @@ import math
 import msgspec
 import torch
 
+from commlayer.errors import InvalidInput
 from commlayer.optim.family import Family
 
 
@@ -28,9 +29,9 @@ class Outer(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
-            raise ValueError(f"Outer: lr {self.lr}, allowed: a finite number above 0")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: lr {self.lr}, allowed: a finite number above 0")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"Outer: momentum {self.momentum}, allowed: 0 up to, but not, 1")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: momentum {self.momentum}, allowed: 0 up to, but not, 1")
 
     def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Moves starts by the mean change of the same elements, as torch.optim.SGD does by a gradient. `velocity`: those

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from commlayer.errors import InvalidInput
+
 NOT_FINAL = (
     "the gradient of {} is not final: with overlap='forward' averages come in behind backward(), up to the next forward pass. "
     "Call session.synchronize() before gradients are read or changed; clip with attach(..., max_norm=), and name a GradScaler "
@@ -84,7 +86,7 @@ for _name in ("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "is_s
 def _final(value: Any) -> Any:
     if isinstance(value, GradientMark):
         if value.final is None:
-            raise ValueError(NOT_FINAL.format(value.owner))
+            raise InvalidInput("E-GRADIENT-PENDING", NOT_FINAL.format(value.owner))
         return value.final(value)
     return type(value)(map(_final, value)) if isinstance(value, list | tuple) else value
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commlayer.errors import InvalidState
 from commlayer.runtime.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -95,7 +96,7 @@ class Hooks:
                     return
                 self._enter(graph)
             if parameter.grad is None:
-                raise RuntimeError(TAKEN.format(tuple(parameter.shape)))
+                raise InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(parameter.shape)))
             self._brought.append(parameter)
             if not self._holds:
                 self._ready(number, parameter.grad)
@@ -105,13 +106,13 @@ class Hooks:
     def _enter(self, graph: int) -> None:
         """Once per backward pass: asks to be called at its end."""
         if in_compiled_autograd():
-            self._worker().latch(RuntimeError(COMPILED))
+            self._worker().latch(InvalidState("E-COMPILED", COMPILED))
             self._worker().check()
         worker, node, root = self._worker(), _node_around(), _root()
         worker.check()
         if self._graphs and graph > max(self._graphs) and (node is None or self._root() is not root):
             if node is None and _inside_pass():
-                worker.latch(RuntimeError(
+                worker.latch(InvalidState("E-GRADIENT-TWICE",
                     "a backward pass began inside another: both have gradients to average, so neither's step can be completed. "
                     "Put the inner one into session.no_sync(), and attach again"
                 ))
@@ -150,7 +151,7 @@ class Hooks:
         self._holds = self._segmented
         self._clear()
         if taken is not None:
-            self._worker().latch(RuntimeError(TAKEN.format(tuple(taken.shape))))
+            self._worker().latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(taken.shape))))
             self._worker().check()
         self._finish()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from commlayer.errors import InvalidState
 from commlayer.records import Job
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.runtime.model_job import check_dense
@@ -52,7 +53,7 @@ class Intake:
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         """The gradient of that tensor is final."""
         if self._seen[tensor]:
-            raise RuntimeError(
+            raise InvalidState("E-GRADIENT-TWICE",
                 f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: it is used outside and "
                 "inside of a reentrant checkpoint; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             )

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors.debts import Debt, pay
+from commlayer.errors import InvalidState
 from commlayer.observe import Recorder
 from commlayer.optim import Outer
 from commlayer.planner.model.fragments import ranges_of
@@ -48,7 +49,7 @@ def _spoilt(_own: int, *, finite: bool) -> None:
 
 def _stay() -> Worker:
     """All do."""
-    raise RuntimeError("members of the job cannot change")
+    raise InvalidState("E-MEMBERS-FIXED", "members of the job cannot change")
 
 
 class StepWeights:

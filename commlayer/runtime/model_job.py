@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Job, TensorInfo
 
 
@@ -35,8 +36,9 @@ def job_of(model: nn.Module) -> Job:
 def check_dense(name: str, gradient: torch.Tensor) -> None:
     """ValueError for a gradient that cannot be averaged as it is."""
     if gradient.layout is not torch.strided:
-        raise ValueError(f"gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to the layer that "
-                         "has it, as in nn.Embedding(sparse=False)")
+        raise InvalidInput("E-GRADIENT-LAYOUT",
+                           f"gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to the layer that "
+                           "has it, as in nn.Embedding(sparse=False)")
 
 
 def learning_rate(optimizer: Any, before: float) -> float:
@@ -53,5 +55,7 @@ def loss_scale(scaler: Any) -> float:
 def check_quarantine(quarantine: str, scaler: Any) -> None:
     """ValueError where servers would keep from a scaler what it lives by."""
     if quarantine == "all" and scaler is not None and scaler.is_enabled():
-        raise ValueError('quarantine="all" refuses what is not finite, by which a GradScaler knows that its scale is too high: '
-                         'with scaler= allowed are "off" and "norms"')
+        raise InvalidInput("E-SCALER",
+                           'quarantine="all" refuses what is not finite, by which a GradScaler knows that its scale is too '
+                           'high: '
+                           'with scaler= allowed are "off" and "norms"')

@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from commlayer.errors import InvalidInput
 from commlayer.runtime.bucket import WorkerBucket
 from commlayer.transport.summation import as_float32
 
@@ -103,8 +104,9 @@ class Units:
         if not total or (partial and not self._shared):
             return
         if self.told and abs(total - self.total) > 1e-6 * total:
-            raise ValueError(f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
-                             "sum over all of them, or leave it out")
+            raise InvalidInput("E-WEIGHT",
+                               f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
+                               "sum over all of them, or leave it out")
         if not self.told:
             self.total = total
 

@@ -21,7 +21,7 @@ import torch
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt
 from commlayer.compressors.tensors import give_back
-from commlayer.errors import CommError, StepAbandoned
+from commlayer.errors import CommError, InvalidInput, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Job, Plan
@@ -291,8 +291,9 @@ class Worker(Unapplied):
     def _factor(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor:
         if (average := self.units.average(bucket, weight)) is not None:
             return average
-        error = ValueError(f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
-                           "give one a weight")
+        error = InvalidInput("E-WEIGHT",
+                             f"step {self.step}: every worker has weight 0, so there is no average: skip the step on all, or "
+                             "give one a weight")
         self.latch(error)
         raise error
 
@@ -465,5 +466,5 @@ class Worker(Unapplied):
         raise self.now.error
 
     def close(self) -> None:
-        self.latch(CommError("the session is closed"))
+        self.latch(CommError("the session is closed", code="E-SESSION-CLOSED"))
         self._routes.close(1.0)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from commlayer.errors import CommError, PeerLost
+from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.transport import mailbox
 from commlayer.transport.mailbox import Operation
 from commlayer.transport.protocol import Handle, Header, Transport, Wrapper, peer_name
@@ -117,5 +117,5 @@ def faulty(inner: Transport, script: Sequence[Fault], seed: int = 0) -> Faulty:
     """`inner` with the faults of `script`, the same ones for the same seed and sends."""
     for fault in script:
         if fault.action not in ACTIONS:
-            raise ValueError(f"fault {fault.action!r}, allowed: {', '.join(ACTIONS)}")
+            raise InvalidInput("E-ARGUMENT", f"fault {fault.action!r}, allowed: {', '.join(ACTIONS)}")
     return Faulty(inner, script, seed)

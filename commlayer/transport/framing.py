@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CorruptFrame, Damaged
+from commlayer.errors import CorruptFrame, Damaged, InvalidInput
 from commlayer.records import MAX_FRAME_NBYTES
 from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Header, Kind
@@ -84,7 +84,8 @@ def pack(header: Header, body_nbytes: int) -> bytes:
             h.codec, b"", h.used, h.undone, h.weight, h.total, body_nbytes, 0, 0,
         )
     except (struct.error, OverflowError) as error:
-        raise ValueError(f"{header} with a body of {body_nbytes} bytes does not fit a frame header: {error}") from None
+        raise InvalidInput("E-TRANSPORT-USE",
+                           f"{header} with a body of {body_nbytes} bytes does not fit a frame header: {error}") from None
     return fixed[: _CHECKED_NBYTES - _CRC.size]
 
 
@@ -101,7 +102,8 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
      codec, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
-        raise CorruptFrame(f"frame version {version}, here {VERSION}: install the same commlayer on all machines")
+        raise CorruptFrame(f"frame version {version}, here {VERSION}: install the same commlayer on all machines",
+                               code="E-VERSION")
     if kind not in _KINDS:
         raise CorruptFrame(f"unknown kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
     if flags & ~Flag.ALL or any(reserved) or part >= parts:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commlayer.errors import InvalidInput
 from commlayer.transport.members import Members, rows_of_all
 from commlayer.transport.pending import Pending, named
 from commlayer.transport.stage_groups import Channel, node_ranks
@@ -44,7 +45,8 @@ class Groups:
         self.rank, self.world = self.members.rank, self.members.world
         self.ranks_per_node, self.timeout_s = ranks_per_node, timeout_s
         if self.world % ranks_per_node:
-            raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
+            raise InvalidInput("E-PROCESS-GROUP",
+                               f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)
         self.waiting_since = 0.0
         """By time.monotonic(): since when a call waits for the other ranks; 0 while none does."""

@@ -113,7 +113,7 @@ def greet(
     _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said, *_bound(channel))), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == UNPROVED:
-        raise Refused(unproved(secret), peer=who)
+        raise Refused(unproved(secret), peer=who, code="E-SECRET")
     if not proves(welcome.proof, secret, b"accept", theirs, said, *_bound(channel)):
         raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who)
     if welcome.error:
@@ -135,7 +135,7 @@ def meet(
     given = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
     if not proves(given, secret, b"dial", mine, said, *_bound(channel)):
         welcome(sock, rank, UNPROVED, b"", who, deadline)
-        raise Refused(UNPROVED, peer=who)
+        raise Refused(UNPROVED, peer=who, code="E-SECRET")
     return Met(hello, proof(secret, b"accept", mine, said, *_bound(channel)))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.transport.crc import crc32c
 
 MAGIC = b"CMLJ0001"
@@ -59,7 +59,8 @@ def hold(folder: Path, name: str, taken: str) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / name, (os.O_RDWR | os.O_CREAT if name else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ValueError(f"journal: {folder} cannot be made: {error.strerror}; name a folder that this user may write to") \
+        raise InvalidInput("E-JOURNAL",
+                           f"journal: {folder} cannot be made: {error.strerror}; name a folder that this user may write to") \
             from None
     for left in reversed(range(TRIES)):
         try:
@@ -69,7 +70,7 @@ def hold(folder: Path, name: str, taken: str) -> int:
             if left:
                 time.sleep(TRY_S)
     os.close(lock)
-    raise ValueError(f"journal: {folder} {taken}")
+    raise InvalidInput("E-JOURNAL", f"journal: {folder} {taken}")
 
 
 class Folder:
@@ -137,7 +138,8 @@ class Journal:
         """When it returns, this is what a process that comes after this one finds there."""
         at, nbytes = self._places[place]
         if len(words) + len(state) > nbytes:
-            raise ValueError(f"journal: place {place} has room for {nbytes} bytes, not for {len(words) + len(state)}")
+            raise InvalidInput("E-JOURNAL",
+                               f"journal: place {place} has room for {nbytes} bytes, not for {len(words) + len(state)}")
         number = self._number[place] + 1
         start = at + (number % 2) * (-(-(_HEAD.size + nbytes) // ALIGN) * ALIGN)
         body = start + _HEAD.size
@@ -163,9 +165,9 @@ def _read(data: memoryview) -> Found:
     magic, size, first, nbytes, check = _FILE.unpack_from(data)
     said = data[_FILE.size : _FILE.size + nbytes]
     if magic != MAGIC or size != len(data) or nbytes > MOST_ABOUT_NBYTES or len(said) != nbytes:
-        raise ValueError("its beginning is not whole")
+        raise InvalidInput("E-JOURNAL", "its beginning is not whole")
     if crc32c(said, crc32c(_SIZES.pack(size, first, nbytes))) != check:
-        raise ValueError("the checksum of its beginning does not match")
+        raise InvalidInput("E-JOURNAL", "the checksum of its beginning does not match")
     (length,) = struct.unpack_from("<I", said)
     about, table = bytes(said[4 : 4 + length]), said[4 + length :]
     places = list(_PLACE.iter_unpack(table))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commlayer.config import KEYS_TOKEN
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 
 log = logging.getLogger("commlayer")
 
@@ -67,7 +67,7 @@ class Keys:
             self._listed = self._list()
         except (OSError, ValueError) as error:
             raise RecordError(f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
-                              f"{ANEW}") from None
+                              f"{ANEW}", "E-KEYS") from None
         self._contexts = self._made(self._listed)  # what does not go together is said now, not by the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
@@ -81,7 +81,7 @@ class Keys:
                 remedy = f"this is the folder of the CA, a node's is one of {self.folder / 'nodes'}/*"
             else:
                 remedy = "`commlayer keys init` and `commlayer keys add NAME` make a folder for each node"
-            raise RecordError(f"keys: {path} cannot be read: {error.strerror}; {remedy}") from None
+            raise RecordError(f"keys: {path} cannot be read: {error.strerror}; {remedy}", "E-KEYS") from None
 
     def _own(self) -> Certified:
         # Here and below, since it takes a tenth of a second to load and a job on loopback does without.
@@ -92,14 +92,14 @@ class Keys:
             try:
                 mine = x509.load_pem_x509_certificate(data)
             except ValueError:
-                raise RecordError(f"keys: {path} is no certificate: it is damaged, or another file; {ANEW}") from None
+                raise RecordError(f"keys: {path} is no certificate: it is damaged, or another file; {ANEW}", "E-KEYS") from None
         name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
         now = datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
             raise RecordError(f"keys: the certificate of {name} in {self.folder} is good from "
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
                               f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
-                              "--again`")
+                              "--again`", "E-KEYS")
         made = certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
         self.dials_only = made.dials_only
         return made
@@ -113,7 +113,9 @@ class Keys:
                 try:
                     listed = self._list()
                     if listed.number < self._listed.number:
-                        raise ValueError(f"it is list {listed.number} of the CA, and list {self._listed.number} is known here")
+                        raise InvalidInput("E-KEYS",
+                                           f"it is list {listed.number} of the CA, and list {self._listed.number} is known "
+                                           "here")
                     self._contexts, self._listed = self._made(listed), listed
                 except (OSError, ValueError) as error:
                     log.warning("keys: %s is left unread: %s; what it said before still holds", path, error)
@@ -141,11 +143,11 @@ class Keys:
             read = x509.load_pem_x509_crl(data)
             authority: Any = x509.load_pem_x509_certificate(self.ca).public_key()
             if not read.is_signature_valid(authority):
-                raise ValueError("it is not signed by the job's CA")
+                raise InvalidInput("E-KEYS", "it is not signed by the job's CA")
             number = read.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
             return Listed(data, number, frozenset(one.serial_number for one in read))
         except Exception as error:  # whatever the parser makes of such a file: threads that ask for the list must go on
-            raise ValueError(str(error) or type(error).__name__) from None
+            raise InvalidInput("E-KEYS", str(error) or type(error).__name__) from None
 
     def _made(self, listed: Listed) -> dict[tuple[bool, str], ssl.SSLContext]:
         return {(server, protocol): self._context(protocol, server, listed)
@@ -167,7 +169,7 @@ class Keys:
         except (ssl.SSLError, OSError) as error:
             raise RecordError(f"keys: {self.folder} holds files that do not go together, or a damaged {KEY} "
                               f"({error.strerror or error}): copy the folder anew from where `commlayer keys` made "
-                              "it") from None
+                              "it", "E-KEYS") from None
         return made
 
 

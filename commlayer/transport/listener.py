@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 
+from commlayer.errors import InvalidInput
+
 
 def listening(host: str, port: int) -> socket.socket:
     """ValueError with what to do about it; port 0 lets the system choose one."""
@@ -12,7 +14,7 @@ def listening(host: str, port: int) -> socket.socket:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(where[:2], family=family, backlog=128)
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {_remedy(error)}") from None
+        raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
 
 
 def wake(listener: socket.socket) -> None:

@@ -6,7 +6,7 @@ import heapq
 import threading
 from collections.abc import Iterable
 
-from commlayer.errors import CommError, CorruptFrame, PeerEnded, PeerLost
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name
@@ -63,7 +63,7 @@ class Hub:
         end = Loopback(self, rank)
         with self._lock:
             if rank in self._ends:
-                raise ValueError(f"{peer_name(rank)} is connected already: close it first")
+                raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(rank)} is connected already: close it first")
             self._ends[rank] = end
             for other in self._ends.values():
                 if other is not end:
@@ -107,7 +107,8 @@ class Loopback:
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         data = bytes(body)  # a copy, as a socket makes
         if len(data) > self._hub.max_nbytes:
-            raise ValueError(f"a body of {len(data)} bytes for {peer_name(peer)}, allowed {self._hub.max_nbytes}")
+            raise InvalidInput("E-TRANSPORT-USE",
+                               f"a body of {len(data)} bytes for {peer_name(peer)}, allowed {self._hub.max_nbytes}")
         framing.pack(header, len(data))  # refuses what a socket would refuse
         operation = mailbox.sending(peer, header)
         with self._lock:

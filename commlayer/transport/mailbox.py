@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput
 from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, key, peer_name
 
 log = logging.getLogger("commlayer")
@@ -43,7 +43,7 @@ class Operation:
         if self._error is not None:
             raise self._error.with_traceback(None)  # else each raise would add frames to it, and keep their locals
         if self._message is None:
-            raise ValueError(f"{self._what} with {_name(self.peer)} is still under way: wait for it first")
+            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still under way: wait for it first")
         return self._message
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:

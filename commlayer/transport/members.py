@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 from commlayer.transport import home_world
 from commlayer.transport.pending import GROUP, named
 from commlayer.transport.store_waits import bounded
@@ -75,12 +75,14 @@ class Members:
     def __init__(self, group: Any = None) -> None:
         """`group`: a process group that this rank is in, None for the world."""
         if not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialised: call init_process_group or start under torchrun")
+            raise InvalidInput("E-PROCESS-GROUP",
+                               "torch.distributed is not initialised: call init_process_group or start under torchrun")
         if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
             outside = isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
             what = "this rank is not in it" if outside else f"got {group!r}"
-            raise ValueError(f"process_group: {what}, allowed: a group of torch.distributed that this rank is in, on those "
-                             "ranks alone")
+            raise InvalidInput("E-PROCESS-GROUP",
+                               f"process_group: {what}, allowed: a group of torch.distributed that this rank is in, on those "
+                               "ranks alone")
         # In the order that our own groups have.
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)

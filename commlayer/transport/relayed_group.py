@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidState
 from commlayer.transport.world_store import Desk
 
 NAME = "homes"
@@ -62,9 +62,9 @@ class Work(_Work):  # type: ignore[misc]
         given_s = timeout.total_seconds()
         limit_s = given_s if given_s > 0 else self._timeout_s + NOTICE_S
         if not self._over.wait(limit_s):
-            raise RuntimeError(f"{self._what} timed out after {limit_s:g} s")
+            raise InvalidState("E-PROCESS-GROUP", f"{self._what} timed out after {limit_s:g} s")
         if self._error:
-            raise RuntimeError(self._error)
+            raise InvalidState("E-PROCESS-GROUP", self._error)
         return True
 
     def get_future(self) -> Any:
@@ -300,7 +300,7 @@ def _op(opts: Any) -> Any:
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     found = next((known for known in _REDUCE if op == known), None)
     if found is None:
-        raise RuntimeError(f"{op} between homes: not offered, allowed: {', '.join(str(o) for o in _REDUCE)}")
+        raise InvalidState("E-PROCESS-GROUP", f"{op} between homes: not offered, allowed: {', '.join(str(o) for o in _REDUCE)}")
     return found
 
 
@@ -308,7 +308,7 @@ def _one(tensors: Any) -> torch.Tensor:
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise RuntimeError(f"a collective of {len(tensors)} tensors between homes, allowed: one")
+        raise InvalidState("E-PROCESS-GROUP", f"a collective of {len(tensors)} tensors between homes, allowed: one")
     found: torch.Tensor = tensors[0]
     return found
 
@@ -322,7 +322,8 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
     """On the CPU."""
     assert data is not None
     if len(data) != like.numel() * like.element_size():
-        raise RuntimeError(f"a member left {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
+        raise InvalidState("E-PROCESS-GROUP",
+                           f"a member left {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
                            "same collectives in the same order, with tensors of one shape and dtype")
     if not data:
         return torch.empty(like.shape, dtype=like.dtype)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from commlayer.errors import InvalidInput
+
 CHUNK_NBYTES = 16 << 10
 """So much is reserved of an uplink at once: processes of one host take turns."""
 
@@ -59,7 +61,7 @@ class ShapedLinks:
         self.hosts = tuple(hosts)
         for i, link in enumerate(self.hosts):
             if not (link.up_bps > 0 and link.down_bps > 0 and link.delay_s >= 0):
-                raise ValueError(f"host {i}: {link}: rates must be above 0 bits/s and the delay at least 0 s")
+                raise InvalidInput("E-ARGUMENT", f"host {i}: {link}: rates must be above 0 bits/s and the delay at least 0 s")
         nbytes = max(1, 2 * _SLOT.size * len(self.hosts))
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, nbytes)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError, Refused
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
 from commlayer.transport.byte_channel import ByteChannel, binding_of, certified_of
@@ -176,7 +176,7 @@ class StreamTransport:
     def _reserve(self, peer: int) -> None:
         with self._lock:
             if not self._lock.wait_for(lambda: peer not in self._taken, FORMER_S):
-                raise ValueError(f"{peer_name(peer)} is connected already")
+                raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(peer)} is connected already")
             self._taken.add(peer)
 
     def _accept_loop(self, listener: socket.socket) -> None:
@@ -349,7 +349,8 @@ class StreamTransport:
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         if len(body) > self._settings.max_nbytes:
-            raise ValueError(f"a body of {len(body)} bytes for {peer_name(peer)}, allowed {self._settings.max_nbytes}")
+            raise InvalidInput("E-TRANSPORT-USE",
+                               f"a body of {len(body)} bytes for {peer_name(peer)}, allowed {self._settings.max_nbytes}")
         operation = mailbox.sending(peer, header)
         with self._lock:
             connection = self._connections.get(peer)

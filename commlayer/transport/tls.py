@@ -104,7 +104,7 @@ class TlsSocket(socket.socket):
                           "both; that of data is the coordinator's and 1)")
         if self.peer.serial in self._keys.revoked():
             self._part(deadline)
-            raise Refused(_VERIFIED[_REVOKED])
+            raise Refused(_VERIFIED[_REVOKED], code="E-KEYS")
         return self.peer
 
     @property
@@ -162,7 +162,7 @@ class TlsSocket(socket.socket):
             return PeerLost("connection closed in the TLS handshake: are keys (COMMLAYER_KEYS) set there, too?")
         if isinstance(error, ssl.SSLCertVerificationError):
             line = _VERIFIED.get(error.verify_code)
-            return Refused(line.format(now=now) if line else f"{_VERIFIED[_LIST]} ({error.verify_message})")
+            return Refused(line.format(now=now) if line else f"{_VERIFIED[_LIST]} ({error.verify_message})", code="E-KEYS")
         if line := _REASONS.get(error.reason or ""):
             # A byte that is another on the way looks like it, too: who has had a connection there tries again.
             return (NotYet if error.reason in _NO_TLS else Refused)(line)
@@ -172,7 +172,7 @@ class TlsSocket(socket.socket):
         """The reason that the other end gave in an alert."""
         words = (error.reason or "").partition("_ALERT_")
         mine = f"the certificate of {self._keys.me.name} in {self._keys.folder}"
-        return Refused(_ALERTS[words[2]].format(me=mine)) if words[2] in _ALERTS else None
+        return Refused(_ALERTS[words[2]].format(me=mine), code="E-KEYS") if words[2] in _ALERTS else None
 
     # ---- bytes
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch.distributed import distributed_c10d
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidState
 
 ANY = -1
 
@@ -95,7 +95,8 @@ class WorldStore(_Store):  # type: ignore[misc]
             lambda _: self.desk.ask(until, want=want, rank=self._rank, limit_s=timeout_s)).found
         if None in found:
             missing = [key for key, value in zip(keys, found, strict=True) if value is None]
-            raise RuntimeError(f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
+            raise InvalidState("E-PROCESS-GROUP",
+                               f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
         return found
 
     def _asked(self, call: Callable[[float], Any]) -> Any:
@@ -103,4 +104,4 @@ class WorldStore(_Store):  # type: ignore[misc]
         try:
             return call(time.monotonic() + self._timeout_s)
         except CommError as error:
-            raise RuntimeError(str(error)) from error
+            raise InvalidState("E-PROCESS-GROUP", str(error)) from error

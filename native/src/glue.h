@@ -25,7 +25,7 @@ auto run(int64_t nbytes, F kernel) {
 inline int64_t checked(const char* function, int64_t result) {
   if (result >= 0) return result;
   if (result != CML_ERR_CORRUPT) fail(PyExc_ValueError, "%s: %s", function, cml_error_name(result));
-  nb::object type = nb::module_::import_("commlayer.errors").attr("CorruptFrame");
+  nb::object type = nb::module_::import_("commlayer.errors").attr("CorruptPayload");
   nb::object error = type(nb::str("%s: %s").attr("__mod__")(nb::make_tuple(function, cml_error_name(result))));
   PyErr_SetObject(type.ptr(), error.ptr());
   throw nb::python_error();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.device import sparse
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 from commlayer.gpu.launch import words
 
 BLOCK = 16
@@ -51,7 +51,7 @@ def blocks_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
     k = idx.numel()
     if k == 0 and src.numel() == 0:
         return
-    corrupt = CorruptFrame(f"positions: bytes are not {k} positions below {n}")
+    corrupt = CorruptPayload(f"positions: bytes are not {k} positions below {n}")
     if src.numel() < COUNT_NBYTES:
         raise corrupt
     count = int.from_bytes(bytes(src[:COUNT_NBYTES].tolist()), "little")
@@ -62,7 +62,7 @@ def blocks_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
     packed = src[COUNT_NBYTES : COUNT_NBYTES + middle]
     try:
         (sparse.bitmap_decode if kind == sparse.BITMAP else sparse.ef_decode)(numbers, blocks, packed)
-    except CorruptFrame:
+    except CorruptPayload:
         raise corrupt from None
     halves = src[COUNT_NBYTES + middle :].clone().view(torch.int16).to(torch.int32)
     bits = (halves[:, None] >> torch.arange(BLOCK, dtype=torch.int32, device=idx.device)) & 1

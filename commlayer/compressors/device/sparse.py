@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from commlayer.compressors.device.dense import yes
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload, InvalidInput
 from commlayer.gpu.launch import THREADS, each, start
 
 TILE = 16 * THREADS
@@ -94,7 +94,8 @@ def select(
     n, cap = g.numel(), min(idx.numel(), val.numel())
     if not threshold >= LEAST_THRESHOLD or not (0 <= start_ < n or start_ == n == 0):
         need = "threshold >= 2^-126 and 0 <= start < n"
-        raise ValueError(f"select: got threshold {threshold} and start {start_} for {n} elements, need {need}")
+        raise InvalidInput("E-CODEC-INPUT",
+                           f"select: got threshold {threshold} and start {start_} for {n} elements, need {need}")
     if n == 0:
         return 0, 0, True
     words = torch.zeros(FOUND + 1 + tiles(n, start_), dtype=torch.int64, device=g.device)
@@ -156,7 +157,7 @@ def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
     start("positions", "unpack_positions", grid, idx, k, n, src, kind, state, valid)
     each("positions", "check_increasing", k, idx, k, valid)
     if not valid.item():
-        raise CorruptFrame(f"positions: bytes are not {k} positions below {n}")
+        raise CorruptPayload(f"positions: bytes are not {k} positions below {n}")
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from commlayer.compressors.reference.sparse import (
     ef_decode,
     ef_encode,
 )
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload
 
 BLOCK = 16
 
@@ -62,7 +62,7 @@ def blocks_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -
     numbers = torch.zeros(count, dtype=torch.int32)
     try:
         (bitmap_decode if bitmap else ef_decode)(numbers, blocks, octets[4 : 4 + middle])
-    except CorruptFrame:
+    except CorruptPayload:
         raise corrupt(k, n) from None
     masks = read(octets[4 + middle :].clone(), torch.int16, count).to(torch.int64)
     bits = (masks[:, None] >> torch.arange(BLOCK)) & 1

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from commlayer.compressors.reference.memory import MAX_N, Memory, floats, increasing, octets_of, positions, write
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload, InvalidInput
 
 Words = npt.NDArray[np.uint64]
 ROUNDS = 10
@@ -57,7 +57,7 @@ def draw_word(key: int, step: int) -> int:
 def draw_strata(idx: Memory, n: int, seed: int) -> int:
     k = octets_of(idx).numel() // 4
     if not k <= n <= MAX_N:
-        raise ValueError(f"draw_strata: got {k} strata of {n}, need k <= n < 2^32")
+        raise InvalidInput("E-CODEC-INPUT", f"draw_strata: got {k} strata of {n}, need k <= n < 2^32")
     if k == 0:
         return 0
     begins = np.arange(k + 1, dtype=np.uint64) * np.uint64(n) // np.uint64(k)
@@ -69,6 +69,6 @@ def draw_strata(idx: Memory, n: int, seed: int) -> int:
 def take(src: Memory, idx: Memory, val: Memory) -> int:
     v, where = floats(src), positions(idx)
     if not increasing(where, v.numel()):
-        raise CorruptFrame(f"take: positions do not increase below {v.numel()}")
+        raise CorruptPayload(f"take: positions do not increase below {v.numel()}")
     write(val, v[where])
     return len(where)

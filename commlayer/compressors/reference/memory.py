@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from commlayer.compressors.codec import Buffer
+from commlayer.errors import InvalidInput
 
 Memory = torch.Tensor | np.ndarray[Any, Any] | Buffer
 
@@ -23,7 +24,7 @@ def octets_of(memory: Memory, at: int = 0, nbytes: int | None = None) -> torch.T
         whole = shared(np.frombuffer(memory, dtype=np.uint8))
     end = len(whole) if nbytes is None else at + nbytes
     if not 0 <= at <= end <= len(whole):
-        raise ValueError(f"bytes [{at}, {end}) are outside of {len(whole)} bytes")
+        raise InvalidInput("E-CODEC-INPUT", f"bytes [{at}, {end}) are outside of {len(whole)} bytes")
     return whole[at:end]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from commlayer.compressors.reference.memory import Memory, floats, increasing, octets_of, positions, total, write
 from commlayer.compressors.reference.sparse import LEAST_THRESHOLD
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload, InvalidInput
 
 RUNS = (8, 16, 32, 64)
 
@@ -30,7 +30,7 @@ def _scores(v: torch.Tensor, run: int) -> torch.Tensor:
 
 def _check_run(name: str, run: int) -> None:
     if run not in RUNS:
-        raise ValueError(f"{name}: got run {run}, need one of {RUNS}")
+        raise InvalidInput("E-CODEC-INPUT", f"{name}: got run {run}, need one of {RUNS}")
 
 
 def select_runs(
@@ -42,7 +42,8 @@ def select_runs(
     all_scores = _scores(v, run)
     runs = all_scores.numel()
     if not limit >= LEAST_THRESHOLD or not (0 <= start < runs or start == runs == 0):
-        raise ValueError(f"select_runs: got threshold {threshold} and start {start}, need >= 2^-126 and 0 <= start < {runs}")
+        raise InvalidInput("E-CODEC-INPUT",
+                           f"select_runs: got threshold {threshold} and start {start}, need >= 2^-126 and 0 <= start < {runs}")
     finite = _rows(v, run).isfinite().all(1)
     passed = ((all_scores >= limit) & finite).nonzero().view(-1)
     scanned = torch.cat([passed[passed >= start], passed[passed < start]])
@@ -71,7 +72,7 @@ def _elements(name: str, ids: Memory, n: int, run: int) -> torch.Tensor:
     _check_run(name, run)
     numbers = positions(ids)
     if not increasing(numbers, -(-n // run)):
-        raise CorruptFrame(f"{name}: runs do not increase below {-(-n // run)}")
+        raise CorruptPayload(f"{name}: runs do not increase below {-(-n // run)}")
     where = (numbers[:, None] * run + torch.arange(run)).view(-1)
     return where[where < n]
 
@@ -87,6 +88,6 @@ def scatter_runs(acc: Memory, run: int, ids: Memory, val: Memory, assign: bool =
     target, values = floats(acc), floats(val)
     where = _elements("scatter_runs", ids, target.numel(), run)
     if len(where) != values.numel():
-        raise CorruptFrame(f"scatter_runs: {values.numel()} values for runs of {len(where)} elements")
+        raise CorruptPayload(f"scatter_runs: {values.numel()} values for runs of {len(where)} elements")
     target[where] = values if assign else target[where] + values
     return len(where)

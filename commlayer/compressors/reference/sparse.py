@@ -7,7 +7,7 @@ import torch
 
 from commlayer.compressors.reference.dense import int8_values
 from commlayer.compressors.reference.memory import MAX_N, Memory, floats, increasing, octets_of, positions, read, total, write
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptPayload, InvalidInput
 
 LEAST_THRESHOLD = 2.0**-126
 
@@ -18,7 +18,8 @@ def select(g: Memory, residual: Memory | None, threshold: float, start: int, idx
     limit = torch.tensor(threshold, dtype=torch.float32)
     if not limit >= LEAST_THRESHOLD or not (0 <= start < n or start == n == 0):
         need = "threshold >= 2^-126 and 0 <= start < n"
-        raise ValueError(f"select: got threshold {threshold} and start {start} for {n} elements, need {need}")
+        raise InvalidInput("E-CODEC-INPUT",
+                           f"select: got threshold {threshold} and start {start} for {n} elements, need {need}")
     finite = v.isfinite()
     passed = ((v.abs() >= limit) & finite).nonzero().view(-1)
     scanned = torch.cat([passed[passed >= start], passed[passed < start]])
@@ -47,7 +48,7 @@ def sample_abs(g: Memory, residual: Memory | None, offset: int, out: Memory) -> 
 def _scatter(acc: Memory, idx: Memory, value: torch.Tensor, name: str) -> int:
     total, where = floats(acc), positions(idx)
     if not increasing(where, total.numel()):
-        raise CorruptFrame(f"{name}: positions do not increase below {total.numel()}")
+        raise CorruptPayload(f"{name}: positions do not increase below {total.numel()}")
     total[where] += value
     return len(where)
 
@@ -67,7 +68,7 @@ def _low_bits(n: int, k: int) -> int:
 
 def ef_bound(n: int, k: int) -> int:
     if not 0 <= k <= n <= MAX_N:
-        raise ValueError(f"ef_bound: got {k} positions below {n}, need 0 <= k <= n < 2^32")
+        raise InvalidInput("E-CODEC-INPUT", f"ef_bound: got {k} positions below {n}, need 0 <= k <= n < 2^32")
     if k == 0:
         return 0
     low = _low_bits(n, k)
@@ -86,7 +87,7 @@ def _unpacked(octets: torch.Tensor) -> torch.Tensor:
 def checked_positions(idx: Memory, n: int) -> torch.Tensor:
     where = positions(idx)
     if not 0 <= n <= MAX_N or not increasing(where, n):
-        raise ValueError(f"positions do not increase below {n}")
+        raise InvalidInput("E-CODEC-INPUT", f"positions do not increase below {n}")
     return where
 
 
@@ -107,8 +108,8 @@ def ef_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
     return _put(out, torch.cat([_packed(lower.to(torch.uint8).view(-1)), _packed(upper)]), at)
 
 
-def corrupt(k: int, n: int) -> CorruptFrame:
-    return CorruptFrame(f"positions: bytes are not {k} positions below {n}")
+def corrupt(k: int, n: int) -> CorruptPayload:
+    return CorruptPayload(f"positions: bytes are not {k} positions below {n}")
 
 
 def ef_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -1) -> int:
@@ -156,7 +157,7 @@ MOST_SCALE = torch.finfo(torch.float32).max / 8
 
 def _check_block(name: str, block: int) -> None:
     if block < 2 or block % 2:
-        raise ValueError(f"{name}: got block {block}, need an even number")
+        raise InvalidInput("E-CODEC-INPUT", f"{name}: got block {block}, need an even number")
 
 
 def nibbles_encode(q: Memory, scale: Memory, x: Memory, rest: Memory | None, block: int) -> bool:
@@ -200,7 +201,7 @@ def _magnitudes(x: torch.Tensor) -> torch.Tensor:
 def kth_abs(g: Memory, residual: Memory | None, rank: int, scratch: Memory) -> float:
     v = total(g, residual)
     if not 1 <= rank <= v.numel():
-        raise ValueError(f"kth_abs: got rank {rank} of {v.numel()}, need 1 <= rank <= n")
+        raise InvalidInput("E-CODEC-INPUT", f"kth_abs: got rank {rank} of {v.numel()}, need 1 <= rank <= n")
     found = _magnitudes(v).kthvalue(v.numel() + 1 - rank).values
     return float(found.view(torch.float32))
 
@@ -211,7 +212,7 @@ def count_above(x: Memory, cut: float) -> int:
 
 def trim(residual: Memory | None, n: int, idx: Memory, val: Memory, count: int, keep: int, start: int, scratch: Memory) -> int:
     if not 1 <= keep <= count <= n:
-        raise ValueError(f"trim: got {keep} of {count} of {n}, need 1 <= keep <= count <= n")
+        raise InvalidInput("E-CODEC-INPUT", f"trim: got {keep} of {count} of {n}, need 1 <= keep <= count <= n")
     where, values = positions(idx)[:count], read(val, torch.float32, count).clone()
     order = torch.cat([(where >= start).nonzero().view(-1), (where < start).nonzero().view(-1)])
     best = order[_magnitudes(values)[order].sort(descending=True, stable=True).indices[:keep]]

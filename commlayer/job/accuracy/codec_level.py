@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.job.accuracy.loss_trend import LossRise
 from commlayer.observe.fidelity import Fidelity
 from commlayer.records import Record
@@ -100,7 +101,7 @@ class LevelState(Record, frozen=True):
 def begin(level: float, limits: AccuracyLimits | None = None) -> LevelState:
     limits = limits or AccuracyLimits()
     if not 0 < limits.lowest <= level <= limits.highest <= 1:
-        raise ValueError(f"level {level:g}: allowed is {limits.lowest:g} to {limits.highest:g}, within 0 to 1")
+        raise InvalidInput("E-ARGUMENT", f"level {level:g}: allowed is {limits.lowest:g} to {limits.highest:g}, within 0 to 1")
     return LevelState(level, level, limits)
 
 

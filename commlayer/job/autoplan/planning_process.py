@@ -18,6 +18,7 @@ from typing import IO
 
 import msgspec
 
+from commlayer.errors import InvalidState
 from commlayer.job.autoplan.plan_search import SearchOrder, SearchResult, search
 from commlayer.records import Record
 
@@ -59,7 +60,7 @@ class PlanningProcess:
         self.start()
         process = self._process
         if process is None:
-            raise RuntimeError("the session is over")
+            raise InvalidState("E-SESSION-CLOSED", "the session is over")
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -67,7 +68,7 @@ class PlanningProcess:
             data = _read(process.stdout)
         except (OSError, ValueError, EOFError):  # ended, or closed here meanwhile
             self.stop()
-            raise RuntimeError(f"the process that plans has ended (exit code {process.wait()})") from None
+            raise InvalidState("E-SESSION-CLOSED", f"the process that plans has ended (exit code {process.wait()})") from None
         answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.found is None:
             raise (ValueError if answer.wrong else RuntimeError)(answer.error)

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from commlayer.codec_name import named
 from commlayer.compressors import build
+from commlayer.errors import InvalidState
 from commlayer.job.autoplan import loss_limits
 from commlayer.job.autoplan.candidate import Candidate
 from commlayer.job.autoplan.link_probes import RankMeasurement, server_nodes_of
@@ -108,7 +109,7 @@ class Replanner:
 
     def _go_on(self, measure: Callable[[], T]) -> T:
         if self._over:
-            raise RuntimeError("the session is over")
+            raise InvalidState("E-SESSION-CLOSED", "the session is over")
         return measure()
 
     def _begun(self) -> Measurements:

@@ -18,7 +18,7 @@ from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Joined, Measurement, Outcome
 from commlayer.balance.models import Cubic, Line
 from commlayer.balance.share_solver import FREE, Communication
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.job.spacing import row_spacing
 
@@ -37,13 +37,15 @@ def begin(
     """
     for rank, row in enumerate(rows):
         if row.rank != rank:
-            raise ValueError(f"the sampler of rank {rank} is for rank {row.rank:.0f}, allowed: its own")
+            raise InvalidInput("E-SAMPLER-RANKS", f"the sampler of rank {rank} is for rank {row.rank:.0f}, allowed: its own")
         if (row.batch, row.step) != (rows[0].batch, rows[0].step):
-            raise ValueError(f"the sampler of rank {rank} stands at step {row.step:.0f} with batch {row.batch:.0f}, rank 0's "
-                             f"at step {rows[0].step:.0f} with batch {rows[0].batch:.0f}, allowed: the same on all")
+            raise InvalidInput("E-SAMPLER-RANKS",
+                               f"the sampler of rank {rank} stands at step {row.step:.0f} with batch {row.batch:.0f}, rank 0's "
+                               f"at step {rows[0].step:.0f} with batch {rows[0].batch:.0f}, allowed: the same on all")
         if row.last_worker >= len(rows):
-            raise ValueError(f"the sampler of rank {rank} has a share for worker {row.last_worker:.0f}, allowed: 0 to "
-                             f"{len(rows) - 1}")
+            raise InvalidInput("E-SAMPLER-RANKS",
+                               f"the sampler of rank {rank} has a share for worker {row.last_worker:.0f}, allowed: 0 to "
+                               f"{len(rows) - 1}")
     policy = structs.replace(policy, minimum=max(policy.minimum, *(int(row.least) for row in rows)))
     joined = [Joined(rank, int(row.cap) or None, Line(row.slope_s, row.intercept_s) if row.known else None)
               for rank, row in enumerate(rows)]

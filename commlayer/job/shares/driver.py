@@ -20,7 +20,7 @@ from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sa
 from commlayer.balance.events import Event, said
 from commlayer.balance.profiling import LIMIT_S, WorkerProfile
 from commlayer.balance.share_solver import FREE
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.shares import decide
 from commlayer.job.shares.own_times import OwnTimes
 from commlayer.job.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
@@ -60,9 +60,10 @@ class Controller:
         the session's own measuring.
         """
         if every is not None and every < 1:
-            raise ValueError(f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
         if mode not in get_args(Mode):
-            raise ValueError(f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
+            raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         _check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
@@ -98,7 +99,8 @@ class Controller:
         >>> controller.profile(model, lambda model, batch: loss(model(batch[0]), batch[1]), loader)   # doctest: +SKIP
         """
         if self._state is not None:
-            raise ValueError("profile: training follows measured times already, allowed: before its first step")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               "profile: training follows measured times already, allowed: before its first step")
         from commlayer.balance.published import Published
         from commlayer.job.shares import worker_profiles
 
@@ -205,8 +207,9 @@ class Controller:
         connection.terms.balanced = True  # under DDP the connection is not the one that was there before
         assert connection.groups is not None
         if connection.members is not None:
-            raise ValueError("Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
-                             "allowed: sampler.follow(loader, session), or a job in which all stay")
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               "Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
+                               "allowed: sampler.follow(loader, session), or a job in which all stay")
         # Of its own: what a script calls stands in no order to what is told behind a step.
         channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
         connection.on_close.append(channel.close)
@@ -230,8 +233,10 @@ def _check_plan(session: Session | None) -> None:
     how, remedy = f"averages weights every {plan.local_steps} steps (local_steps), allowed: 1", "with max_local_steps=1"
     if plan.local_steps == 1:
         how, remedy = "has overlap='round', allowed: updates that are waited for", "without overlap"
-    raise ValueError(f"Controller: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or leave "
-                     "shares as they are: sampler.follow(loader, session)")
+    raise InvalidInput("E-SHARES-ARGUMENT",
+                       f"Controller: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
+                       "leave "
+                       "shares as they are: sampler.follow(loader, session)")
 
 
 def _lookahead(loader: Iterable[Any]) -> int:

@@ -18,7 +18,7 @@ from commlayer.balance import Communication, Policy, Sampler
 from commlayer.balance.first_shares import Opening, SharesOf, opening
 from commlayer.balance.profiling import WorkerProfile, ladder, profile
 from commlayer.config import read_launch
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.measure.batch_trials import LossOf, Trial, batches_of
 from commlayer.session import Session
 from commlayer.transport.members import Members
@@ -36,7 +36,7 @@ def together(
 ) -> tuple[list[WorkerProfile], Opening]:
     """Every rank's profile, and what follows; the sampler has its cap and the shares. `shares_of`: another way to them."""
     if not limit_s > 0:
-        raise ValueError(f"limit_s: got {limit_s}, allowed: more than 0 seconds")
+        raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
     trial = Trial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
 
     def run() -> WorkerProfile:
@@ -88,8 +88,9 @@ def _exchanged(
     found = []
     for rank, (number, batch, finished, _, cap, ended, *seconds) in enumerate(told):
         if (number, batch) != (rank, sampler.batch):
-            raise ValueError(f"the sampler of rank {rank} is for rank {number:.0f} with batch {batch:.0f}, allowed: its own "
-                             f"rank and the batch of this one, {sampler.batch}")
+            raise InvalidInput("E-SAMPLER-RANKS",
+                               f"the sampler of rank {rank} is for rank {number:.0f} with batch {batch:.0f}, allowed: its own "
+                               f"rank and the batch of this one, {sampler.batch}")
         if not finished:
             raise CommError("its profile broke off, the error is in its own output", peer=peer_name(rank))
         points = tuple((rung, time_s) for rung, time_s in zip(rungs, seconds, strict=True) if time_s)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from msgspec import structs
 
 from commlayer.codec_name import LEVEL_BITS, VALUE_BITS, CodecName
+from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 
@@ -38,8 +39,8 @@ def touch(name: CodecName) -> Touch:
     """ValueError for a codec whose bytes no size alone tells."""
     core = name.core
     if core.family not in _FAMILIES:
-        raise ValueError(f"codec {core.family}() is in no table, known are {', '.join(_FAMILIES)}; "
-                         "or measure it with `commlayer profile`")
+        raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() is in no table, known are {', '.join(_FAMILIES)}; "
+                           "or measure it with `commlayer profile`")
     made = _FAMILIES[core.family](core)
     layers = tuple(name.bare.layers())
     more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)

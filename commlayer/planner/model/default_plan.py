@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from commlayer.codec_name import named
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.float64 import unrounded
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.matrix_shapes import row_of, shaped
@@ -187,10 +188,10 @@ def fused(
 
 def _check(path: str, servers: int, ranks_per_node: int, cut_nbytes: int) -> None:
     if path not in ("service", "allreduce"):
-        raise ValueError(f'path: got {path!r}, allowed: "service" or "allreduce"')
+        raise InvalidInput("E-PLAN-INPUT", f'path: got {path!r}, allowed: "service" or "allreduce"')
     if path == "service" and servers < 1:
-        raise ValueError(f'servers: got {servers}, path "service" needs at least 1')
+        raise InvalidInput("E-PLAN-INPUT", f'servers: got {servers}, path "service" needs at least 1')
     if ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node: got {ranks_per_node}, allowed: at least 1")
+        raise InvalidInput("E-PLAN-INPUT", f"ranks_per_node: got {ranks_per_node}, allowed: at least 1")
     if cut_nbytes < ELEMENT_NBYTES:
-        raise ValueError(f"cut_nbytes: got {cut_nbytes}, allowed: at least {ELEMENT_NBYTES}, one element")
+        raise InvalidInput("E-PLAN-INPUT", f"cut_nbytes: got {cut_nbytes}, allowed: at least {ELEMENT_NBYTES}, one element")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Node
 
 
@@ -37,7 +38,7 @@ def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tup
     """
     for host in hosts:
         if not 0 <= host < len(cluster.nodes):
-            raise ValueError(f"host {host}: the cluster has nodes 0 to {len(cluster.nodes) - 1}")
+            raise InvalidInput("E-PLAN-INPUT", f"host {host}: the cluster has nodes 0 to {len(cluster.nodes) - 1}")
     found: dict[object, list[int]] = {}
     for place, node in enumerate(cluster.nodes):
         if not node.ranks and place not in hosts:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
+from commlayer.errors import InvalidInput
+
 Scope = Literal["all", "node", "net"]
 """Who takes part: all ranks; the ranks of one node; the ranks of one local number (or one of each node), between nodes."""
 
@@ -59,11 +61,11 @@ def _op(word: str, text: str) -> Op:
     coding, _, device = word.partition("@")
     if coding in CODING:
         if device not in get_args(Device):
-            raise ValueError(f"path {text!r}: {word!r} is on no device, allowed: {coding}@gpu, {coding}@cpu")
+            raise InvalidInput("E-PLAN-PATH", f"path {text!r}: {word!r} is on no device, allowed: {coding}@gpu, {coding}@cpu")
         return Op(coding, device)
     scope, _, name = word.partition(".")
     if scope not in get_args(Scope) or name not in COLLECTIVES + SERVICE or (name in SERVICE and scope != "net"):
-        raise ValueError(
+        raise InvalidInput("E-PLAN-PATH",
             f"path {text!r}: {word!r} is no op, allowed: encode@DEVICE, decode@DEVICE, "
             f"(all|node|net).({'|'.join(COLLECTIVES)}), "
             f"net.({'|'.join(SERVICE)}); or the whole path as {' or '.join(ALIASES)}"

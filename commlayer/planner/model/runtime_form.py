@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from commlayer.codec_name import named
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.paths import parse, spell
 from commlayer.planner.model.shards import cut
 from commlayer.records import Bucket, Plan
@@ -38,8 +39,9 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
         return
     coders = {op.where for op in path if op.name in ("encode", "decode")}
     if len(coders) > 1:
-        raise ValueError(f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
-                         "server is coded on one of them")
+        raise InvalidInput("E-PLAN-PATH",
+                           f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
+                           "server is coded on one of them")
     forwards = any(op.name == "forward" for op in path)
     down = (MERGED if named(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
     served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from commlayer.codec_name import misspelled
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Line, Policy, Profile
 from commlayer.planner.model.learning import row_problem
 from commlayer.planner.pricing.path_cost import bare
@@ -33,7 +34,7 @@ def checked_inputs(
         problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors: "
                         "measure it on this job, or leave it out")
     if problems:
-        raise ValueError(problems[0])
+        raise InvalidInput("E-PLAN-INPUT", problems[0])
     assert profile is not None
     assert job.timing is not None
     return profile, policy, job.timing

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from commlayer.codec_name import CodecName, named
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Node, Profile, Task
 from commlayer.planner.model.equal_nodes import Group, fold
 from commlayer.planner.model.paths import CODING, Path, parse
@@ -115,7 +116,8 @@ class Prices:
             found = found or self._costs.get((name, device))
         if found is None:
             known = ", ".join(sorted({c.codec for c in self.profile.codecs if c.device == device})) or "none"
-            raise ValueError(f"profile {self.profile.source!r} has no cost of {codec} on {device}, it has: {known}")
+            raise InvalidInput("E-PLAN-CODEC-COST",
+                               f"profile {self.profile.source!r} has no cost of {codec} on {device}, it has: {known}")
         return found
 
     def _served_by(self, server: int) -> dict[int, float]:
@@ -123,21 +125,22 @@ class Prices:
             part = dict(zip(self.hosts, self.spread, strict=True))
             return {g: part[group.members[0]] for g, group in enumerate(self.groups) if group.hosts}
         if not 0 <= server < len(self.hosts):
-            raise ValueError(f"server {server}: the cluster's plan has servers 0 to {len(self.hosts) - 1}")
+            raise InvalidInput("E-PLAN-INPUT", f"server {server}: the cluster's plan has servers 0 to {len(self.hosts) - 1}")
         return {next(g for g, group in enumerate(self.groups) if self.hosts[server] in group.members): 1.0}
 
     def _codecs(self, codec: str, by_node: tuple[str, ...]) -> list[str]:
         if not by_node:
             return [codec] * len(self.groups)
         if len(by_node) != len(self._node_of):
-            raise ValueError(f"by_node: got {len(by_node)} codecs for {len(self._node_of)} nodes with ranks")
+            raise InvalidInput("E-PLAN-INPUT", f"by_node: got {len(by_node)} codecs for {len(self._node_of)} nodes with ranks")
         named = dict(zip(self._node_of, by_node, strict=True))
         result = []
         for group in self.groups:
             mine = {named.get(place, codec) for place in group.members}
             if len(mine) > 1:
-                raise ValueError(f"by_node: {', '.join(sorted(mine))} on equal nodes ({group.name} and others); "
-                                 "equal nodes are planned as one: give them one codec")
+                raise InvalidInput("E-PLAN-INPUT",
+                                   f"by_node: {', '.join(sorted(mine))} on equal nodes ({group.name} and others); "
+                                   "equal nodes are planned as one: give them one codec")
             result.append(mine.pop())
         return result
 
@@ -165,9 +168,11 @@ def _check(groups: Sequence[Group]) -> None:
         for name, read, positive in _LIMITS:
             value = read(group.node)
             if not (value > 0 if positive else value >= 0):
-                raise ValueError(f"node {group.name}: {name} is {value}, allowed: {'above 0' if positive else '0 or more'}")
+                raise InvalidInput("E-PLAN-INPUT",
+                                   f"node {group.name}: {name} is {value}, allowed: {'above 0' if positive else '0 or more'}")
         if group.node.ranks > 1 and not group.node.intra_bps > 0:
-            raise ValueError(f"node {group.name}: intra_bps is {group.node.intra_bps} with {group.node.ranks} ranks, "
-                             "allowed: above 0; say how fast its ranks reach each other")
+            raise InvalidInput("E-PLAN-INPUT",
+                               f"node {group.name}: intra_bps is {group.node.intra_bps} with {group.node.ranks} ranks, "
+                               "allowed: above 0; say how fast its ranks reach each other")
     if not any(group.workers for group in groups):
-        raise ValueError("the cluster has no node with ranks: nobody trains")
+        raise InvalidInput("E-PLAN-INPUT", "the cluster has no node with ranks: nobody trains")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import CodecCost, Line, Profile
 from commlayer.planner.model.equal_nodes import Group
 from commlayer.planner.model.paths import Op, Path, spell
@@ -135,7 +136,8 @@ class Walk:
         group, held = self.groups[g], self.held[g]
         if op.where == "gpu":
             if group.node.device == "cpu":
-                raise ValueError(f"path {spell(self.path)!r}: {op}, but node {group.name} has no GPU; code on cpu")
+                raise InvalidInput("E-PLAN-INPUT",
+                                   f"path {spell(self.path)!r}: {op}, but node {group.name} has no GPU; code on cpu")
             return f"compute:{group.name}"
         alone = held.flows == 1 and group.node.ranks > 1
         return f"cpu:{group.name}.{self.owner}" if alone and self.owner else f"cpu:{group.name}"

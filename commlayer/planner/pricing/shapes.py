@@ -11,6 +11,8 @@ from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+from commlayer.errors import InvalidInput
+
 SHARED = ("up", "down", "intra")
 """Kinds of lanes that carry several transfers at once."""
 _SHARED = tuple(f"{kind}:" for kind in SHARED)
@@ -24,7 +26,7 @@ class Line:
     def __init__(self, op: str, lanes: tuple[str, ...]) -> None:
         if not all(map(shared, lanes)) and len(lanes) > 1:
             together = f"lanes {', '.join(lanes)} together"
-            raise ValueError(f"task {op or lanes}: {together}, allowed: one, or any of {', '.join(SHARED)}")
+            raise InvalidInput("E-PLAN-INPUT", f"task {op or lanes}: {together}, allowed: one, or any of {', '.join(SHARED)}")
         self.lanes = lanes
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from commlayer.codec_name import named
+from commlayer.errors import InvalidInput
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.model.codec_fit import Promise, fits, on_gpus, promise_of
@@ -33,7 +34,8 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     sent = {cost.codec: cost.nbytes.slope_s for cost in profile.codecs}
     made = [Option(path) for path in _dense(prices)]
     if not made:
-        raise ValueError(f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
+        raise InvalidInput("E-PLAN-CODEC-COST",
+                           f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
     alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
     for name in sorted(allowed_codecs(profile, policy), key=lambda name: (sent[name], name)):
         if name != DENSE:
@@ -107,7 +109,8 @@ def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
     # Collectives need no price for floats.
     unknown = sorted(codec for codec in policy.codecs if bare(codec) not in {*known, bare(DENSE)})
     if unknown:
-        raise ValueError(f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
-                         f"it has: {', '.join(sorted(known.values()))}")
+        raise InvalidInput("E-PLAN-CODEC-COST",
+                           f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
+                           f"it has: {', '.join(sorted(known.values()))}")
     asked = {bare(codec) for codec in policy.codecs} or {*known}
     return sorted(text for name, text in known.items() if name in asked)

@@ -12,6 +12,7 @@ from itertools import combinations, groupby, product, repeat
 from operator import getitem, mul
 from typing import NamedTuple
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.simulation.schedule import Timed
 
 EQUAL = 1e-9
@@ -185,8 +186,10 @@ class _Search:
     def priced(self, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
         least = self.least()
         if not self.allowed(least):
-            raise ValueError(f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it; the finest "
-                             f"loses {self.loss(least):.3g}: allow a little more than that, or finer codecs")
+            raise InvalidInput("E-PLAN-INPUT",
+                               f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it; the "
+                               "finest "
+                               f"loses {self.loss(least):.3g}: allow a little more than that, or finer codecs")
         if not starts:
             starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
         distinct = dict.fromkeys([least, *map(tuple, starts)])

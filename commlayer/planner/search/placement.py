@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Node
 
 
@@ -36,12 +37,13 @@ def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
     if not hosts:
-        raise ValueError("placement: no node of the cluster can host a server")
+        raise InvalidInput("E-PLAN-INPUT", "placement: no node of the cluster can host a server")
     if n == 0:
-        raise ValueError("placement: the cluster has no node with ranks")
+        raise InvalidInput("E-PLAN-INPUT", "placement: the cluster has no node with ranks")
     for node in cluster.nodes:
         if not _bps(node) > 0:
-            raise ValueError(f"node {node.name}: a link of {_bps(node):g} bps carries nothing, allowed: above 0")
+            raise InvalidInput("E-PLAN-INPUT",
+                               f"node {node.name}: a link of {_bps(node):g} bps carries nothing, allowed: above 0")
     bits = 8 * nbytes
     # Training nodes that host no server send and receive all of it, whatever the split.
     low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _lighter(node, n)), default=0.0)
@@ -93,7 +95,7 @@ def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] 
     that holds at any time: what is ready first keeps all of them busy.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
-        raise ValueError(f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
+        raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
     loads = [0.0] * len(weights) if loads is None else loads
     able = [s for s, w in enumerate(weights) if w > 0]
     chosen = [0] * len(sizes)

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.pricing.problem import Problem
 
 CIRCLE = "the tasks of an option wait for one another in a circle"
@@ -74,7 +75,7 @@ class Twin:
         while computing or self.open[step][0] or (step and self.open[step - 1][1]):
             self.now = min([*map(self._due, range(p.nodes)), *self.due_at, *(at for at, _ in self.later[:1])])
             if self.now == math.inf:
-                raise ValueError(CIRCLE)
+                raise InvalidInput("E-PLAN-INPUT", CIRCLE)
             for n in range(p.nodes):
                 while self._due(n) <= self.now:
                     if self.at[n] < p.buckets:

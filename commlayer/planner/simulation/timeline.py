@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.model.thin import sent_numel
 from commlayer.planner.pricing.hidden_links import hidden
@@ -125,7 +126,8 @@ def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     if plan.hosts:
         return plan.hosts
     if plan.servers > len(able):
-        raise ValueError(f"the plan has {plan.servers} servers, but only {len(able)} nodes of the cluster can host one")
+        raise InvalidInput("E-PLAN-INPUT",
+                           f"the plan has {plan.servers} servers, but only {len(able)} nodes of the cluster can host one")
     return able[: plan.servers]
 
 
@@ -134,7 +136,7 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
     try:
         return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
     except ValueError as error:
-        raise ValueError(f"bucket {bucket.id}: {error}") from None
+        raise InvalidInput("E-PLAN-INPUT", f"bucket {bucket.id}: {error}") from None
 
 
 def urgent(timing: Timing, slices: Sequence[Slice]) -> float:

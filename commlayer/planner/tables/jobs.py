@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.tables.machines import GPU_SHARE, GPUS, speed
 from commlayer.planner.tables.model_layers import Layer, layers
 from commlayer.records import Job, Timing
@@ -122,9 +123,9 @@ def _check(name: str, batch: int | None) -> None:
     if name not in PUBLISHED:
         near = difflib.get_close_matches(name, PUBLISHED, 3, 0.4)
         listed = ", ".join(near or PUBLISHED)
-        raise ValueError(f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {listed}")
+        raise InvalidInput("E-MODEL-NAME", f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {listed}")
     if batch is not None and batch < 1:
-        raise ValueError(f"batch of {name}: got {batch}, allowed: at least 1")
+        raise InvalidInput("E-MODEL-NAME", f"batch of {name}: got {batch}, allowed: at least 1")
 
 
 def _job(
@@ -144,7 +145,7 @@ def on_reference(job: Job) -> Job:
     try:
         factor = speed(job.timing.device)
     except ValueError as error:
-        raise ValueError(f"job {job.name!r}: timing.device: {error}") from None
+        raise InvalidInput("E-PLAN-INPUT", f"job {job.name!r}: timing.device: {error}") from None
     return structs.replace(job, timing=job.timing.scaled(factor))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.model.learning import LearningRow, row_problem
 from commlayer.records import Record, decode, encode
 
@@ -51,13 +51,13 @@ def read(path: Path) -> LearningTable:
     try:
         found = decode(data, _Version, what).version
         if found != VERSION:
-            raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}")
+            raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}", "E-LEARNING-TABLE")
         table = decode(data, LearningTable, what)
     except RecordError as error:
-        raise RecordError(f"{error}; make it anew with {remedy}") from None
+        raise RecordError(f"{error}; make it anew with {remedy}", "E-LEARNING-TABLE") from None
     for row in table.rows:
         if wrong := row_problem(row):
-            raise RecordError(f"{what}: {wrong}")
+            raise RecordError(f"{what}: {wrong}", "E-LEARNING-TABLE")
     return table
 
 
@@ -79,9 +79,10 @@ def table_in(path: Path) -> LearningTable:
         table = read(path)
     except OSError as error:
         said = f"{error.strerror}; `commlayer tune TASK --learning {path}` writes one"
-        raise ValueError(f"learning table {path}: {said}") from None
+        raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {said}") from None
     if not table.rows:
-        raise ValueError(f"learning table {path}: has no rows; `commlayer tune TASK --learning {path}` measures some")
+        raise InvalidInput("E-LEARNING-TABLE",
+                           f"learning table {path}: has no rows; `commlayer tune TASK --learning {path}` measures some")
     return table
 
 

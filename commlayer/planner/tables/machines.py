@@ -19,6 +19,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.codec_name import named
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.model.codec_sizes import touch
 from commlayer.planner.model.learning import LearningRow
@@ -114,8 +115,9 @@ def gpu(name: str) -> Gpu:
     found = GPUS.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), GPUS, 3, 0.5)
-        raise ValueError(f"GPU {name!r} is in no table, {'nearest are' if near else 'known are'} {', '.join(near or GPUS)}; "
-                         "or measure it with `commlayer profile`")
+        raise InvalidInput("E-GPU-NAME",
+                           f"GPU {name!r} is in no table, {'nearest are' if near else 'known are'} {', '.join(near or GPUS)}; "
+                           "or measure it with `commlayer profile`")
     return found
 
 
@@ -160,16 +162,16 @@ def link(name: str) -> Link:
         bps = float(match[1]) * (1e9 if match[2] == "g" else 1e6)
         made = Link(bps, bps, RACK_ALPHA_S)
     else:
-        raise ValueError(f'link {name!r}: allowed are "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m"')
+        raise InvalidInput("E-LINK-NAME", f'link {name!r}: allowed are "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m"')
     if not min(made.up_bps, made.down_bps) > 0:
-        raise ValueError(f"link {name!r}: a link of 0 carries nothing, allowed: above 0")
+        raise InvalidInput("E-LINK-NAME", f"link {name!r}: a link of 0 carries nothing, allowed: above 0")
     return made
 
 
 def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
     """A node of the tables."""
     if intra not in INTRA:
-        raise ValueError(f"intra {intra!r}: allowed are {', '.join(INTRA)}")
+        raise InvalidInput("E-LINK-NAME", f"intra {intra!r}: allowed are {', '.join(INTRA)}")
     intra_bps, intra_alpha_s = INTRA[intra] if ranks > 1 else (0.0, 0.0)
     return Node(name, ranks, device, link(net), intra_bps, intra_alpha_s, speed(device), server)
 

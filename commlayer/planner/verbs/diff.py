@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Job, Plan, Record
 
 
@@ -36,7 +37,7 @@ WHOLE = ("servers", "hosts", "ranks_per_node", "local_steps", "codes", "overlap"
 def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
     """By tensor; with the job, by its names."""
     if before.job != after.job:
-        raise ValueError(f"the plans are of different models: job {before.job} and job {after.job}")
+        raise InvalidInput("E-PLAN-QUESTION", f"the plans are of different models: job {before.job} and job {after.job}")
     fields = tuple(
         (name, str(getattr(before, name)), str(getattr(after, name)))
         for name in WHOLE if getattr(before, name) != getattr(after, name)

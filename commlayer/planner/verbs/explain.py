@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.pricing.input_checks import checked_inputs, tables_profile
 from commlayer.planner.pricing.steps_needed import Excesses, recipe_of
@@ -42,7 +43,7 @@ def explain(
 ) -> Explanation:
     """Of bucket number `bucket`. The reason and the runner-up are those that the planner wrote into the plan."""
     if not 0 <= bucket < len(plan.buckets):
-        raise ValueError(f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
+        raise InvalidInput("E-PLAN-QUESTION", f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
     timeline = simulate(plan, job, cluster, profile, policy)
     costs, asked, timing = checked_inputs(job, cluster, profile, policy)
     alone = by_itself(timing, cluster, costs, asked)
@@ -81,5 +82,6 @@ def bucket_of(plan: Plan, job: Job, text: str) -> int:
     tensor = next((i for i, info in enumerate(job.tensors) if info.name == text), None)
     found = [b.id for b in plan.buckets for s in b.slices if s.tensor == tensor]
     if not found:
-        raise ValueError(f"bucket {text!r}: neither a number from 0 to {len(plan.buckets) - 1} nor a tensor of the model")
+        raise InvalidInput("E-PLAN-QUESTION",
+                           f"bucket {text!r}: neither a number from 0 to {len(plan.buckets) - 1} nor a tensor of the model")
     return min(found)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import structs
 
-from commlayer.errors import RecordError
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.model.cluster import Cluster, Link, Node, Profile
 from commlayer.planner.pricing.input_checks import cluster_problems, learning_problems, profile_problems
 from commlayer.planner.tables import machines
@@ -90,12 +90,12 @@ def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, .
     for group in filter(None, (part.strip() for part in text.split(","))):
         match = GROUP.fullmatch(group)
         if match is None:
-            raise ValueError(f"{what}: got {group!r}, allowed: {GROUP_FORM}")
+            raise InvalidInput("E-PLAN-INPUT", f"{what}: got {group!r}, allowed: {GROUP_FORM}")
         count, ranks, device, net = int(match[1] or 1), int(match[2] or 1), match[3].lower(), match[4]
         for _ in range(count):
             made.append(machines.node(f"{device}-{first + len(made)}", device, _table_link(net), ranks=ranks))
     if not made:
-        raise ValueError(f"{what}: got {text!r}, allowed: {GROUP_FORM}")
+        raise InvalidInput("E-PLAN-INPUT", f"{what}: got {text!r}, allowed: {GROUP_FORM}")
     return tuple(made)
 
 
@@ -123,7 +123,7 @@ def rate_of(text: str) -> float:
     """
     match = RATE.fullmatch(text.strip())
     if match is None or match[2]:
-        raise ValueError(f'rate: got {text!r}, allowed: a number with its unit, such as "20Mb" or "1Gb"')
+        raise InvalidInput("E-PLAN-INPUT", f'rate: got {text!r}, allowed: a number with its unit, such as "20Mb" or "1Gb"')
     return float(match[1]) * (1e9 if match[3] == "G" else 1e6)
 
 
@@ -140,14 +140,14 @@ def _table_link(text: str) -> str:
 def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:
     name = written.name or f"{written.device}-{place}"
     if written.count < 1:
-        raise ValueError(f"{what}: node {name}: count is {written.count}, allowed: 1 or more")
+        raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: count is {written.count}, allowed: 1 or more")
     try:
         link = machines.link(written.link) if isinstance(written.link, str) else written.link
         speed = written.speed or machines.speed(written.device)
         if written.intra not in machines.INTRA:
-            raise ValueError(f"intra {written.intra!r}: allowed are {', '.join(machines.INTRA)}")
+            raise InvalidInput("E-PLAN-INPUT", f"intra {written.intra!r}: allowed are {', '.join(machines.INTRA)}")
     except ValueError as error:
-        raise ValueError(f"{what}: node {name}: {error}") from None
+        raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: {error}") from None
     intra_bps, intra_alpha_s = machines.INTRA[written.intra] if written.ranks > 1 else (0.0, 0.0)
     made = Node(name, written.ranks, written.device, link, written.intra_bps or intra_bps,
                 written.intra_alpha_s or intra_alpha_s, speed, written.server)
@@ -159,14 +159,14 @@ def _read(text: str, what: str, toml: bool) -> Any:
     try:
         return tomllib.loads(text) if toml else msgspec.json.decode(text)
     except (tomllib.TOMLDecodeError, msgspec.MsgspecError) as error:
-        raise RecordError(f"{what}: {error}") from None
+        raise RecordError(f"{what}: {error}", "E-PLAN-INPUT") from None
 
 
 def _convert(data: Any, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.MsgspecError as error:
-        raise RecordError(f"{what}: {error}{remedy(error)}") from None
+        raise RecordError(f"{what}: {error}{remedy(error)}", "E-PLAN-INPUT") from None
 
 
 def remedy(error: Exception) -> str:
@@ -177,4 +177,4 @@ def remedy(error: Exception) -> str:
 
 def _refuse(problems: Iterable[str], what: str) -> None:
     for problem in problems:
-        raise ValueError(f"{what}: {problem}")
+        raise InvalidInput("E-PLAN-INPUT", f"{what}: {problem}")

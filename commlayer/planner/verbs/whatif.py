@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Link, Node, Policy, Profile
 from commlayer.planner.model.plan_words import most_used, way_of
 from commlayer.planner.pricing.input_checks import checked_inputs
@@ -108,7 +109,8 @@ def what_if(
     swept = [name for name, values in (("bandwidth", bandwidths), ("add_node", add_nodes), ("nodes", counts), ("gpu", gpus))
              if values]
     if len(swept) != 1:
-        raise ValueError(f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
+        raise InvalidInput("E-PLAN-QUESTION",
+                           f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
     clusters = {
         "bandwidth": lambda: _at_rates(cluster, bandwidths), "add_node": lambda: _grown(cluster, add_nodes),
         "nodes": lambda: _counted(cluster, counts),
@@ -140,7 +142,7 @@ def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> fl
 def at_rate(cluster: Cluster, bps: float) -> Cluster:
     """The link of every node that trains at this rate each way, with its own latency."""
     if not LEAST_BPS <= bps <= MOST_BPS:
-        raise ValueError(f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
+        raise InvalidInput("E-PLAN-QUESTION", f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
     nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) if node.ranks else node
                   for node in cluster.nodes)
     return structs.replace(cluster, nodes=nodes)
@@ -162,7 +164,7 @@ def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, flo
     trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
     for n in counts:
         if n < 1:
-            raise ValueError(f"nodes: got {n}, allowed: 1 or more")
+            raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {n}, allowed: 1 or more")
         left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
         kept = tuple(node for place, node in enumerate(cluster.nodes) if place not in left_out)
         copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
