@@ -64,7 +64,7 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 
 def frames() -> Target:
     """Streams of several, cut anywhere, put together as a connection does."""
-    stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped={1: "it broke the format"}, disputed=(1,)))
+    stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped={1: "it broke the format"}))
     body = random.Random(5).randbytes(3000)
     kinds = [kind for kind in Kind if kind != Kind.STALLED]
     some = [frame(Header(kind, 1, 5, 3, sender=2, weight=1.0, total=2.0), body[: 40 * kind]) for kind in kinds]

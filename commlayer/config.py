@@ -100,14 +100,13 @@ class Config(Record, frozen=True):
     """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
     learning: kinds.Text = ""
     """A table that `commlayer tune --learning` wrote: what ways cost in steps on your own task, in place of the shipped one."""
-    quarantine: kinds.Quarantine = "off"
     """Whether servers refuse a contribution whose norm is far out of what the others' are ("norms"), and also one that is not
     finite ("all": not with a GradScaler, which lives by seeing those). The same on all ranks."""
     shape: kinds.Text = ""
     """Link shaping inside the process, for the demo; empty for none."""
 
 
-ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps", "quarantine",
+ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",
          "min_workers")
 """Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
 ALIKE_SET = ("join", "trace", "loss", "learning")

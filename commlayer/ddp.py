@@ -37,7 +37,7 @@ from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.optim import family_of
 from commlayer.runtime.hooks import COMPILED, TAKEN, in_compiled_autograd
 from commlayer.runtime.lanes import Lane
-from commlayer.runtime.model_job import check_dense, check_quarantine
+from commlayer.runtime.model_job import check_dense
 from commlayer.runtime.write_gradients import write_gradient
 
 CLOSING_S = 1.0
@@ -73,7 +73,6 @@ class HookState:
         `process_group`: the ranks to average over, where they are not those of the DDP module that this is registered with.
         """
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
-        check_quarantine(self._config.quarantine, scaler)
         self._process_group, self._asked = group_of(process_group), read_ways(None, None, exact=exact)
         self.ways: DDPWays | None = None
         """What lets plans step locally, where attach() knows the module and its optimizer."""

@@ -246,10 +246,6 @@ class CorruptPayload(CorruptFrame):
     default_code = "E-PAYLOAD"
 
 
-class Disputed(CorruptFrame):
-    """What does not go with what another has said: which of the two broke the protocol this end cannot know."""
-
-
 class Damaged(CorruptFrame):
     """Bytes that are not those that were sent, as their checksum tells: the way may be at fault, not the peer."""
 

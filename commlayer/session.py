@@ -33,7 +33,7 @@ from commlayer.job.switch import switch as go_over
 from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of, usual
 from commlayer.records import Plan
-from commlayer.runtime.model_job import check_quarantine, job_of, parameters_of
+from commlayer.runtime.model_job import job_of, parameters_of
 
 log = logging.getLogger("commlayer")
 
@@ -249,7 +249,6 @@ def attach(
             raise InvalidInput("E-SYNC-MODE", f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
         outer = sync if isinstance(sync, Outer) else usual(family_of(optimizer))
         read = read_config(config)
-        check_quarantine(read.quarantine, scaler)
         check_model(model)
         refuse_steps_in_backward(model.named_parameters())
         asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None

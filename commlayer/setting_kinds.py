@@ -35,5 +35,4 @@ DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description
 Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536, -1: as often as "
                                       "costs 0.1 % of the time")]
 GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
-Quarantine = Annotated[Literal["off", "norms", "all"], msgspec.Meta(description='"off", "norms" or "all"')]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]

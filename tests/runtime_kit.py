@@ -32,14 +32,14 @@ class Rig:
 
     def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
                  buffers: int = 0, stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None,
-                 of: Job | None = None, quarantine: Any = None) -> None:
+                 of: Job | None = None) -> None:
         self.job = of or job(shapes, buffers)
         self.plan = plan or default_plan(self.job, codec=codec, path="service", servers=servers, ranks_per_node=1,
                                          fuse_nbytes=2048, cut_nbytes=4096)
         self.hub = hub or Hub()
         gradients = sum(not tensor.buffer for tensor in self.job.tensors)
         self.servers = [
-            SumServer(Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world), quarantine),
+            SumServer(Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world)),
                       self.hub.transport(SERVER_BASE + s), range(world), stall_s=stall_s)
             for s in range(self.plan.servers)
         ]

@@ -22,13 +22,12 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.membership import State
 from commlayer.control.messages import Heartbeat, Overdue
 from commlayer.control.serving import Serving
-from commlayer.errors import CorruptFrame, Disputed
+from commlayer.errors import CorruptFrame
 from commlayer.job.connection import Connection
 from commlayer.job.regroup import Regrouping
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_server import SumServer
-from commlayer.transport.vouches import Vouches, digest_of
 
 WHY = ("was dropped: sent nothing for 300 s while others waited (step 7, said by server 0): it hangs, or its machine is far "
        "too slow for deadline_s")
@@ -161,10 +160,10 @@ def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
 class Sums:
     """A server of buckets 5 and 6, and what its members have sent, each so many seconds ago."""
 
-    def __init__(self, hub: Any, vouches: Vouches | None = None, members: int = 3) -> None:  # noqa: F811
+    def __init__(self, hub: Any, members: int = 3) -> None:  # noqa: F811
         self.core = Summation(0, 1, {5: Doubles(), 6: Doubles()}, dict.fromkeys((5, 6), tuple(range(members))))
         ends = hub[0].mesh([SERVER_BASE, *range(members)])
-        self.server = SumServer(self.core, ends[0], range(members), stall_s=60.0, vouches=vouches)
+        self.server = SumServer(self.core, ends[0], range(members), stall_s=60.0)
         hub[1].extend((self.server, *ends[1:]))
 
     def sent(self, *parts: tuple[int, int, int, float]) -> Sums:
@@ -192,24 +191,9 @@ def test_a_server_says_who_has_let_a_sum_of_the_earliest_step_wait_past_the_limi
     assert Sums(hub).sent(*sent).server.overdue(300.0) == said
 
 
-def test_under_a_plan_that_one_member_has_brought_it_takes_two_who_have_contributed(hub: Any) -> None:  # noqa: F811
-    """Else it could have others sent away for not following a plan of which they do not know."""
-    vouches = Vouches(b"a plan", 2, known=False)
-    sums = Sums(hub, vouches, members=2).sent((0, 0, 5, 900.0))
-    assert sums.server.overdue(300.0) == (0, ())
-    vouches.hear(Message(1, Header(Kind.VOUCH, 2, sender=1), memoryview(digest_of(b"a plan"))))
-    assert sums.server.overdue(300.0) == (0, (1,)), "that one has said that it follows it"
-
-
-def test_where_two_have_contributed_it_is_no_matter_who_has_brought_the_plan(hub: Any) -> None:  # noqa: F811
-    sums = Sums(hub, Vouches(b"a plan", 2, known=False)).sent((0, 0, 5, 900.0), (1, 0, 5, 90.0))
-    assert sums.server.overdue(300.0) == (0, (2,))
-
-
 def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:  # noqa: F811
-    """For a dispute it tells of nobody."""
     sums = Sums(hub).sent((0, 0, 5, 900.0), (1, 0, 5, 900.0))
-    sums.server._drop(Disputed("another step", peer="worker 2"))
+    sums.server._drop(CorruptFrame("another step", peer="worker 2"))
     assert sums.server.overdue(300.0) == (0, ())
 
 

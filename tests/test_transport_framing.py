@@ -26,7 +26,7 @@ CASES = {
     "result-limits": (Header(Kind.RESULT, 2**32 - 1, 2**32 - 1, 2**32 - 1, 65534, 65535, 255, 255, 65535, 65535, Flag.NONE,
                              1.5, 2**64 - 1), b"\xff"),
     "bye": (Header(Kind.BYE, sender=0x8001), b""),
-    "result-without-zeros": (Header(Kind.RESULT, 2, 9, 4, codec=2, sender=0x8000, flags=Flag.PARTIAL | Flag.WITHOUT_ZEROS,
+    "result-without-zeros": (Header(Kind.RESULT, 2, 9, 4, codec=2, sender=0x8000, flags=Flag.MEAN | Flag.WITHOUT_ZEROS,
                                     weight=2.0, used=1), struct.pack("<I16s", 4096, b"\x05") + bytes(range(64))),
 }
 
@@ -138,7 +138,7 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
-    (4, 2, "frame version 2, here 7"),
+    (4, 2, "frame version 2, here 8"),
     (5, 0, "unknown kind 0"),
     (5, 77, "unknown kind 77"),
     (6, 0x80, "flags 0x80"),

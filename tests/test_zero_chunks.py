@@ -205,7 +205,7 @@ def test_the_very_bytes_arrive_and_no_flag(pair: tuple[StreamTransport, StreamTr
     body = mostly_zero(nbytes)
     for a, b in (pair, pair[::-1]):
         for kind in (Kind.PUSH, Kind.RESULT):
-            header = Header(kind, 1, 4, 2, sender=a.rank, flags=Flag.PARTIAL, weight=2.0)
+            header = Header(kind, 1, 4, 2, sender=a.rank, flags=Flag.MEAN, weight=2.0)
             sent = a.send(b.rank, header, memoryview(body))
             got = b.wait(b.recv(a.rank, key(header)), soon())
             assert got.header == header

@@ -39,14 +39,6 @@ def owed(state: State, numel: int) -> torch.Tensor | None:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def forgive(state: State, where: torch.Tensor) -> None:
-    """On these of all elements nothing is owed any more."""
-    at = 0
-    for part in _residuals(state):
-        part[where[at : at + part.numel()]] = 0.0
-        at += part.numel()
-
-
 def _residuals(state: State) -> Iterator[torch.Tensor]:
     for name, value in state.items():
         if name == "residual" and isinstance(value, torch.Tensor):

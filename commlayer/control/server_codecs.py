@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,9 +88,6 @@ class CodecOps:
         if "sum" in acc:
             give_back(acc["sum"])
 
-    def norm(self, r: int, payload: memoryview) -> float:
-        return _norm(self._by_itself(r, payload))
-
     def _by_itself(self, r: int, payload: memoryview) -> Any:
         acc = self._alone.get(r)
         if acc is None:
@@ -156,19 +152,6 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
     except safetensors.SafetensorError as error:
         raise InvalidInput("E-SERVER-STATE", f"codec state is not in the safetensors format: {error}") from None
     return {path: tensor_of(value) for path, value in arrays.items()}
-
-
-def _norm(acc: Any) -> float:
-    """Of an accumulator, whatever its numbers are in: payloads of one round are compared with each other only."""
-    if isinstance(acc, Mapping):
-        if any(acc.get("flagged", ())):
-            return math.inf
-        return _norm(acc["parts"] if "parts" in acc else acc["sum"])
-    if isinstance(acc, list | tuple):
-        return math.hypot(*map(_norm, acc))
-    values = np.asarray(acc)
-    norm = float(np.linalg.norm(values.astype(np.float32, copy=False)))
-    return norm if math.isfinite(norm) else float(np.linalg.norm(values.astype(np.float64)))  # squares may not be finite
 
 
 def ops_of(

@@ -24,14 +24,12 @@ from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
-from commlayer.transport.quarantine import OFTEN, WITHIN, Quarantine
 from commlayer.transport.shaped import shaped_by
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation import Summation
-from commlayer.transport.summation_memory import REFUSED_NBYTES, WORDS_NBYTES
+from commlayer.transport.summation_memory import WORDS_NBYTES
 from commlayer.transport.summation_server import SumServer
 from commlayer.transport.view_change import ViewChange, amiss, wire_generation
-from commlayer.transport.vouches import Vouches
 
 log = logging.getLogger("commlayer")
 
@@ -65,9 +63,6 @@ class Serving:
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
         self._transport.named = self._certificate_of
-        self._quarantine = None if config.quarantine == "off" else Quarantine(
-            self._refused, finite_only=config.quarantine == "all")
-        self._named: set[int] = set()
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
         """What a server that was killed has left, and what this one leaves."""
@@ -75,7 +70,6 @@ class Serving:
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
         self._plan: Plan | None = None
-        self._vouches: Vouches | None = None
         streams_port = port and port + (config.carrier != "grpc")
         if (found := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
             port = port or host_port(found.address)[1]
@@ -129,7 +123,6 @@ class Serving:
             self._plan = decoded = _checked_plan(former.plan if former else plan, view)
             self._ops = ops_of(decoded, server, gradients=view.gradients)
             core = self._core(decoded, server, former.generation if former else view.generation)
-            self._vouches = Vouches(former.plan if former else plan, core.generation, known=not former or former.plan == plan)
             if former is not None:
                 self._recall(core)
             self._write_down(core, former.plan if former else plan, server, view)
@@ -143,7 +136,7 @@ class Serving:
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
                                  regroup=functools.partial(self._regroup, newest) if newest is not None else None,
-                                 out=self._out, vouches=self._vouches)
+                                 out=self._out)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> About | None:
@@ -178,7 +171,7 @@ class Serving:
         if self.journal is None:
             return
         about = About(self._token, server, self.address, view, plan, core.generation, self.streams)
-        words_nbytes = WORDS_NBYTES + REFUSED_NBYTES * len(self._members)
+        words_nbytes = WORDS_NBYTES
         sizes = {b: ops.memory_nbytes + ops.bound + words_nbytes for b, ops in self._ops.items()}
         if (keep := self.journal.begin(about, sizes)) is not None:
             core.remember(keep)
@@ -189,15 +182,7 @@ class Serving:
         self._transport.limit_kept(expected_nbytes(plan, server))
         senders = {bucket: tuple(self._members[place] for place in places)
                    for bucket, places in senders_of(plan, len(self._members)).items()}
-        return Summation(server, generation, dict(self._ops), senders, self._quarantine)
-
-    def _refused(self, member: int, step: int, bucket: int, why: str) -> None:
-        """A contribution is in quarantine: each in the audit log, the first of each member in the log, too."""
-        self._audit.note("quarantined", peer=peer_name(member), step=step, bucket=bucket, why=why)
-        if member not in self._named:
-            self._named.add(member)
-            log.warning("%s: its contribution to step %d, bucket %d is refused: %s; the others' go on, and it is dropped if "
-                        "that happens in %d of %d steps", peer_name(member), step, bucket, why, OFTEN, WITHIN)
+        return Summation(server, generation, dict(self._ops), senders)
 
     def _out(self, member: int, why: str) -> None:
         self._audit.note("dropped", peer=peer_name(member), why=why)
@@ -271,10 +256,7 @@ class Serving:
             self._ops = before
             raise
         assert self._plan is not None
-        assert self._vouches is not None
-        follows = bool(stay) and decoded == records.plan_of(self._plan, stay, len(view.members) - len(stay))
         self._plan = decoded
-        self._vouches.go_over(records.encode(decoded), generation, self._members, follows=follows)
         self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return core
 

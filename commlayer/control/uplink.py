@@ -23,7 +23,6 @@ from commlayer.transport.shaped import shaped_by
 from commlayer.transport.stream_transport import Settings, StreamTransport
 from commlayer.transport.summation_server import Stalled, follow_stalls
 from commlayer.transport.view_change import ViewChange
-from commlayer.transport.vouches import FIRST, digest_of
 
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
@@ -179,7 +178,7 @@ class Uplink:
             return
         for member, why in said.dropped.items():
             # Where others may go on without it the coordinator says so, who has heard of it from the server.
-            if member in said.disputed or not (self._regroups and self.coordinated):
+            if not (self._regroups and self.coordinated):
                 self._failed(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
                                       step=said.step, bucket=said.bucket))
         self._stalled(said.bucket, said.step, said.missing)
@@ -272,12 +271,6 @@ class Uplink:
         answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
             raise CommError(f"cannot go on with other members: {answer}", peer=peer_name(SERVER_BASE + server))
-
-    def vouch(self, plan: bytes) -> None:
-        """This worker runs that plan in the generation that it follows now: see Vouches. Ahead of all that it sends in that."""
-        if self._generation > FIRST:
-            for server in self.view.servers:
-                self.transport.send(SERVER_BASE + server.id, self._header(Kind.VOUCH, 0), digest_of(plan))
 
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)

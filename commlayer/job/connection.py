@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from commlayer import records
 from commlayer.compressors import codec_of
 from commlayer.control.embedded import Embedded
 from commlayer.control.leaving import end as end_part
@@ -285,7 +284,6 @@ class Connection:
                 fail(missed)
 
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
-        self.uplink.vouch(records.encode(worker.plan))
         if self._notices is None:
             self._notices = WaitNotices(self._waiting, self.uplink.called, self.waits.silent_s, self.log)
             self.on_close.append(self._notices.close)

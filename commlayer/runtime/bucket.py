@@ -189,8 +189,6 @@ class WorkerBucket(BucketDebts):
         self.said = 0  # the slices of which the server was told in it that the exchange before was not applied there
         self.abandoned = ""
         """Who broke the step off, and why: then there is no sum."""
-        self.partial = False
-        """Whether a server has refused somebody's contribution: the sum and its weight are the others'."""
         self.total = 0.0
         """The weight of all workers that this exchange's gradients were taken as a part of."""
         self.told: float | None = None

@@ -7,18 +7,15 @@ goes out with the next gradients, and `carried` is what of it went with the last
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
 
 from commlayer.compressors.codec import Codec, State
-from commlayer.compressors.debts import Debt, cut_of, forgive, owed, spread
+from commlayer.compressors.debts import Debt, cut_of, owed, spread
 from commlayer.compressors.feedback import add_where
 from commlayer.records import Slice
 
-HIDES = 1 << 20
-"""So many times what is usual, a number's own rounding is a sixteenth of that."""
 TINY = 1e-30
 """In place of a weight of nothing, which ends the step with an error."""
 
@@ -68,19 +65,6 @@ class BucketDebts:
     def result(self) -> torch.Tensor:
         """What came back, where it is read at least cost."""
         raise NotImplementedError
-
-    def refuse(self) -> None:
-        """The server has not added what this worker sent (quarantine): that is lost, and its debts are what they were before.
-
-        Beside numbers so large that their rounding hides what was owed, nothing is owed any more.
-        """
-        x, y = self.coded_x, self.result
-        if self.codes:
-            self.codec.undo(self.state, x)
-            forgive(self.state, x.abs() > HIDES * float(y.norm()) / math.sqrt(max(1, self.numel)))
-        if self.carried is not None:
-            self.carry = self.carried if self.carry is None else self.carry + self.carried
-        self.codes, self.carried = False, None
 
     def debts(self) -> list[Debt]:
         """What this worker owes on the bucket's elements, in the unit of residuals: see Units.worth."""

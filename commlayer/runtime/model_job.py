@@ -50,12 +50,3 @@ def learning_rate(optimizer: Any, before: float) -> float:
 def loss_scale(scaler: Any) -> float:
     """The scale that a GradScaler has in force; 1 without one."""
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-
-
-def check_quarantine(quarantine: str, scaler: Any) -> None:
-    """ValueError where servers would keep from a scaler what it lives by."""
-    if quarantine == "all" and scaler is not None and scaler.is_enabled():
-        raise InvalidInput("E-SCALER",
-                           'quarantine="all" refuses what is not finite, by which a GradScaler knows that its scale is too '
-                           'high: '
-                           'with scaler= allowed are "off" and "norms"')

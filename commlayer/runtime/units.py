@@ -95,13 +95,12 @@ class Units:
         if not self._shared:
             self.total, self.told = total, False
 
-    def learn(self, total: float, *, partial: bool = False) -> None:
+    def learn(self, total: float) -> None:
         """What all weighed in the step that is over, and for all that is known will in the next; 0 where nobody knows.
 
-        `partial`: it is not of all, since a server has refused somebody's part. Ranks of one node learn it all the same: they
-        must take one weight for granted, and only the one that coded has heard. ValueError if the script has said otherwise.
+        ValueError if the script has said otherwise.
         """
-        if not total or (partial and not self._shared):
+        if not total:
             return
         if self.told and abs(total - self.total) > 1e-6 * total:
             raise InvalidInput("E-WEIGHT",

@@ -239,7 +239,7 @@ class Worker(Unapplied):
         try:
             told = next((bucket for bucket in self._in_time if bucket.summed_weight()), None)
             if told is not None:
-                self.units.learn(told.summed_weight(), partial=told.partial)
+                self.units.learn(told.summed_weight())
         except ValueError as error:
             self.latch(error)
             raise

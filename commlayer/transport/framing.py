@@ -16,7 +16,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 7
+VERSION = 8
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""

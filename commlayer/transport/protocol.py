@@ -38,7 +38,6 @@ class Kind(enum.IntEnum):
     UNDO = 16  # worker -> server, between steps and ahead of PLAN: what a PUSH would say in `undone`
     CHALLENGE = 17  # the answer to HELLO: msgpack body
     PROOF = 18  # the dialler's answer to that, before WELCOME: msgpack body
-    VOUCH = 19  # worker -> server: the digest of the plan that the sender runs in the generation that the header names
 
 
 class Flag:
@@ -47,11 +46,9 @@ class Flag:
     NONE = 0
     AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, as the header has it. PUSH: done so
     ABANDON = 2  # PUSH, RESULT: a worker broke the step off, so there is no sum; the body says who and why (UTF-8)
-    PARTIAL = 4  # RESULT: the server has refused somebody's contribution; sum and weight are the others'
-    REFUSED = 8  # RESULT: it was the receiver's
     MEAN = 16  # PUSH: what the body holds counts `weight` times in a mean, which is the result, rounded once
     WITHOUT_ZEROS = 32  # PUSH, RESULT: the body travels without its chunks of zeros. Carriers put it there, and take it off
-    ALL = AGAIN | ABANDON | PARTIAL | REFUSED | MEAN | WITHOUT_ZEROS
+    ALL = AGAIN | ABANDON | MEAN | WITHOUT_ZEROS
 
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}

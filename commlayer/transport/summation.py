@@ -15,12 +15,10 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from commlayer.errors import CorruptFrame, Disputed
+from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
-from commlayer.transport.quarantine import Quarantine, Watch
 from commlayer.transport.summation_cell import KEPT_STEPS, MOST_REASON_NBYTES, Cell, Keep, Reply, Stall
 from commlayer.transport.summation_memory import Memory, read, words_of
-from commlayer.transport.summation_ops import sound
 
 log = logging.getLogger("commlayer")
 
@@ -28,17 +26,14 @@ log = logging.getLogger("commlayer")
 class Summation:
     """All buckets of one server. `push` may be called from any number of threads."""
 
-    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]],
-                 quarantine: Quarantine | None = None) -> None:
+    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
         """`ops` by bucket. `senders[bucket]` are the members that contribute to it, in the order in which they are added."""
         self._keep: Keep | None = None
-        self.quarantine = quarantine
         self.peer = SERVER_BASE + server
         self.generation = generation
         self.fenced = 0
         """Messages of views that have ended: none of them changed anything."""
-        self.cells = {bucket: Cell(bucket, o, senders[bucket], quarantine.watch(o.rounds, o.norm) if quarantine else None)
-                      for bucket, o in ops.items()}
+        self.cells = {bucket: Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     # ---- what outlasts this process
 
@@ -56,9 +51,8 @@ class Summation:
         cell.sum_again()
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
-        refused = tuple(sorted(cell.refused[last])) if last is not None else ()
         step = cell.step if cell.open else cell.awaited
-        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body), refused)
+        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body))
         self._keep(cell.bucket, words_of(memory), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -70,15 +64,12 @@ class Summation:
                 room = cell.out(found.result.step, found.result.round)
                 room[: len(kept)] = kept
                 kept = room[: len(kept)].toreadonly()
-            key, refused = (found.result.step, found.result.round), frozenset(found.memory.refused)
-            cell.results, cell.refused = {key: (found.result, kept)}, {key: refused}
+            cell.results = {(found.result.step, found.result.round): (found.result, kept)}
         cell.ops.recall(state, kept)
         if found.memory.open and found.memory.step is not None:
             cell.begin(found.memory.step, found.memory.round)
             if found.told is not None:
                 cell.expected, cell.told = found.told.weight, found.told
-            if cell.watch is not None and found.memory.round:
-                cell.watch.recall(found.memory.refused)
         else:
             cell.idle(found.memory.step)
         cell.recalled = True
@@ -111,7 +102,7 @@ class Summation:
             kept = cell.results.get((h.step, h.round))
             if kept is not None:
                 release(message)
-                return [_told(message.peer, *kept, cell.refused[(h.step, h.round)])]
+                return [Reply(message.peer, *kept)]
             self._admit(cell, message)
             if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
@@ -140,7 +131,7 @@ class Summation:
         if h.sender != message.peer:
             raise _breach(message, f"says it is {peer_name(h.sender)}")
         if h.generation > self.generation:  # of a plan that somebody else was to tell this server, perhaps
-            raise _breach(message, f"generation {h.generation}, here {self.generation}", Disputed)
+            raise _breach(message, f"generation {h.generation}, here {self.generation}")
         cell = self.cells.get(h.bucket)
         if cell is None:
             raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
@@ -179,7 +170,7 @@ class Summation:
             begun = cell.open or cell.awaited is not None
             state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
         # Which step that is may be what another member said first, or a state or a view that it brought.
-        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", Disputed)
+        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}")
 
     def _catch_up(self, cell: Cell, h: Header) -> None:
         """The first contribution since a former process ended tells whether that wrote down all that it had answered."""
@@ -204,12 +195,11 @@ class Summation:
             cell.accs[r] = ops.zeros(r)
         while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
             message = cell.early.pop(cell.members[cell.next])
-            h, added = message.header, True
+            h = message.header
             first = cell.next == 0
             if not first and h.undone != cell.undone:
                 raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
-                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike",
-                              Disputed)
+                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike")
             if first and r == 0:
                 if h.undone:
                     cell.undo(h.undone)  # before `add`, which overwrites what was summed in that step
@@ -221,17 +211,15 @@ class Summation:
             if h.flags & Flag.ABANDON:
                 cell.abandoned = cell.abandoned or bytes(message.body)
             else:
-                added = self._add(cell, message)
+                self._add(cell, message)
             cell.next += 1
             cell.order, cell.undone = h.order, h.undone
-            if added and lean:
+            if lean:
                 sum_of.append(message)
-            elif added:
+            else:
                 release(message)
         if cell.next < len(cell.members):
             return []
-        if cell.watch is not None:
-            self._decide(cell, cell.watch, release)
         again = self._misjudged(cell)
         if lean and not (cell.abandoned or again):
             replies = self._emit(cell)
@@ -244,33 +232,19 @@ class Summation:
             return self._abandon(cell)
         return self._again(cell) if again else self._emit(cell)
 
-    def _add(self, cell: Cell, message: Message, *, judged: bool = False) -> bool:
-        """Whether it is added; else it is too odd, and held back until all are in."""
+    def _add(self, cell: Cell, message: Message) -> None:
         h = message.header
         try:
-            if cell.watch is not None and not judged and cell.watch.holds(message, cell.round):
-                return False
             if cell.ops.means:
                 cell.ops.weigh(message.body, h.weight, cell.summed == 0)
             else:
                 cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
         except (CorruptFrame, ValueError) as error:
-            at_odds = cell.summed > 0 and sound(cell.ops, cell.round, message.body)
-            raise _breach(message, str(error), Disputed if at_odds else CorruptFrame) from None
+            raise _breach(message, str(error)) from None
         cell.summed += 1
         cell.totals.add(h.total)
         cell.weight += h.weight
         cell.used |= h.used
-        return True
-
-    def _decide(self, cell: Cell, watch: Watch, release: Callable[[Message], None]) -> None:
-        """All are in: what is held back is added after all, where it is most of them, or it is refused for good."""
-        for message, why in watch.decided(len(cell.members)):
-            if why:
-                watch.note(message.peer, cell.step, cell.bucket, why)
-            else:
-                self._add(cell, message, judged=True)
-            release(message)
 
     def _abandon(self, cell: Cell) -> list[Reply]:
         cell.ops.skip()
@@ -297,9 +271,7 @@ class Summation:
     def _emit(self, cell: Cell) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
         out = cell.out(step, r)
-        refused = cell.watch.settle(r) if cell.watch is not None else frozenset()
-        flags = Flag.PARTIAL if refused else Flag.NONE
-        replies = self._reply(cell, flags, out[: ops.emit(r, cell.accs[r], out)].toreadonly(), refused)
+        replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
         else:
@@ -307,13 +279,13 @@ class Summation:
         self._remember(cell)
         return replies
 
-    def _reply(self, cell: Cell, flags: int, body: memoryview, refused: frozenset[int] = frozenset()) -> list[Reply]:
+    def _reply(self, cell: Cell, flags: int, body: memoryview) -> list[Reply]:
         """To all members, and kept for whoever asks again."""
         header = self._header(cell, flags)
-        cell.results[(cell.step, cell.round)], cell.refused[(cell.step, cell.round)] = (header, body), refused
+        cell.results[(cell.step, cell.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
-            del cell.results[old], cell.refused[old]
-        return [_told(member, header, body, refused) for member in cell.members]
+            del cell.results[old]
+        return [Reply(member, header, body) for member in cell.members]
 
     def _header(self, cell: Cell, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
@@ -393,11 +365,7 @@ class Summation:
 
     def _between(self, cell: Cell, message: Message) -> None:
         if cell.open:
-            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed", Disputed)
-
-
-def _told(member: int, header: Header, body: memoryview, refused: frozenset[int]) -> Reply:
-    return Reply(member, header._replace(flags=header.flags | Flag.REFUSED) if member in refused else header, body)
+            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
 
 
 def _applied(undone: int) -> str:
@@ -409,5 +377,5 @@ def as_float32(weight: float) -> float:
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
-def _breach(message: Message, what: str, kind: type[CorruptFrame] = CorruptFrame) -> CorruptFrame:
-    return kind(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket)
+def _breach(message: Message, what: str) -> CorruptFrame:
+    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket)

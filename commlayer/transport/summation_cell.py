@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from commlayer.transport.protocol import Header, Message
-from commlayer.transport.quarantine import Watch
 from commlayer.transport.summation_ops import GivesBack, Lasting
 
 KEPT_STEPS = 2
@@ -43,18 +42,16 @@ class Stall(NamedTuple):
 class Cell:
     """One bucket: the sum under way, or the step last finished, and the results kept."""
 
-    def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...], watch: Watch | None) -> None:
-        self.bucket, self.ops, self.members, self.watch = bucket, ops, members, watch
+    def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...]) -> None:
+        self.bucket, self.ops, self.members = bucket, ops, members
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round; a result stays whole until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.refused: dict[tuple[int, int], frozenset[int]] = {}
-        """Whose contributions those are without."""
         self.lean: GivesBack | None = None
         """Its ops, where the payloads are held from step to step, and not their sum."""
-        if isinstance(ops, GivesBack) and ops.worth_giving_back(len(members)) and watch is None:
+        if isinstance(ops, GivesBack) and ops.worth_giving_back(len(members)):
             self.lean = ops
         self.held: list[Message] = []
         """What the last result is the sum of, in the order in which it was added, where the sum itself was given back."""
@@ -87,8 +84,6 @@ class Cell:
         self.summed = 0
         self.recalled = False
         """Whether a former process summed this, and nobody has contributed since."""
-        if self.watch is not None:
-            self.watch.begin(r)
 
     def end(self, step: int, undone: int) -> None:
         """The view ends in that step, which all workers take back. `undone`: what they had not applied of the one before."""
@@ -120,7 +115,6 @@ class Cell:
 
     def forget_results(self) -> None:
         self.results.clear()
-        self.refused.clear()
         self.held.clear()
 
     def here(self) -> set[int]:

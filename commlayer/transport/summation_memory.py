@@ -15,9 +15,7 @@ from commlayer.records import Record
 from commlayer.transport.protocol import Header
 
 WORDS_NBYTES = 1024
-"""More than an entry's words have beside the result and whom that is without."""
-REFUSED_NBYTES = 5
-"""Of each of those, at most."""
+"""More than an entry's words have beside the result."""
 
 
 class Memory(Record, frozen=True):
@@ -30,8 +28,6 @@ class Memory(Record, frozen=True):
     """How members were told to code again, if they were."""
     result: tuple[int | float, ...] | None = None
     body: bytes = b""
-    refused: tuple[int, ...] = ()
-    """Whose contributions that result is without."""
 
 
 class Recalled(NamedTuple):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from commlayer.errors import CorruptFrame
-
 
 class Ops(Protocol):
     """What the codec side does for one bucket. One instance belongs to one bucket and holds its server state."""
@@ -43,22 +41,9 @@ class Ops(Protocol):
 
     def skip(self) -> None: ...
 
-    def norm(self, r: int, payload: memoryview) -> float:
-        """Of what `add` would add, infinite if that is not finite. Asked only where there is a quarantine."""
-        ...
-
     def snapshot(self) -> bytes: ...
 
     def restore(self, data: bytes | memoryview) -> None: ...
-
-
-def sound(ops: Ops, r: int, payload: memoryview) -> bool:
-    """Whether it could be added by itself: then it only does not go with what another has sent."""
-    try:
-        ops.add(r, payload, ops.zeros(r), True)
-    except (CorruptFrame, ValueError):
-        return False
-    return True
 
 
 @runtime_checkable

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from commlayer.errors import CommError, CorruptFrame, Damaged, Disputed, PeerEnded, PeerLost, one_line
+from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport.protocol import NUMBERED, Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
 from commlayer.transport.summation import Summation
 from commlayer.transport.summation_cell import Reply, Stall
 from commlayer.transport.view_change import ViewChange, read_change
-from commlayer.transport.vouches import Vouches
 
 log = logging.getLogger("commlayer")
 
@@ -35,7 +34,6 @@ FAREWELL_S = 2.0
 """After a failure of the server: how long its reason may take to the members before their connections end."""
 MOST_REASON = 300
 """Characters of why somebody was dropped: with each heartbeat the coordinator hears of all who were."""
-OFTEN_REFUSED = "its contributions were refused (quarantine), time and again"
 
 
 class Stalled(Record, frozen=True):
@@ -46,8 +44,6 @@ class Stalled(Record, frozen=True):
     missing: tuple[int, ...]
     dropped: dict[int, str] = msgspec.field(default_factory=dict)
     """Who of them will not come, since this server has dropped it, and why."""
-    disputed: tuple[int, ...] = ()
-    """Who of those for a reason that may be another's fault: the coordinator does not hear of it."""
     failed: str = ""
     """Not empty: the server itself has failed, and no sum will come from it."""
 
@@ -89,17 +85,16 @@ class SumServer:
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
         pace: Callable[[float], None] = lambda _: None, regroup: Regroup | None = None,
-        out: Callable[[int, str], None] = lambda *_: None, vouches: Vouches | None = None,
+        out: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
         hears how many bit/s this machine's link carries out. `regroup`: None where members stay. `out` hears of each member
-        that is dropped, and why. `vouches`: None where there is no plan but the first."""
+        that is dropped, and why."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
-        self._disputed: set[int] = set()
-        self._out, self._vouches, self._dropping = out, vouches, threading.Lock()
+        self._out, self._dropping = out, threading.Lock()
         self._ended: set[str] = set()
         self._told: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
@@ -138,15 +133,15 @@ class SumServer:
             self._drop(error)  # it broke the format of frames, so its connection has ended already
 
     def dropped(self) -> dict[int, str]:
-        """Members that broke the protocol by what they themselves have sent, and how: whoever else says what, they did."""
+        """Members that broke the protocol, and how."""
         with self._dropping:
-            return {m: why for m, why in self._dropped.items() if m not in self._disputed and m in self._members}
+            return {m: why for m, why in self._dropped.items() if m in self._members}
 
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
         """The earliest step whose sums wait here, and who has kept one of them waiting for so long. None if none waits.
 
-        As many must have contributed as are missing: fewer may be what holds the others up elsewhere. Who does not stand by the
-        plan may not have heard of it: of that it takes two. Whom this server has dropped it tells of by that.
+        As many must have contributed as are missing: fewer may be what holds the others up elsewhere. Whom this server has
+        dropped it tells of by that.
         """
         stalls, now = self._stalls, time.monotonic()
         if not stalls:
@@ -154,15 +149,11 @@ class SumServer:
         step = min(stall.step for stall in stalls)
         late: set[int] = set()
         for stall in stalls:
-            if stall.step == step and now - stall.since >= limit_s and not self._disputed.intersection(stall.missing):
+            if stall.step == step and now - stall.since >= limit_s:
                 missing = [m for m in stall.missing if m not in self._dropped]
                 if len(stall.waiting) >= len(missing):
-                    late.update(m for m in missing if len(stall.waiting) > 1 or self._stands(m))
+                    late.update(missing)
         return step, tuple(sorted(late))
-
-    def _stands(self, member: int) -> bool:
-        """By the plan in force."""
-        return self._vouches is None or self._vouches.stands(member)
 
     def ended(self) -> tuple[str, ...]:
         """Members who have closed their ends in order."""
@@ -182,11 +173,6 @@ class SumServer:
                 sent = self._transport.send(reply.peer, reply.header, reply.body)
                 if reply.header.kind == Kind.PROBE_OK:
                     self._probes.setdefault(reply.peer, []).append((sent, len(reply.body)))
-            if self._core.quarantine is not None:
-                for member in self._core.quarantine.offences.over():
-                    # Of two each is odd beside the other.
-                    kind = CorruptFrame if len(self._members) > 2 else Disputed
-                    self._drop(kind(OFTEN_REFUSED, peer=peer_name(member)))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -217,9 +203,6 @@ class SumServer:
             return [self._echo(message)]
         if kind == Kind.PACE:
             self._pace(float(message.header.used))
-            return []
-        if kind == Kind.VOUCH and self._vouches is not None:
-            self._vouches.hear(message)
             return []
         if kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
             if self._regroup is None:
@@ -295,15 +278,13 @@ class SumServer:
         self._recycle(message.body)
 
     def _drop(self, error: CorruptFrame) -> None:
-        """A member that breaks the protocol is out; the others hear of it with the sum that waits for it, and where it is at
-        fault beyond doubt the coordinator does, too."""
+        """A member that breaks the protocol is out. The coordinator hears of it, and the others with the sum that waits for
+        it."""
         member, why = self._numbers[error.peer], one_line(error.what)[:MOST_REASON]
         with self._dropping:
             if member in self._dropped:
                 return
             self._dropped[member] = why
-            if isinstance(error, Disputed) or not self._stands(member):
-                self._disputed.add(member)
         log.warning("dropped %s", error)
         self._out(member, why)
         self._transport.abort(error, member)
@@ -346,9 +327,8 @@ class SumServer:
         self._told[stall.bucket] = (stall, now)
         with self._dropping:
             dropped = {m: self._dropped[m] for m in stall.missing if m in self._dropped}
-            disputed = tuple(m for m in dropped if m in self._disputed)
         for member in stall.waiting:
-            self._say(member, Stalled(stall.bucket, stall.step, stall.missing, dropped, disputed))
+            self._say(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
 
     def _say(self, member: int, what: Stalled) -> Handle:
         header = Header(Kind.STALLED, self._core.generation, sender=self._core.peer)

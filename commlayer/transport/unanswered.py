@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from commlayer.transport.protocol import ANSWERED_BY, NUMBERED, Flag, Header, Key, Kind, key
 
-KEPT = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE, Kind.VOUCH))
+KEPT = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 """Kinds that are asked again."""
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
 _ANSWERS = frozenset(ANSWERED_BY.values())

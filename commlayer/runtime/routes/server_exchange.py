@@ -52,7 +52,6 @@ class ServerExchange:
         self._encode = Lane("encode", step.latch)
         self._decode = Lane("decode", step.latch)
         self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._said = False
         """Whether the user knows that servers refuse what this worker sends."""
 
     def put(
@@ -149,14 +148,9 @@ class ServerExchange:
             return
         try:
             if last:
-                flags = message.header.flags
                 with self._staging.way_back(bucket):
                     bucket.decode(message.body)
-                    if flags & Flag.REFUSED:
-                        bucket.refuse()
-                        self._refused(bucket)
                 bucket.weight, bucket.used = message.header.weight, message.header.used
-                bucket.partial = bool(flags & Flag.PARTIAL)
             else:
                 next_nbytes = bucket.encode_next(r, message.body)
         except CorruptFrame as error:
@@ -171,13 +165,6 @@ class ServerExchange:
             self._finished(way)
         else:
             self._send(way, r + 1, bucket.payload[:next_nbytes])
-
-    def _refused(self, bucket: WorkerBucket) -> None:
-        if not self._said:
-            self._said = True
-            log.warning("%s has refused this worker's contribution to step %d, bucket %d: it is not finite, or its norm is far "
-                        "out of what others send (quarantine); gradients here are odd",
-                        peer_name(SERVER_BASE + bucket.server), bucket.step, bucket.id)
 
     def _finished(self, way: _Way) -> None:
         way.bucket.done = True
