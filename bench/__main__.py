@@ -11,7 +11,7 @@ from bench import Unmeasurable, report
 
 MEASUREMENTS = {
     "balance": "bench.balance",
-    "chaos": "bench.chaos",
+    "chaos": "bench.chaos.command",
     "check": "bench.check",
     "clan": "bench.clan",
     "codecs": "bench.codecs",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transport_kit import soon
 
-from commlayer.chaos.proxy import accepted, end
+from bench.chaos.proxy import accepted, end
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE

@@ -16,13 +16,13 @@ from lab_kit import needs_lab
 from bench import Unmeasurable
 from bench.__main__ import main
 from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
+from bench.chaos.campaign import Campaign, Row
+from bench.chaos.cluster import Evidence
+from bench.chaos.reports import Finding
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums
-from commlayer.chaos.campaign import Campaign, Row
-from commlayer.chaos.cluster import Evidence
-from commlayer.chaos.reports import Finding
-from commlayer.chaos.trials import Setting, Trial
-from commlayer.chaos.verdict import Verdict
+from bench.chaos.trials import Setting, Trial
+from bench.chaos.verdict import Verdict
 from commlayer.errors import CommError
 
 
@@ -152,11 +152,11 @@ def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pyte
 
     monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
     monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
-    monkeypatch.setattr("bench.chaos.QUICK_SCHEDULES", 2)
+    monkeypatch.setattr("bench.chaos.command.QUICK_SCHEDULES", 2)
     assert exits(None)[0] == 0
     code, told = exits(None, "something was left")
     assert (code, told["rows"][0]["wrong"], told["rows"][0]["lines"]) == (1, ["something was left"], ["a line"])
-    assert told["rows"][0]["again"] == "commlayer chaos --faults cut --seed 7 --runs 1"
+    assert told["rows"][0]["again"] == "python -m bench chaos --faults cut --seed 7 --runs 1"
     for error, expected in ((KeyboardInterrupt(), 130), (CommError("no ports", peer="chaos"), 2)):
         code, told = exits(error)
         assert (code, len(told["rows"]), told["summary"]["asked"], told["summary"]["runs"]) == (expected, 1, 3, 1)

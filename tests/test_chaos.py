@@ -20,18 +20,18 @@ import pytest
 from msgspec import msgpack
 from typer.testing import CliRunner
 
-from commlayer.chaos import cluster, oracle, verdict
-from commlayer.chaos.campaign import Campaign, Row, summary
-from commlayer.chaos.cluster import Cluster, Evidence, all_free
-from commlayer.chaos.dealing import dealt, trial
-from commlayer.chaos.faults import FAULTS
-from commlayer.chaos.oracle import GOES_ON
-from commlayer.chaos.proxy import DOWN, UP, Link, Proxy, end
-from commlayer.chaos.reports import Ended, Finding, Stepped
-from commlayer.chaos.strikes import STRIKES
-from commlayer.chaos.table import closing, problems, table
-from commlayer.chaos.trials import STEPS, Setting, Trial
-from commlayer.chaos.wire import Seen, Stretch, digits, weights
+from bench.chaos import cluster, oracle, verdict
+from bench.chaos.campaign import Campaign, Row, summary
+from bench.chaos.cluster import Cluster, Evidence, all_free
+from bench.chaos.dealing import dealt, trial
+from bench.chaos.faults import FAULTS
+from bench.chaos.oracle import GOES_ON
+from bench.chaos.proxy import DOWN, UP, Link, Proxy, end
+from bench.chaos.reports import Ended, Finding, Stepped
+from bench.chaos.strikes import STRIKES
+from bench.chaos.table import closing, problems, table
+from bench.chaos.trials import STEPS, Setting, Trial
+from bench.chaos.wire import Seen, Stretch, digits, weights
 from commlayer.cli.main import app
 from commlayer.errors import CommError
 from commlayer.transport import framing
@@ -152,7 +152,7 @@ def test_what_is_shown_of_runs() -> None:
             for seed, found in enumerate([evidence(), evidence(shots=0)])]
     assert table(rows).row_count == 1
     assert "cut, seed 1 (identity, 2 workers, 1 server; struck: worker 1):\n  the fault cut never fired" in problems(rows)
-    assert "again: commlayer chaos --faults cut --seed 1 --runs 1" in problems(rows)
+    assert "again: python -m bench chaos --faults cut --seed 1 --runs 1" in problems(rows)
     told = summary(rows, 3)
     assert {name: told[name] for name in ("asked", "runs", "violations", "never_fired", "contributions", "went_on")} == {
         "asked": 3, "runs": 2, "violations": 1, "never_fired": 1, "contributions": 800, "went_on": 1}

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from commlayer.chaos import cluster
-from commlayer.chaos.campaign import Campaign
-from commlayer.chaos.cluster import Cluster
-from commlayer.chaos.strikes import STRIKES
-from commlayer.chaos.trials import Setting, Trial
+from bench.chaos import cluster
+from bench.chaos.campaign import Campaign
+from bench.chaos.cluster import Cluster
+from bench.chaos.strikes import STRIKES
+from bench.chaos.trials import Setting, Trial
 
 APART = Setting("identity()", servers=2, apart=True)
 

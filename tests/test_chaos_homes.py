@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from test_chaos import SETTING, evidence
 
-from commlayer.chaos import strikes, verdict
-from commlayer.chaos.campaign import Campaign, summary
-from commlayer.chaos.cluster import Evidence
-from commlayer.chaos.dealing import KEYED, dealt, trial
-from commlayer.chaos.faults import FAULTS
-from commlayer.chaos.reports import Began, Ended, Stepped
-from commlayer.chaos.trials import STEPS, Setting, Trial
+from bench.chaos import strikes, verdict
+from bench.chaos.campaign import Campaign, summary
+from bench.chaos.cluster import Evidence
+from bench.chaos.dealing import KEYED, dealt, trial
+from bench.chaos.faults import FAULTS
+from bench.chaos.reports import Began, Ended, Stepped
+from bench.chaos.trials import STEPS, Setting, Trial
 
 
 def left(**changes: Any) -> Evidence:

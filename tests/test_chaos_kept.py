@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from commlayer.chaos.campaign import Campaign, Row
-from commlayer.chaos.cluster import Evidence
-from commlayer.chaos.dealing import trial
-from commlayer.chaos.kept import Kept
-from commlayer.chaos.reports import Ended, Finding
-from commlayer.chaos.verdict import Verdict
+from bench.chaos.campaign import Campaign, Row
+from bench.chaos.cluster import Evidence
+from bench.chaos.dealing import trial
+from bench.chaos.kept import Kept
+from bench.chaos.reports import Ended, Finding
+from bench.chaos.verdict import Verdict
 from commlayer.cli.main import app
 
 

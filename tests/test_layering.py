@@ -25,7 +25,7 @@ FILES_OF_PLANS = {"plan_file", "loss_budget"}
 UPPER = {"runtime", "control"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | UPPER | {"measure"}
 SURFACE = {"job", "session", "ddp"}
-TOP = {"chaos", "cli", "demo", "doctor", "", "__main__"}
+TOP = {"cli", "demo", "doctor", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from faulty import Fault, Faulty, faulty
 from transport_kit import closing, data, soon
 
 from commlayer.errors import PeerLost
-from commlayer.transport.faulty import Fault, Faulty, faulty
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Kind, Transport
 

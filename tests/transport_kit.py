@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import pytest
+from faulty import faulty
 
 from commlayer.control import carriers, grpc_channel
 from commlayer.control.coordinator_channel import fingerprint, shown
@@ -22,7 +23,6 @@ from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.transport import framing, grpc_ends, hello, tls
 from commlayer.transport.byte_channel import ByteChannel, binding_of
 from commlayer.transport.crc import crc32c
-from commlayer.transport.faulty import faulty
 from commlayer.transport.hello import Admit, Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.loopback import Hub

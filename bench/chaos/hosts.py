@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from bench.chaos.campaign import Campaign
+from bench.chaos.cluster import Cluster
+from bench.chaos.proxy import DOWN, UP, Link
+from bench.chaos.trials import SETTINGS, Trial
 from bench.lab import Lab
-from commlayer.chaos.campaign import Campaign
-from commlayer.chaos.cluster import Cluster
-from commlayer.chaos.proxy import DOWN, UP, Link
-from commlayer.chaos.trials import SETTINGS, Trial
 
 FAULTS = ("kill-worker", "stop-worker", "freeze-worker", "kill-server", "restart-storm", "lose-server", "kill-coordinator",
           "lose-coordinator", "partition", "isolate-worker", "slow-link", "kill-home", "kill-homes", "rejoin-home", "stop-home",

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from commlayer.chaos.processes import Started
+from bench.chaos.processes import Started
 
 SETTLED = 250
 """Steps that a process takes to reach its size: buffers of all kinds have been needed once."""

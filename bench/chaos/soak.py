@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import Unmeasurable
+from bench.chaos import processes
+from bench.chaos.cluster import HERE, Cluster
+from bench.chaos.dealing import undisturbed
+from bench.chaos.reports import Ended, Stepped
 from bench.chaos.sizes import MOST_GROWTH_PCT, Sizes, growth
+from bench.chaos.trials import Setting
 from bench.report import Result
-from commlayer.chaos import processes
-from commlayer.chaos.cluster import HERE, Cluster
-from commlayer.chaos.dealing import undisturbed
-from commlayer.chaos.reports import Ended, Stepped
-from commlayer.chaos.trials import Setting
 from commlayer.errors import CommError
 
 SETTING = Setting("topk(ratio=0.1)", apart=True)

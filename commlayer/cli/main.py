@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from commlayer.cli import keys, plan
-from commlayer.cli.chaos import chaos
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
 from commlayer.cli.launch import launch
@@ -45,7 +44,6 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(tune)
 app.command()(profile)
 app.command()(trace)
-app.command()(chaos)
 app.add_typer(plan.app, name="plan")
 app.add_typer(keys.app, name="keys")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.chaos.trials import Setting
+from bench.chaos.trials import Setting
 
 FULL_NBYTES = 8 << 10
 """A file that may not get larger than this is what a full disk is: no journal fits."""
@@ -103,4 +103,4 @@ FAULTS: dict[str, Fault] = {
     "storm-home-server": Fault("SIGKILL of the homes' server, time after time", "server", _homes),
     "kill-home-coordinator": Fault("SIGKILL of the homes' coordinator, and started again", "coordinator", _homes_apart),
 }
-"""By the names that `commlayer chaos --faults` takes."""
+"""By the names that `python -m bench chaos --faults` takes."""

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from commlayer.chaos import processes, verdict
-from commlayer.chaos.cluster import HERE, Cluster, Evidence
-from commlayer.chaos.dealing import dealt, trial, undisturbed
-from commlayer.chaos.faults import FAULTS
-from commlayer.chaos.strikes import STRIKES
-from commlayer.chaos.trials import Setting, Trial
-from commlayer.chaos.verdict import Verdict
+from bench.chaos import processes, verdict
+from bench.chaos.cluster import HERE, Cluster, Evidence
+from bench.chaos.dealing import dealt, trial, undisturbed
+from bench.chaos.faults import FAULTS
+from bench.chaos.strikes import STRIKES
+from bench.chaos.trials import Setting, Trial
+from bench.chaos.verdict import Verdict
 from commlayer.errors import CommError
 
 LIMIT_S = 30.0

@@ -15,8 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from commlayer.chaos.campaign import Row, p95, quantile
-from commlayer.chaos.faults import FAULTS
+from bench.chaos.campaign import Row, p95, quantile
+from bench.chaos.faults import FAULTS
 from commlayer.files import write_whole
 
 NONE = "-"

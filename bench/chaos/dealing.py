@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from commlayer.chaos.faults import FAULTS
-from commlayer.chaos.trials import SETTINGS, Setting, Trial
+from bench.chaos.faults import FAULTS
+from bench.chaos.trials import SETTINGS, Setting, Trial
 
 FIRST, LAST = 3, 16
 """Between these steps a fault strikes: some are behind, and some are left to go wrong in."""

@@ -68,4 +68,4 @@ class Trial(NamedTuple):
     @property
     def again(self) -> str:
         """The line that does it again."""
-        return f"commlayer chaos --faults {self.fault} --seed {self.seed} --runs 1"
+        return f"python -m bench chaos --faults {self.fault} --seed {self.seed} --runs 1"

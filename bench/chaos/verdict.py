@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from typing import Any, NamedTuple
 
-from commlayer.chaos import oracle
-from commlayer.chaos.cluster import Evidence
-from commlayer.chaos.faults import FAULTS
-from commlayer.chaos.oracle import GOES_ON, Outcome
-from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Finding
-from commlayer.chaos.trials import STEPS, Trial
-from commlayer.chaos.wire import weights
+from bench.chaos import oracle
+from bench.chaos.cluster import Evidence
+from bench.chaos.faults import FAULTS
+from bench.chaos.oracle import GOES_ON, Outcome
+from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Finding
+from bench.chaos.trials import STEPS, Trial
+from bench.chaos.wire import weights
 
 ROUNDING = 1e-4
 """Of sums of float32, over a run."""

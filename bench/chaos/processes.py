@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commlayer.chaos.clock import jump
-from commlayer.chaos.reports import Task
+from bench.chaos.clock import jump
+from bench.chaos.reports import Task
 from commlayer.config import Launch, read_config, take_environment
 from commlayer.errors import CommError
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
-           "commlayer.chaos.training", "commlayer.control.server_process", "commlayer.control.serving", "commlayer.cli.main"]
+           "bench.chaos.training", "commlayer.control.server_process", "commlayer.control.serving", "commlayer.cli.main"]
 START_S = 60.0
 """Until torch is loaded, once."""
 DIE_S = 5.0
@@ -104,14 +104,14 @@ def _begin(target: Callable[..., None], pipe: Any, args: tuple[Any, ...], enviro
 
 def train(pipe: Any, task: Task) -> None:
     """A worker."""
-    from commlayer.chaos import training
+    from bench.chaos import training
 
     training.train(pipe, task)
 
 
 def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
     """See training.replay."""
-    from commlayer.chaos import training
+    from bench.chaos import training
 
     training.replay(pipe, workers, steps)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from commlayer.chaos.reports import Finding
+from bench.chaos.reports import Finding
 from commlayer.errors import CorruptFrame
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader

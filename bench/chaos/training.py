@@ -22,9 +22,9 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, Dataset
 
+from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
+from bench.chaos.wire import weights
 from commlayer.balance import Sampler
-from commlayer.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
-from commlayer.chaos.wire import weights
 from commlayer.config import read_launch
 from commlayer.errors import CommError
 from commlayer.job.home_process import begin_world

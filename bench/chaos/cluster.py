@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from commlayer.chaos import processes
-from commlayer.chaos.faults import FAULTS, FULL_NBYTES
-from commlayer.chaos.processes import Started
-from commlayer.chaos.proxy import Link, Proxy
-from commlayer.chaos.reports import Began, Ended, Finding, Stepped, Task
-from commlayer.chaos.trials import STEPS, Trial
-from commlayer.chaos.wire import Seen
+from bench.chaos import processes
+from bench.chaos.faults import FAULTS, FULL_NBYTES
+from bench.chaos.processes import Started
+from bench.chaos.proxy import Link, Proxy
+from bench.chaos.reports import Began, Ended, Finding, Stepped, Task
+from bench.chaos.trials import STEPS, Trial
+from bench.chaos.wire import Seen
 from commlayer.config import home_environment
 from commlayer.control import authority
 from commlayer.errors import CommError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.chaos.campaign import Row
-from commlayer.chaos.dealing import trial
+from bench.chaos.campaign import Row
+from bench.chaos.dealing import trial
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED

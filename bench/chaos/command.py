@@ -1,0 +1,126 @@
+"""What becomes of jobs that are broken on purpose: real runs, simulated schedules by the million, a long one with churn, and
+damaged bytes by the million.
+
+`python -m bench chaos` makes real runs, then simulated schedules. `--runs N`, `--faults` and `--resume` make real runs alone,
+`--schedules N` schedules alone, with
+`--members` of who takes part, with `--agreement` of how those go on who are left, `--soak STEPS` the long run, with `--homes`
+one of homes that go and come, `--fuzz N` damages frames and control messages. Knows no mechanism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import Unmeasurable
+from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
+from bench.chaos.campaign import Campaign, Row, summary
+from bench.chaos.dealing import dealt
+from bench.chaos.faults import FAULTS
+from bench.chaos.kept import Kept
+from bench.chaos.table import screen, table
+from bench.lab import LabUnavailable
+from bench.report import Result
+from commlayer.errors import CommError
+
+RUNS, QUICK_RUNS = 300, 21
+SCHEDULES, QUICK_SCHEDULES = 100_000, 2_000
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=0, help=f"real runs, and nothing else; without it {RUNS}")
+    parser.add_argument("--faults", default="", help="only these, with commas between, and nothing else; `list` prints which there are", metavar="NAMES")
+    parser.add_argument("--hosts", action="store_true", help="on hosts of the lab, with root; and nothing else")
+    parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
+    parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
+    parser.add_argument("--agreement", action="store_true", help="these are of how those who are left go on when some die")
+    parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
+    parser.add_argument("--homes", action="store_true", help="this is of homes that come and go")
+    parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
+    parser.add_argument("--seed", type=int, default=0, help="where to begin")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop then; with --resume runs and schedules go on")
+    parser.add_argument("--resume", type=Path, default=None, metavar="FILE",
+                        help="where schedules, or real runs and nothing else, are kept that were made")
+
+
+def run(quick: bool, args: argparse.Namespace) -> Result:
+    _check(args)
+    asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
+                            args.members, args.agreement)
+    if args.soak:
+        long = soak_homes.run if args.homes else soak.run
+        return long(args.soak, args.seed, args.seconds)
+    if args.fuzz:
+        return fuzzed.run(args.fuzz, args.seed)
+    if args.schedules:
+        return schedules.run(asked)
+    allowed = hosts.FAULTS if args.hosts else dealt()
+    if args.faults == "list":
+        width = max(map(len, allowed)) + 2
+        print("\n".join(f"{name:{width}}{FAULTS[name].what}" for name in allowed))
+        return {"rows": [], "summary": {}}
+    names = tuple(args.faults.split(",")) if args.faults else allowed
+    if unknown := [name for name in names if name not in allowed]:
+        raise Unmeasurable(f"--faults: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
+    seeds = range(args.seed, args.seed + (args.runs or (QUICK_RUNS if quick else RUNS)))
+    result = _real(seeds, names, args.resume, args.seconds or math.inf, on_hosts=args.hosts)
+    if args.hosts or args.runs or args.faults or args.resume is not None or result.get("code", 0) > 1:
+        return result
+    simulated = schedules.run(asked)
+    figures = {f"schedules.{name}": value for name, value in simulated["summary"].items()}
+    return {"rows": result["rows"] + simulated["rows"], "summary": result["summary"] | figures,
+            "code": max(result.get("code", 0), simulated.get("code", 0))}
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.homes and not args.soak:
+        raise Unmeasurable("--homes: says what --soak is of; name how many steps")
+    for flag in ("members", "agreement"):
+        if getattr(args, flag) and not args.schedules:
+            raise Unmeasurable(f"--{flag}: says what --schedules are of; name how many")
+    if args.members and args.agreement:
+        raise Unmeasurable("--members and --agreement: schedules are of one or the other; name one")
+    for name in ("runs", "schedules", "soak", "fuzz", "seed", "seconds"):
+        if not 0 <= (value := getattr(args, name)) < math.inf:
+            raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")
+    if (path := args.resume) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        what = "it is a folder" if path.is_dir() else "its folder does not exist"
+        raise Unmeasurable(f"--resume {path}: {what}; name a file in a folder that exists")
+
+
+def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: float, *, on_hosts: bool) -> Result:
+    """Runs that were made before something went wrong stay; Unmeasurable where there are none."""
+    try:
+        kept = Kept(resume, seeds, names, hosts=on_hosts)
+    except ValueError as reason:
+        raise Unmeasurable(str(reason)) from None
+    rows, until = kept.rows, time.monotonic() + limit_s
+    code, said = 0, {}
+    try:
+        with hosts.campaign() if on_hosts else Campaign() as campaign:
+            for row in campaign.run(kept.left, names):
+                kept.add(row)
+                if time.monotonic() > until:
+                    break
+    except (LabUnavailable, CommError) as reason:
+        if not rows:
+            raise Unmeasurable(str(reason)) from None
+        code, said = 2, {"ended_by": str(reason)}
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        code, said = 130, {"ended_by": "broken off"}
+    code = code or int(not all(row.right for row in rows))
+    screen().print(table(rows))
+    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": summary(rows, len(seeds)) | said, "code": code}
+
+
+def _told(row: Row, *, on_hosts: bool) -> dict[str, Any]:
+    told = row.told()
+    if on_hosts and not row.right:
+        told["again"] = f"python -m bench chaos --hosts --faults {row.trial.fault} --seed {row.trial.seed} --runs 1"
+    return told
