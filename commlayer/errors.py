@@ -86,7 +86,6 @@ CODES: dict[str, tuple[str, str]] = {
     "E-COMPILED": ("Backward runs under compiled autograd, which has no gradient hooks.",
                    "Compile the model, not the backward pass."),
     "E-WEIGHT": ("The weight of a step is not usable.", "Give a finite number from 0, and the sum over all workers as total."),
-    "E-SCALER": ("A GradScaler does not fit another setting.", "The message names the setting."),
     "E-CLIP": ("max_norm cannot clip these gradients.", "The message says where to clip instead."),
     # ---- sync modes
     "E-SYNC-MODE": ("The combination of every, codes, overlap, fragments and exact is not possible.",

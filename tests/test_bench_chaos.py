@@ -102,6 +102,7 @@ def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_
 
 @pytest.mark.parametrize(("options", "line"), [
     (["--runs", "-1"], "--runs: got -1, allowed: 0 and more"),
+    (["--faults", "cut,earthquake"], "--faults: got 'earthquake', allowed: kill-worker, "),
     (["--seconds", "nan"], "--seconds: got nan, allowed: 0 and more"),
     (["--schedules", "1", "--resume", "{}/none/file"], "its folder does not exist"),
     (["--schedules", "1", "--resume", "{}"], "it is a folder"),

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import msgpack
-from typer.testing import CliRunner
 
 from bench.chaos import cluster, oracle, verdict
 from bench.chaos.campaign import Campaign, Row, summary
@@ -32,7 +26,6 @@ from bench.chaos.strikes import STRIKES
 from bench.chaos.table import closing, problems, table
 from bench.chaos.trials import STEPS, Setting, Trial
 from bench.chaos.wire import Seen, Stretch, digits, weights
-from commlayer.cli.main import app
 from commlayer.errors import CommError
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
@@ -306,50 +299,6 @@ def test_a_connection_that_has_ended_is_not_cut(echo: Echo) -> None:
 
 
 # ---- the command, and real runs
-
-
-def test_what_the_command_refuses_is_a_line() -> None:
-    said = subprocess.run([sys.executable, "-m", "commlayer", "chaos", "--faults", "cut,earthquake"], capture_output=True,
-                          text=True, timeout=60)
-    assert (said.returncode, said.stdout, said.stderr.count("\n")) == (2, "", 1)
-    assert said.stderr.startswith("commlayer: --faults: got 'earthquake', allowed: kill-worker, ")
-    with pytest.raises(ValueError, match="^--faults: got '', allowed: kill-worker, "):
-        CliRunner().invoke(app, ["chaos", "--faults", ""], catch_exceptions=False)
-    found = CliRunner().invoke(app, ["chaos", "--faults", "list"])
-    assert found.exit_code == 0
-    assert [line.split("  ")[0] for line in found.stdout.splitlines()] == [*dealt()], "and none runs into what it does"
-    assert "none" not in found.stdout.split()
-
-
-def test_how_a_campaign_ends_is_its_exit_code_and_what_there_is_is_written(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def row(seed: int, **changes: Any) -> Row:
-        found = evidence(**changes)
-        return Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", found), found)
-
-    def runs(rows: list[Row], error: BaseException | None) -> tuple[int, str]:
-        def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
-            yield from rows
-            if error is not None:
-                raise error
-
-        monkeypatch.setattr(Campaign, "run", run)
-        found = CliRunner().invoke(app, ["chaos", "--runs", "5", "--json", str(tmp_path / "rows.json")])
-        return found.exit_code, found.output
-
-    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
-    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert runs([row(0), row(1)], None)[0] == 0
-    assert runs([row(0), row(1, shots=0)], None)[0] == 1
-    for error, code, line in ((KeyboardInterrupt(), 130, "stopped"), (CommError("no ports", peer="chaos"), 2, "no ports")):
-        (tmp_path / "rows.json").unlink()
-        found = runs([row(0)], error)
-        assert found[0] == code
-        assert line in found[1]
-        assert "1 of 5 runs, all as they must be" in found[1]
-        told = json.loads((tmp_path / "rows.json").read_text())
-        assert (told["summary"]["asked"], told["summary"]["runs"], len(told["rows"])) == (5, 1, 1)
 
 
 def test_what_cannot_begin_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

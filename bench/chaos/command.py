@@ -22,7 +22,7 @@ from bench.chaos.campaign import Campaign, Row, summary
 from bench.chaos.dealing import dealt
 from bench.chaos.faults import FAULTS
 from bench.chaos.kept import Kept
-from bench.chaos.table import screen, table
+from bench.chaos.table import closing, problems, screen, table
 from bench.lab import LabUnavailable
 from bench.report import Result
 from commlayer.errors import CommError
@@ -33,7 +33,8 @@ SCHEDULES, QUICK_SCHEDULES = 100_000, 2_000
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=0, help=f"real runs, and nothing else; without it {RUNS}")
-    parser.add_argument("--faults", default="", help="only these, with commas between, and nothing else; `list` prints which there are", metavar="NAMES")
+    parser.add_argument("--faults", default="", metavar="NAMES",
+                        help="only these, with commas between, and nothing else; `list` prints which there are")
     parser.add_argument("--hosts", action="store_true", help="on hosts of the lab, with root; and nothing else")
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
     parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
@@ -115,8 +116,13 @@ def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: floa
             raise
         code, said = 130, {"ended_by": "broken off"}
     code = code or int(not all(row.right for row in rows))
-    screen().print(table(rows))
-    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": summary(rows, len(seeds)) | said, "code": code}
+    total = summary(rows, len(seeds))
+    console = screen()
+    if wrong := problems(rows):
+        console.print(wrong)
+    console.print(table(rows))
+    console.print(closing(total))
+    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": total | said, "code": code}
 
 
 def _told(row: Row, *, on_hosts: bool) -> dict[str, Any]:

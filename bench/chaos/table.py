@@ -1,14 +1,9 @@
-"""A campaign on the screen and in a file: a row for each fault, what was wrong in full, and the figures that sum it up."""
+"""A campaign on the screen: a row for each fault, what was wrong in full, and the figures that sum it up."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -17,7 +12,6 @@ from rich.table import Table
 
 from bench.chaos.campaign import Row, p95, quantile
 from bench.chaos.faults import FAULTS
-from commlayer.files import write_whole
 
 NONE = "-"
 PIPE_WIDTH = 118
@@ -74,11 +68,3 @@ def closing(summary: Mapping[str, Any]) -> str:
             f"{summary['watched_runs']} runs whose frames were seen, {summary['lost_or_doubled']} of them with lost or doubled "
             f"ones; {summary['lost_samples']} samples lost or used twice; {summary['digest_mismatches']} runs with other "
             "weights.")
-
-
-def write_json(path: Path, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    """{"name", "machine", "rows", "summary"}, whole or not at all."""
-    machine = {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version(),
-               "torch": version("torch")}
-    told = {"name": "chaos", "machine": machine, "rows": [row.told() for row in rows], "summary": dict(summary)}
-    write_whole({path: (json.dumps(told, indent=1) + "\n").encode()})
