@@ -51,9 +51,6 @@ class Solution(Record, frozen=True):
     makespan_s: float
     exposed_s: float
     """Communication that the compute does not hide."""
-    bound_s: float
-    """No shares have a shorter iteration, as long as more workers never communicate in less time. Above six workers whose part
-    is open and with communication, the set may be less than the best: then this is below `iteration_s`."""
 
     @property
     def iteration_s(self) -> float:
@@ -144,7 +141,7 @@ def solve(
     """
     problem, room = _problem(models, total, caps, minimum, accumulate, communication, most or {}, keep)
     kept = frozenset(p for p, worker in enumerate(problem.workers) if not exclude or worker in keep)
-    found, bound_s = choose(problem, len(problem.workers), kept, free=communication is FREE)
+    found = choose(problem, len(problem.workers), kept, free=communication is FREE)
     taken = problem.shares(found)
     makespan = makespan_s(problem.models, taken)
     if accumulate == "needed":
@@ -153,7 +150,7 @@ def solve(
     for worker, share in zip(problem.workers, taken, strict=True):
         whole[worker] = share
     pieces = tuple(-(-share // cap) if share else 0 for share, cap in zip(whole, room, strict=True))
-    return Solution(tuple(whole), pieces, makespan, problem.cost_s(found.active, makespan) - makespan, bound_s)
+    return Solution(tuple(whole), pieces, makespan, problem.cost_s(found.active, makespan) - makespan)
 
 
 def _problem(
