@@ -87,6 +87,8 @@ CODES: dict[str, tuple[str, str]] = {
                    "Compile the model, not the backward pass."),
     "E-WEIGHT": ("The weight of a step is not usable.", "Give a finite number from 0, and the sum over all workers as total."),
     "E-CLIP": ("max_norm cannot clip these gradients.", "The message says where to clip instead."),
+    "E-UNEVEN-INPUTS": ("session.join() does not work in this job, or a call is not allowed inside it.",
+                        "The message says what is allowed."),
     # ---- sync modes
     "E-SYNC-MODE": ("The combination of every, codes, overlap, fragments and exact is not possible.",
                     "The message says what is allowed."),

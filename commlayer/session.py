@@ -157,8 +157,9 @@ class Session:
 
     def _outside_join(self, what: str) -> None:
         if self._driver.connection.in_join:
-            raise ValueError(f"{what} inside session.join(): all ranks make this call together, and some may be out of "
-                             "batches; allowed: before or after it")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"{what} inside session.join(): all ranks make this call together, and some may be out of "
+                               "batches; allowed: before or after it")
 
     def _fresh(self, what: str) -> bool:
         """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
@@ -333,8 +334,10 @@ class _DDPDriver:
         return self._model.no_sync()
 
     def join(self) -> AbstractContextManager[None]:
-        raise ValueError("session.join() is for plain modules; a DistributedDataParallel module has its own, which works with "
-                         "commlayer: with ddp_model.join(): ...")
+        raise InvalidInput("E-UNEVEN-INPUTS",
+                           "session.join() is for plain modules; a DistributedDataParallel module has its own, which works "
+                           "with "
+                           "commlayer: with ddp_model.join(): ...")
 
     def weight(self, n: float, total: float | None) -> None:
         self._state.weight(n, total)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, InvalidInput
 from commlayer.job.connection import Connection
 from commlayer.job.observers import Observers, Place
 from commlayer.job.parameter_drift import SHARDED
@@ -43,7 +43,8 @@ class UnevenInputs:
         """session.join() begins. ValueError where it is not possible, on all ranks alike."""
         made = self._connection
         if made.in_join:
-            raise ValueError("session.join() inside session.join(): allowed once around a loop over batches")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join() inside session.join(): allowed once around a loop over batches")
         if made.worker is not None:
             self._check()
             assert made.rows is not None
@@ -54,23 +55,31 @@ class UnevenInputs:
         made = self._connection
         terms, plan = made.terms, made.plan
         if plan is not None and plan.steps_locally:
-            raise ValueError(f"session.join(): the plan has local steps (every={plan.local_steps}), which all ranks must make "
-                             "in equal number; allowed: plans that average gradients in every step")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"session.join(): the plan has local steps (every={plan.local_steps}), which all ranks must "
+                               "make "
+                               "in equal number; allowed: plans that average gradients in every step")
         if terms.auto and terms.asked.exact is False:
-            raise ValueError("session.join(): exact=False lets the automatic plan take local steps, which all ranks must make "
-                             "in equal number; remedy: leave exact out")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): exact=False lets the automatic plan take local steps, which all ranks must "
+                               "make "
+                               "in equal number; remedy: leave exact out")
         if made.members is not None:
-            raise ValueError("session.join(): workers may leave this job (min_workers); allowed there: the same number of "
-                             "batches on all, as commlayer.balance.Sampler gives")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): workers may leave this job (min_workers); allowed there: the same number of "
+                               "batches on all, as commlayer.balance.Sampler gives")
         if made.rows is None:
-            raise ValueError("session.join(): the ranks have no torch.distributed process group; remedy: start them with "
-                             "torchrun")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): the ranks have no torch.distributed process group; remedy: start them with "
+                               "torchrun")
         if self._optimizer is None:
-            raise ValueError("session.join() copies the optimizer's state to ranks that run out of batches, and attach() got "
-                             "no optimizer; remedy: attach(model, optimizer)")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join() copies the optimizer's state to ranks that run out of batches, and attach() got "
+                               "no optimizer; remedy: attach(model, optimizer)")
         if hasattr(self._optimizer, SHARDED):
-            raise ValueError(f"session.join(): {type(self._optimizer).__name__} steps on all ranks together, also those "
-                             "without batches; allowed: the optimizer that it shards")
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"session.join(): {type(self._optimizer).__name__} steps on all ranks together, also those "
+                               "without batches; allowed: the optimizer that it shards")
 
     # ---- around a step
 
