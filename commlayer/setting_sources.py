@@ -17,6 +17,10 @@ Types = Mapping[str, Any]
 """Of all settings, by name, with what is allowed as their description."""
 
 
+REMOVED = {"quarantine": "leave it out: servers no longer judge contributions by their size"}
+"""Settings of earlier versions, and what to do instead."""
+
+
 class Setting(NamedTuple):
     value: Any
     source: str
@@ -53,6 +57,8 @@ def from_file(environ: Mapping[str, str], cwd: Path, types: Types) -> dict[str, 
 
 
 def _known(name: str, source: str, types: Types) -> str:
+    if name in REMOVED:
+        raise RecordError(f"{name}: this setting was removed ({source}); {REMOVED[name]}", "E-SETTING")
     if name not in types:
         near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
         meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(types)}"

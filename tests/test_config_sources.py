@@ -195,3 +195,8 @@ def test_a_broken_connection_is_waited_for_within_the_deadline(
         fields: dict[str, float], window_s: float, silent_s: float) -> None:
     config = read_config(fields, environ={}, cwd="/nonexistent")
     assert (reconnect_window_s(config), unheard_s(config)) == (window_s, silent_s)
+
+
+def test_a_removed_setting_says_what_to_do() -> None:
+    with pytest.raises(RecordError, match=r"^quarantine: .*argument quarantine.*leave it out.*\[E-SETTING\]$"):
+        read({"quarantine": "all"})

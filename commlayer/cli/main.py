@@ -16,7 +16,7 @@ from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.control import messages
-from commlayer.errors import CommError, line_of
+from commlayer.errors import CommError, InvalidInput, line_of
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -46,6 +46,12 @@ app.command()(profile)
 app.command()(trace)
 app.add_typer(plan.app, name="plan")
 app.add_typer(keys.app, name="keys")
+
+
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def chaos() -> None:
+    """Removed."""
+    raise InvalidInput("E-CLI-OPTION", "chaos was removed; use `python -m bench chaos` in a clone of the repository")
 
 
 def run() -> None:
