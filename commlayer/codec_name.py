@@ -224,12 +224,12 @@ def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **
     for name, value in arguments.items():
         rule = every[family][name]
         if not rule.fits(value):
-            raise InvalidInput("E-CODEC-NAME", f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
+            raise InvalidInput("E-CODEC-ARGUMENT", f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
     if family == "partition":
         given = {name: arguments.get(name) for name in ("parts", "nbytes", "shapes")}
         if list(given.values()).count(None) != 2:
             said = ", ".join(f"{name} {'is ' if name == 'parts' else ''}{value!r}" for name, value in given.items())
-            raise InvalidInput("E-CODEC-NAME", f"partition: {said}; exactly one must be set")
+            raise InvalidInput("E-CODEC-ARGUMENT", f"partition: {said}; exactly one must be set")
 
 
 @functools.lru_cache(4096)

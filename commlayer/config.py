@@ -186,7 +186,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             raise RecordError(
                 f"Slurm says that this is task {rank} of {world}, but there is no process group: export MASTER_ADDR=$(scontrol "
                 "show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT ahead of srun, or start with torchrun; "
-                "to train alone, unset SLURM_PROCID", "E-SETTING")
+                "to train alone, unset SLURM_PROCID", "E-LAUNCH-ENVIRONMENT")
     else:
         rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
     local_world, local_rank = number("LOCAL_WORLD_SIZE", 1), number("LOCAL_RANK", 0)

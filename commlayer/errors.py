@@ -24,18 +24,35 @@ CODES: dict[str, tuple[str, str]] = {
                 "Install the same commlayer on all machines."),
     "E-CHECKSUM": ("Received bytes differ from those that were sent.", "Check the network hardware between the machines."),
     "E-PAYLOAD": ("A received codec payload breaks the codec's format.", "Install the same commlayer on all machines."),
-    "E-ADDRESS": ("An address cannot be used: its form is wrong, its name has no address, or its port is taken.",
-                  "Give HOST:PORT with a free port."),
+    "E-ADDRESS": ("An address cannot be used: its form is wrong, its name has no address, its port is taken, or another "
+                  "program answers there.", "Correct HOST:PORT."),
     "E-TRANSPORT-USE": ("A transport was called in a way that it does not allow.",
                         "Wait for the call under way, or send a smaller body."),
     "E-PROCESS-GROUP": ("The process group cannot be used, or a collective between homes is not supported.",
                         "Give the group that the message asks for."),
     "E-RANKS-DIFFER": ("Ranks were given different models, optimizers or settings.", "Give all ranks the same."),
+    "E-OTHER-RANK": ("A call failed on another rank, so no rank did it.", "Read the error of the rank that the message names."),
     "E-VERSION": ("The other side has another version of commlayer.", "Install the same commlayer on all machines."),
+    "E-TLS": ("One end uses TLS, and the other end does not.", "Set `keys` on all machines."),
+    "E-CERTIFICATE-REVOKED": ("A certificate was revoked.", "Make another one with `commlayer keys add NAME`."),
+    "E-CERTIFICATE-DATE": ("A certificate has expired, or is not valid yet.",
+                           "Mend the clock, or renew the certificate with `commlayer keys add NAME --again`."),
+    "E-CERTIFICATE-CA": ("A certificate is of another CA than the job's.", "Copy the folder of keys from the job's CA."),
+    "E-CERTIFICATE-USE": ("A certificate that was made with --dials-only cannot serve.", "Serve with another node's keys."),
+    "E-CONNECTIONS": ("A certificate has as many connections as it may have.", "Give each machine a certificate of its own."),
+    "E-WORKERS": ("A machine brings or expects another number of workers than the job has.",
+                  "Start the coordinator and all machines for the same number."),
+    "E-RANK": ("A rank or place is taken, or outside of the job.", "Give each process its own rank."),
+    "E-JOB-FULL": ("The job has all its workers.", "Wait until one of them is gone."),
+    "E-JOB-CLOSED": ("A running job takes no new members, or the job is ending.", "The message says which."),
+    "E-MEETING-ENDED": ("A home left before the job began, or the coordinator was restarted.", "Start all homes again."),
+    "E-QUOTA": ("A node keeps more bytes at the coordinator than its share.", "Leave less in torch's store."),
     "E-REPLICAS": ("Weights, optimizer states or settings differ between ranks.",
                    "Set them alike on all ranks, or go on from a checkpoint."),
     "E-UNEQUAL-PASSES": ("A rank ended after fewer backward passes than the others.",
                          "Give all ranks the same number of batches."),
+    "E-STEPS-DIFFER": ("Workers are at different steps, or did not apply the same averages.",
+                       "Step, skip and clear gradients alike on all workers; load the same checkpoint."),
     "E-NOT-FINITE": ("Gradients or weights were not finite several times in a row.",
                      "Look at the data and the learning rate; go on from a checkpoint."),
     # ---- settings and files
@@ -51,6 +68,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-FILE": ("A file or folder cannot be read or written.", "The message names the path and the cause."),
     "E-RECORD": ("A file or message has a field that breaks its type.", "The message names the field and what is allowed."),
     "E-JOURNAL": ("The server's journal cannot be read or written.", "The message names the folder and the cause."),
+    "E-JOURNAL-IN-USE": ("Another process uses the journal's folder.", "Give each server its own folder."),
     "E-SERVER-STATE": ("A server's saved codec state cannot be read.", "Load an earlier save."),
     "E-CHECKPOINT": ("Saved residuals cannot be loaded, or belong to another step, plan or world.",
                      "Load a directory that one save_residuals() has filled."),
@@ -64,11 +82,14 @@ CODES: dict[str, tuple[str, str]] = {
     # ---- attaching a model
     "E-MODEL-UNSUPPORTED": ("The model has a parameter or a wrapper that commlayer does not support.",
                             "The message names it and says what to do."),
+    "E-ATTACHED-TWICE": ("The model is attached already, so its gradients would be averaged twice.",
+                         "Attach a model once, or close the other session first."),
     "E-MODEL-CHANGED": ("The model or its optimizer changed after attach().", "Attach again after the change."),
     "E-JOIN-ATTACH": ("This way of attaching cannot join a running job.",
                       "Use attach(model, optimizer) under `commlayer launch`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "Start with the job's model and optimizer."),
+    "E-JOIN-MISSED": ("The job did not take a home in before something changed.", "Start the home again."),
     "E-MEMBERS-FIXED": ("Members of this job cannot change.", "Start `commlayer serve` with --min-workers."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Make one HookState per module."),
     "E-DDP-LOCAL-STEPS": ("This use of DistributedDataParallel does not work with local steps.",
@@ -93,7 +114,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-SYNC-MODE": ("The combination of every, codes, overlap, fragments and exact is not possible.",
                     "The message says what is allowed."),
     "E-SYNC-EVERY": ("`every` is no whole number of steps.", "Give 1 or more."),
-    "E-SYNC-FRAGMENTS": ("`fragments` does not divide `every`.", "Give a divisor of `every`."),
+    "E-SYNC-FRAGMENTS": ("`fragments` does not divide `every`, or the plan has fewer buckets.",
+                         "Give a smaller divisor of `every`."),
     "E-SYNC-FORWARD": ("overlap=\"forward\" does not work with this model or optimizer.", "Leave overlap out."),
     "E-SYNC-OPTIMIZER": ("Local steps do not work with this optimizer.", "The message names one that works."),
     "E-SYNC-PLAN": ("The plan has another sync mode than the arguments.",
@@ -103,6 +125,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-PLAN-FILE": ("A plan file cannot be read, or belongs to another model.", "`commlayer plan make` writes one."),
     "E-PLAN-INPUT": ("A model, cluster or policy for planning is wrong.", "The message names the field and what is allowed."),
     "E-PLAN-REFUSED": ("The plan does not fit this job or its servers.", "Make a plan for this job."),
+    "E-PLANNER-ENDED": ("The process that plans has ended.", "None: another one starts with the next search."),
     "E-PLAN-SWITCH": ("The job cannot switch to this plan now.", "Switch between two steps, on all ranks at the same one."),
     "E-PLAN-PATH": ("A bucket's path is not possible.", "The message says which operations are allowed."),
     "E-PLAN-BY-NODE": ("Codecs of one bucket on different nodes do not go together.", "Let only their ratios differ."),
@@ -136,6 +159,7 @@ CODES: dict[str, tuple[str, str]] = {
     # ---- optimizers
     "E-OPTIM-ARGUMENT": ("An optimizer's argument is wrong.", "The message says what is allowed."),
     "E-OPTIM-GRADIENT": ("A sparse gradient has wrong positions.", "The message names the parameter."),
+    "E-OPTIM-STATE": ("A saved optimizer state does not fit.", "The message says which part of it."),
     "E-OPTIM-PARAMETER": ("An optimizer does not support a parameter.", "Give it to another optimizer."),
 }
 """By code: what it means, and what a user can do. docs/reference/errors.md is made from it (`page`)."""
@@ -301,6 +325,24 @@ def code_of(text: object) -> str:
     """
     match = _CODE.search(str(text))
     return match[1] if match else ""
+
+
+def coded(code: str, text: str) -> str:
+    """The text of a refusal that another process raises: the error there has this code.
+
+    >>> Refused(coded("E-RANK", "rank 1 is taken")).code
+    'E-RANK'
+    """
+    return f"{text} [{code}]"
+
+
+def without_code(text: object) -> str:
+    """For the middle of a line: codes stand at the end.
+
+    >>> without_code("peer: no answer [E-DEADLINE]")
+    'peer: no answer'
+    """
+    return _CODE.sub("", str(text))
 
 
 def page() -> str:

@@ -114,7 +114,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
-        raise RecordError(f"{error}{remedy(error)}", "E-PLAN-FILE") from None
+        raise RecordError(f"{error.what}{remedy(error)}", "E-PLAN-FILE") from None
 
 
 def basis_of(plan: Any) -> Basis | None:

@@ -99,7 +99,7 @@ class Faulty(Wrapper):
             delayed, self._delayed = self._delayed, []
         for timer, operation in delayed:
             timer.cancel()
-            operation.fail(CommError("this end of the transport was closed"))
+            operation.fail(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
         self._inner.close(flush_s)
 
 

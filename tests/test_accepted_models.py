@@ -51,17 +51,17 @@ def sharded(rank: int, how: str) -> str:
 
 @pytest.mark.parametrize(("how", "what"), [
     ("FSDP1", "the model is under FullyShardedDataParallel"), ("FSDP1 inside", "0 is under FullyShardedDataParallel"),
-    ("FSDP2", "the model is under fully_shard()"), ("DTensor", "0.weight is a DTensor (FSDP2 or tensor parallelism)"),
+    ("FSDP2", "the model is under fully_shard()"), ("DTensor", "0.weight is a DTensor"),
 ])
 def test_a_sharded_model_is_refused_by_name(how: str, what: str) -> None:
     for said in pool(WORLD).call(sharded, how):
-        assert said == (f"ValueError: {what}: each rank has a shard of it, and commlayer averages whole gradients: use a plain "
-                        "module or DistributedDataParallel")
+        assert what in said
+        assert said.endswith("[E-MODEL-UNSUPPORTED]")
 
 
 # ---- attached once
 
-ALONE = "is attached already, by itself or inside a DistributedDataParallel module, and would be averaged twice"
+ATTACHED_TWICE = "[E-ATTACHED-TWICE]"
 
 
 def twice(rank: int) -> list[str]:
@@ -81,8 +81,9 @@ def twice(rank: int) -> list[str]:
 def test_a_model_is_attached_once_and_again_after_closing() -> None:
     for said in pool(WORLD).call(twice):
         inside = said.pop(3)
-        assert inside.startswith("ValueError: the model is attached and inside a DistributedDataParallel module"), inside
-        assert [s.startswith("ValueError: ") and ALONE in s for s in said] == [True] * 5, said
+        assert inside.endswith(ATTACHED_TWICE), inside
+        assert "inside a DistributedDataParallel module" in inside
+        assert [s.endswith(ATTACHED_TWICE) for s in said] == [True] * 5, said
 
 
 def accumulated(rank: int, address: str) -> list[torch.Tensor]:
@@ -108,7 +109,9 @@ def test_require_backward_grad_sync_is_heard_on_a_plain_module() -> None:
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.LazyBatchNorm1d()], ids=lambda module: type(module).__name__)
 def test_a_lazy_module_without_shapes_is_refused_by_name(lazy: nn.Module) -> None:
     model = nn.Sequential(lazy)
-    assert raised(lambda: commlayer.attach(model)).startswith("ValueError: 0.weight has no shape before the first forward pass")
+    said = raised(lambda: commlayer.attach(model))
+    assert "0.weight has no shape" in said
+    assert said.endswith("[E-MODEL-UNSUPPORTED]")
     model(torch.ones(4, 5))
     commlayer.attach(model).close()
 
@@ -149,8 +152,8 @@ def sparse(rank: int) -> list[str]:
 
 def test_sparse_gradients_under_ddp_are_refused_by_name() -> None:
     for first, second in pool(WORLD).call(sparse):
-        assert first == ("ValueError: gradient of 0.weight is torch.sparse_coo, allowed: dense; pass sparse=False to the layer "
-                         "that has it, as in nn.Embedding(sparse=False)")
+        assert "gradient of 0.weight is torch.sparse_coo" in first
+        assert first.endswith("[E-GRADIENT-LAYOUT]")
         assert second != "nothing"
 
 
@@ -170,13 +173,11 @@ def shared(rank: int, later: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize(("later", "line"), [
-    (False, "ValueError: this HookState is registered with 2 DistributedDataParallel modules: make one for each"),
-    (True, "ValueError: this HookState belongs to another model, or the model has other parameters than in its first"),
-])
-def test_a_hook_state_serves_one_model(later: bool, line: str) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_hook_state_serves_one_model(later: bool) -> None:
     for said in pool(WORLD).call(shared, later):
-        assert said.startswith(line), said
+        assert said.endswith("[E-DDP-HOOK]"), said
+        assert ("2 DistributedDataParallel modules" in said) is not later
 
 
 def step(ddp: Any, rank: int, number: int) -> torch.Tensor:

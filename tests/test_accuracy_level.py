@@ -194,11 +194,11 @@ def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: l
 
 
 def test_misuse_is_one_line() -> None:
-    with pytest.raises(ValueError, match="level 2: allowed is 0.001 to 1, within 0 to 1"):
+    with pytest.raises(ValueError, match=r"level 2\b.*0\.001 to 1\b.*E-ARGUMENT"):
         codec_level.begin(2.0)
-    with pytest.raises(ValueError, match="it takes 1 s, a step 0 s"):
+    with pytest.raises(ValueError, match=r"\b1 s, a step 0 s\b.*E-ARGUMENT"):
         steps_between(1.0, 0.0)
-    with pytest.raises(ValueError, match="spent -1 s"):
+    with pytest.raises(ValueError, match="spent -1 s.*E-ARGUMENT"):
         steps_until_paid(-1.0, 1.0, 1.0, 1.0)
 
 

@@ -97,9 +97,9 @@ def test_what_nobody_averages_ends_the_job_by_its_name(change: Change, who: tupl
     results = pool(WORLD).call(run, change, who, how)
     for rank, (said, _) in enumerate(results):
         assert LINES[change] in said
-        assert "session.close(), then attach again" in said
+        assert said.endswith("[E-MODEL-CHANGED]")
         assert "\n" not in said
-        assert said.startswith("ValueError: ") == (rank in who)
+        assert said.startswith("InvalidInput: ") == (rank in who)
     if who == BOTH and how != "local":  # before the optimizer could take it
         assert all(torch.equal(a, b) for a, b in zip(results[0][1][:6], results[1][1][:6], strict=True))
 
@@ -195,8 +195,7 @@ def step_inside(rank: int, when: str, how: str) -> tuple[str, bool]:
 def test_an_optimizer_that_steps_inside_backward_is_refused_by_name(when: str, how: str) -> None:
     for said, untouched in pool(WORLD).call(step_inside, when, how):
         assert "Adam" in said
-        assert "inside backward" in said
-        assert "step then, with one optimizer over model.parameters()" in said
+        assert said.endswith("[E-STEP-IN-BACKWARD]")
         assert untouched
 
 

@@ -122,13 +122,13 @@ def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
 
 
 @pytest.mark.parametrize(("given", "line"), [
-    ({"every": 4}, "every=4, codes='updates', exact=True: each rank steps on its own gradients then; allowed: exact=True "),
-    ({"codes": "updates"}, "codes='updates', exact=True: each rank steps on its own gradients"),
-    ({"overlap": "round", "every": 2}, "overlap='round', exact=True: each rank steps"),
-    ({"exact": 1}, "exact: got 1, allowed: True or False"),
+    ({"every": 4}, "every=4, codes='updates', exact=True"),
+    ({"codes": "updates"}, "codes='updates', exact=True"),
+    ({"overlap": "round", "every": 2}, "overlap='round', exact=True"),
+    ({"exact": 1}, "exact: got 1"),
 ])
 def test_what_contradicts_exact_is_one_line(given: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError, match="E-SYNC-MODE") as told:
         read_ways(given.get("every"), given.get("codes"), overlap=given.get("overlap"), exact=given.get("exact", True))
     assert line in str(told.value)
     assert "\n" not in str(told.value)
@@ -143,7 +143,7 @@ def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) 
     late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
     plan = structs.replace(plan, **(late if "stale" in fields else fields))
     assert stepping(plan, Asked()) == plan
-    with pytest.raises(ValueError, match=f"exact=True, but the plan is {what}: leave exact out, or make the plan without them"):
+    with pytest.raises(ValueError, match=f"exact=True.* {what}.*E-SYNC-PLAN"):
         stepping(plan, Asked(exact=True))
 
 

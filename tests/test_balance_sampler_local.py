@@ -18,11 +18,11 @@ def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_ste
     assert len([*loop]) == 4
     assert sampler.step == 5
     for plan, line in (
-        (Plan("", (), local_steps=4), r"the plan averages weights every 4 steps \(local_steps\), allowed: 1"),
-        (Plan("", (), codes="updates", overlap="round"), "the plan has overlap='round', allowed: updates that are waited for"),
+        (Plan("", (), local_steps=4), r"every 4 steps \(local_steps\)"),
+        (Plan("", (), codes="updates", overlap="round"), "overlap='round'"),
     ):
         session.plan = plan
-        with pytest.raises(ValueError, match=f"Controller: {line}"):
+        with pytest.raises(ValueError, match=f"Controller: .*{line}.*E-SHARES-ARGUMENT"):
             Controller(session, sampler)  # type: ignore[arg-type]
 
 

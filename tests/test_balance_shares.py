@@ -130,7 +130,7 @@ def test_caps_below_the_total_become_micro_batches() -> None:
     found = solve(PAPER, 512, [64, 64, 64, 8])
     assert sum(found.shares) == 512
     assert found.micro_batches == tuple(-(-share // cap) for share, cap in zip(found.shares, [64, 64, 64, 8], strict=True))
-    with pytest.raises(ValueError, match="caps add up to 200, less than the total 512"):
+    with pytest.raises(ValueError, match=r"caps\b.*\b200\b.*total 512\b.*E-SHARES-ARGUMENT"):
         solve(PAPER, 512, [64, 64, 64, 8], accumulate="never")
 
 
@@ -146,20 +146,20 @@ def test_curves_that_dip_are_made_rising() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: shares([], 4), "got no model"),
-        (lambda: shares(PAPER, 0), "got total 0"),
-        (lambda: shares(PAPER, 8, [1, 2]), "2 caps for 4 models"),
-        (lambda: shares(PAPER, 8, [0, 0, 0, 0]), "no worker has room: the greatest cap is 0"),
-        (lambda: shares(PAPER, 8, [1, 1, 1, 1], minimum=2), "no worker has room: the greatest cap is 1, the minimum batch 2"),
-        (lambda: shares(PAPER, 3), "total 3 is less than 4 workers x minimum batch 1"),
-        (lambda: shares(PAPER, 8, [4, -1, 4, 4]), "cap of worker 1: got -1"),
-        (lambda: shares([*PAPER, 3.0], 8), "model of worker 4: got 3.0"),  # type: ignore[list-item]
-        (lambda: Line(float("nan"), 1.0), "got slope nan"),
-        (lambda: Line(-1.0, 1.0), "got slope -1.0"),
-        (lambda: Piecewise((1.0, 2.0), (3.0, 1.0)), "must not fall"),
-        (lambda: Piecewise((1.0,), (3.0,)), "at least 2"),
-        (lambda: Piecewise((2.0, 1.0), (1.0, 3.0)), "must rise strictly"),
-        (lambda: Piecewise((1.0, 2.0), (1.0, float("inf"))), "not finite"),
+        (lambda: shares([], 4), "shares: .*no model.*E-SHARES"),
+        (lambda: shares(PAPER, 0), r"total 0\b.*E-SHARES"),
+        (lambda: shares(PAPER, 8, [1, 2]), r"\b2 caps for 4 models.*E-SHARES"),
+        (lambda: shares(PAPER, 8, [0, 0, 0, 0]), r"cap is 0\b.*E-SHARES"),
+        (lambda: shares(PAPER, 8, [1, 1, 1, 1], minimum=2), r"cap is 1\b.*minimum batch 2\b.*E-SHARES"),
+        (lambda: shares(PAPER, 3), r"total 3\b.*\b4 workers\b.*minimum batch 1\b.*E-SHARES"),
+        (lambda: shares(PAPER, 8, [4, -1, 4, 4]), "cap of worker 1: .*-1.*E-SHARES"),
+        (lambda: shares([*PAPER, 3.0], 8), r"model of worker 4: .*3\.0.*E-TIME-MODEL"),  # type: ignore[list-item]
+        (lambda: Line(float("nan"), 1.0), "slope nan.*E-TIME-MODEL"),
+        (lambda: Line(-1.0, 1.0), r"slope -1\.0.*E-TIME-MODEL"),
+        (lambda: Piecewise((1.0, 2.0), (3.0, 1.0)), "times must not fall.*E-TIME-MODEL"),
+        (lambda: Piecewise((1.0,), (3.0,)), "at least 2.*E-TIME-MODEL"),
+        (lambda: Piecewise((2.0, 1.0), (1.0, 3.0)), "batches must rise.*E-TIME-MODEL"),
+        (lambda: Piecewise((1.0, 2.0), (1.0, float("inf"))), "not finite.*E-TIME-MODEL"),
     ],
 )
 def test_mistakes_are_one_line(call: object, said: str) -> None:

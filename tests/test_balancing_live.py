@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
+from commlayer.errors import InvalidInput
 from commlayer.job.shares.driver import Controller
 from commlayer.job.shares.state import latest
 from commlayer.job.spacing import row_spacing
@@ -161,8 +162,8 @@ def test_bad_times_are_said_and_left_out() -> None:
     results = play_all(bad_times)
     check(results, bad_times)
     said = [event.text for event in results[0]["events"] if isinstance(event, Note)]
-    assert [text for text in said if "measured time" in text] == [
-        f"worker 1: measured time {time} s, allowed is finite and above 0; it is left out" for time in ("nan", "-1.0")]
+    bad = [text for text in said if text.endswith("[E-TIME-MODEL]")]
+    assert [text.partition(" s,")[0] for text in bad] == [f"worker 1: measured time {time}" for time in ("nan", "-1.0")]
     assert longest_s(results[0]["shares"]) == longest_s(dict(enumerate(shares(LINES, BATCH))))
 
 
@@ -245,13 +246,15 @@ def other_rank(run: Run) -> dict[str, Any]:
     try:
         for x, y, _ in controller.follow(DataLoader(dataset(), batch_sampler=sampler)):
             nn.functional.mse_loss(model(x), y).backward()
-    except ValueError as refused:
-        return {"said": str(refused)}
-    return {"said": ""}
+    except InvalidInput as refused:
+        return {"code": refused.code, "said": refused.what}
+    return {"code": ""}
 
 
 def test_a_sampler_of_another_rank_is_named() -> None:
-    assert [r["said"] for r in play_all(other_rank)] == ["the sampler of rank 1 is for rank 0, allowed: its own"] * WORLD
+    results = play_all(other_rank)
+    assert [r["code"] for r in results] == ["E-SAMPLER-RANKS"] * WORLD
+    assert all("rank 1 is for rank 0" in r["said"] for r in results)
 
 
 def test_alone_it_only_hands_out() -> None:
@@ -272,7 +275,7 @@ def test_a_row_holds_the_last_two_times_of_one_share() -> None:
 
 
 def test_every_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="every: got 0"):
+    with pytest.raises(ValueError, match=r"every: .*\b0\b.*E-SHARES-ARGUMENT"):
         Controller(None, Sampler(9, 3, rank=0, world=1), every=0)  # type: ignore[arg-type]
 
 

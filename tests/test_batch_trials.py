@@ -114,14 +114,14 @@ def test_batches_come_from_the_loader_or_a_function() -> None:
     x, y = batches_of(loader)(4)
     assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
     assert batches_of(lambda samples: "x" * samples)(3) == "xxx"
-    with pytest.raises(ValueError, match="no samples by index"):
+    with pytest.raises(ValueError, match="dataset Counted .*E-USER-CODE"):
         batches_of(DataLoader(Counted(), batch_size=3))
-    with pytest.raises(ValueError, match="got int for batches"):
+    with pytest.raises(ValueError, match="got int .*E-USER-CODE"):
         batches_of(3)
 
 
 @pytest.mark.parametrize(("loss_of", "said"), [
-    (lambda module, x: module(x), r"the loss is a tensor of shape \(4, 1\)"), (lambda module, x: 0.5, "the loss is float"),
+    (lambda module, x: module(x), r"loss\b.*\(4, 1\).*E-USER-CODE"), (lambda module, x: 0.5, "loss is float.*E-USER-CODE"),
 ])
 def test_a_loss_of_another_kind_is_named(loss_of: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -129,7 +129,7 @@ def test_a_loss_of_another_kind_is_named(loss_of: Any, said: str) -> None:
 
 
 def test_what_waits_for_others_is_refused() -> None:
-    with pytest.raises(ValueError, match="SyncBatchNorm"):
+    with pytest.raises(ValueError, match="SyncBatchNorm.*E-USER-CODE"):
         Trial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
 
 
@@ -168,7 +168,7 @@ def _holds(module: nn.Module, x: torch.Tensor, most: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("mode", "limit_s", "said"), [
-    ("fast", 1.0, "mode: got 'fast', allowed: makespan, lbb"), ("lbb", 0.0, "limit_s: got 0.0, allowed: more than 0 seconds"),
+    ("fast", 1.0, "mode: .*'fast'.*makespan, lbb.*E-SHARES-ARGUMENT"), ("lbb", 0.0, r"limit_s: .*0\.0.*E-SHARES-ARGUMENT"),
 ])
 def test_arguments_are_named(mode: Any, limit_s: float, said: str) -> None:
     def profiled() -> None:
@@ -188,7 +188,7 @@ def test_where_not_even_the_optimizer_will_fit_the_worker_has_no_room(monkeypatc
     one = nn.Linear(6, 1)
     with commlayer.attach(one) as session:
         controller = commlayer.Controller(session, Sampler(40, 20, rank=0, world=1))
-        with pytest.raises(ValueError, match="worker 0: its memory holds 0 samples"):
+        with pytest.raises(ValueError, match=r"worker 0: .*\b0 samples\b.*E-SHARES-ARGUMENT"):
             controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
 
 

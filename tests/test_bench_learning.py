@@ -108,7 +108,7 @@ def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
     for optimizer, same in (("sgd", True), ("adam", False)):
         way = Way("mlp", optimizer, "int4()", every=4)
         assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
-    with pytest.raises(Unmeasurable, match="outer: got 'none', allowed: 'plain', 'diloco', or ''"):
+    with pytest.raises(Unmeasurable, match="outer: .*'none'.*'plain', 'diloco'.*E-USER-CODE"):
         train(structs.replace(way, outer="none"))
 
 
@@ -140,7 +140,7 @@ def test_batches_that_end_within_a_step_are_said() -> None:
     def few(seed: int) -> Task:
         return numbered(seed)._replace(batches=lambda rank, world: iter([1.0] * 7))
 
-    with pytest.raises(ValueError, match="the batches of rank 0 ended after 1, needed are batches without end"):
+    with pytest.raises(ValueError, match=r"rank 0\b.*after 1\b.*E-USER-CODE"):
         learning_steps.train(Way("t", "sgd", workers=1, batches=4), few)
 
 

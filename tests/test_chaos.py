@@ -302,16 +302,15 @@ def test_a_connection_that_has_ended_is_not_cut(echo: Echo) -> None:
 
 
 def test_what_cannot_begin_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "ranks meet has ended as it began: FileNotFoundError: .*'/none'"
-    with pytest.raises(CommError, match=line), Campaign(inside="/none"):
+    with pytest.raises(CommError, match="FileNotFoundError: .*'/none'.*E-COMM"), Campaign(inside="/none"):
         pass
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert not all_free(["127.0.0.1"], [port])
         monkeypatch.setattr(cluster, "PORTS", range(port, port + 1))
-        with pytest.raises(CommError, match=r"no 3 ports in a row are free on 127.0.0.1, .*, of 50 that were tried"):
+        with pytest.raises(CommError, match=r"\b3 ports\b.*127\.0\.0\.1\b.*\b50\b.*E-ADDRESS"):
             Cluster(Trial(0, "none", SETTING), ("127.0.0.1", 1)).__enter__()
-    with pytest.raises(CommError, match=r"cannot listen at 192.0.2.1:\d+: .* \(errno \d+\)"):
+    with pytest.raises(CommError, match=r"192\.0\.2\.1:\d+: .*\(errno \d+\).*E-ADDRESS"):
         all_free(["192.0.2.1"], [port])
 
 

@@ -51,12 +51,12 @@ def test_a_campaign_in_pieces_makes_each_run_once_and_shows_all(monkeypatch: pyt
     assert json.loads(told.read_text()) == pieces
     assert [row["seed"] for row in pieces["rows"]] == [4, 5, 6, 7, 8]
     assert (pieces["summary"]["asked"], pieces["summary"]["violations"]) == (5, 2)
-    with pytest.raises(ValueError, match="holds cut of seed 8, which is not asked for"):
+    with pytest.raises(ValueError, match=r"cut of seed 8\b.*E-CLI-OPTION"):
         Kept(file, range(4, 8), ("cut", "slow-link"))
-    with pytest.raises(ValueError, match="holds cut of seed 4, which is not asked for"):
+    with pytest.raises(ValueError, match=r"cut of seed 4\b.*E-CLI-OPTION"):
         Kept(file, range(4, 9), ("slow-link", "cut"))
-    with pytest.raises(ValueError, match="its runs were made without hosts of the lab"):
+    with pytest.raises(ValueError, match="without hosts.*E-CLI-OPTION"):
         Kept(file, range(4, 9), ("cut", "slow-link"), hosts=True)
     file.write_bytes(b"{}")
-    with pytest.raises(ValueError, match="it is not what an earlier piece has written"):
+    with pytest.raises(ValueError, match="runs: .*Expected .*E-CLI-OPTION"):
         Kept(file, range(4, 9), ("cut", "slow-link"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_python_m_is_the_command() -> None:
     assert call("-m", "commlayer", "--version").stdout == f"commlayer {VERSION}\n"
     wrong = call("-m", "commlayer", "tune", "nothing")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("commlayer: nothing: allowed are digits, chars, ")
+    assert re.fullmatch(r"commlayer: nothing: .*\[E-CLI-OPTION\]\n", wrong.stderr)
 
 
 @pytest.mark.parametrize(("typed", "offered"), [("commlayer pl", {"plan"}), ("commlayer plan ", {"make", "explain", "diff"})])
@@ -67,6 +68,7 @@ main.run()
 
 def test_workers_need_no_scikit_optimize_and_tune_says_that_it_does(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.stderr == 'commlayer: scikit-optimize, which searches, is missing: pip install "commlayer[tune]"\n'
+    assert "scikit-optimize" in done.stderr
+    assert done.stderr.endswith("[E-CLI-OPTION]\n")
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())

@@ -67,25 +67,27 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     assert "bucket: " in done.stdout
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("--model", "none.py"), "commlayer: none.py: no such file"),
-    (("--model", "mine.py:absent"), "commlayer: mine.py:absent: has no function absent that returns (model, loss)"),
-    (("--model", "mine.py:wrong"), "commlayer: mine.py:wrong: expected (model, function that computes a loss)"),
-    (("--model", "mine.py:shapes"), "commlayer: mine.py:shapes: a step: RuntimeError: mat1 and mat2 shapes cannot be"),
-    (("--model", "mine.py:silent"), "commlayer: mine.py:silent: a step: ValueError: the loss is of type NoneType, needed is "
-     "one number with a gradient: return what backward() is of\n"),
-    (("--model", "mine.py:several"), "commlayer: mine.py:several: a step: ValueError: the loss is a Tensor of 8, needed is "),
-    (("--batch", "8"), "commlayer: --batch says what a model's loss is of: it goes with --model"),
-    (("--out", "none/p.json"), "commlayer: none/p.json: the folder "),
-    (("--model", "mine"), "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
-    (("--out", "absent/p.json"), "commlayer: absent/p.json: the folder "),
-    (("--codec", "topq()"), "commlayer: codec 'topq()': 'topq' is unknown"),
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (("--model", "none.py"), "E-USER-CODE", "commlayer: none.py: "),
+    (("--model", "mine.py:absent"), "E-USER-CODE", "commlayer: mine.py:absent: "),
+    (("--model", "mine.py:wrong"), "E-USER-CODE", "commlayer: mine.py:wrong: "),
+    (("--model", "mine.py:shapes"), "E-USER-CODE", "commlayer: mine.py:shapes: a step: RuntimeError: mat1"),
+    (("--model", "mine.py:silent"), "E-USER-CODE",
+     "commlayer: mine.py:silent: a step: InvalidInput: the loss is of type NoneType"),
+    (("--model", "mine.py:several"), "E-USER-CODE",
+     "commlayer: mine.py:several: a step: InvalidInput: the loss is a Tensor of 8"),
+    (("--batch", "8"), "E-CLI-OPTION", "commlayer: --batch "),
+    (("--out", "none/p.json"), "E-CLI-OPTION", "commlayer: none/p.json: the folder "),
+    (("--model", "mine"), "E-USER-CODE", "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
+    (("--out", "absent/p.json"), "E-CLI-OPTION", "commlayer: absent/p.json: the folder "),
+    (("--codec", "topq()"), "E-CODEC-NAME", "commlayer: codec 'topq()': 'topq' is unknown"),
 ])
-def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, ...], code: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = commlayer("profile", "--codec", "identity()", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(said)
+    assert done.stderr.endswith(f"[{code}]\n")
     assert done.stderr.count("\n") == 1
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".py"] in ([], ["__pycache__"]), "nothing half written"
 

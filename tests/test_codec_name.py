@@ -9,6 +9,7 @@ import pytest
 from commlayer.codec_name import RULES, misspelled, named
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.parse import FACTORIES
+from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.plan import plan
@@ -42,7 +43,7 @@ def test_tables_price_what_is_sent(text: str) -> None:
 
 @pytest.mark.parametrize("text", NOT_PRICED)
 def test_what_depends_on_more_than_a_size_has_to_be_measured(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is in no table, known are .*`commlayer profile`"):
+    with pytest.raises(ValueError, match=r"powersgd\(\).*E-PLAN-CODEC-COST"):
         profile_from_tables(Cluster(()), (text,))
 
 
@@ -51,7 +52,7 @@ def test_a_price_is_found_however_a_codec_is_spelled() -> None:
     prices = Prices(cluster, profile_from_tables(cluster, ("topk(ratio=0.5)", "qsgd(levels=127)")))
     for text in (" topk(0.5)", "topk( ratio = 0.5, values='int8')", "error_feedback(topk(0.5))", str(wrap(parse("topk(0.5)")))):
         assert prices.cost(text, "cpu", cluster.nodes[0]).codec == "topk(ratio=0.5)"
-    with pytest.raises(ValueError, match=r"has no cost of topk\(0.4\) on cpu, it has: qsgd"):
+    with pytest.raises(ValueError, match=r"topk\(0\.4\) on cpu\b.*qsgd.*E-PLAN-CODEC-COST"):
         prices.cost("topk(0.4)", "cpu", cluster.nodes[0])
 
 
@@ -65,28 +66,30 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("topk(0)", "topk: ratio is 0, allowed is a number above 0 and up to 1"),
+    ("topk(0)", "topk: ratio is 0"),
     ("topk(ratio=True)", "topk: ratio is True"),
     ("topk(ratio=1e999)", "topk: ratio is inf"),
     ("block_threshold(-0.1)", "block_threshold: ratio is -0.1"),
-    ("topk(values='fp64')", "topk: values is 'fp64', allowed is one of 'int8', 'fp16', 'fp32', 'bf16', 'int4'"),
-    ("qsgd(levels=8)", "qsgd: levels is 8, allowed is one of 1, 3, 7, 15, 127, which fill whole bits"),
-    ("momentum(7)", "momentum: inner is 7, allowed is a codec"),
-    ("partition(int8())", "partition: parts is None, nbytes None, shapes None; exactly one must be set"),
-    ("gzip()", "'gzip' is unknown, allowed are bf16"),
+    ("topk(values='fp64')", "topk: values is 'fp64'"),
+    ("qsgd(levels=8)", "qsgd: levels is 8, allowed is one of 1, 3, 7, 15, 127"),
+    ("momentum(7)", "momentum: inner is 7"),
+    ("partition(int8())", "partition: parts is None, nbytes None, shapes None"),
+    ("gzip()", "'gzip' is unknown"),
 ])
 def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
     """By the planner without a codec at hand, and by the codecs in the same words."""
     assert words in misspelled(text)
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(InvalidInput) as told:
         parse(text)
     assert str(told.value) == misspelled(text)
+    assert told.value.code == (code := "E-CODEC-ARGUMENT" if ": " in words else "E-CODEC-NAME")
     assert "\n" not in misspelled(text)
     cluster = Cluster((node("a", "cpu", "10g"), node("b", "cpu", "10g")))
     for refused in (lambda: profile_from_tables(cluster, (text,)), lambda: plan(toy(), cluster, None, Policy(codecs=(text,)))):
-        with pytest.raises(ValueError) as told:
+        with pytest.raises(InvalidInput) as told:
             refused()
-        assert words in str(told.value)
+        assert words in told.value.what
+        assert told.value.code == code
 
 
 def toy():  # type: ignore[no-untyped-def]

@@ -102,20 +102,19 @@ def test_a_count_that_does_not_fit_the_runs_is_refused() -> None:
     for other in (39, 38, 33):
         bad = bytearray(good[:16] + good[16 : 16 + 4 * other] + good[16 + 4 * n :])
         bad[8:12] = other.to_bytes(4, "little")
-        with pytest.raises(CorruptFrame, match="entries in the last run"):
+        with pytest.raises(CorruptFrame, match="last run.*E-PAYLOAD"):
             codec.decode(bytes(bad), {}, torch.empty(n))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ratio": 0}, "block_threshold: ratio is 0, allowed is a number above 0 and up to 1"),
+        ({"ratio": 0}, "block_threshold: ratio is 0"),
         ({"run": 12}, "block_threshold: run is 12, allowed is one of 8, 16, 32, 64"),
         ({"run": True}, "block_threshold: run is True"),
-        ({"values": "int2"}, "block_threshold: values is 'int2', allowed is one of 'int8'"),
+        ({"values": "int2"}, "block_threshold: values is 'int2'"),
     ],
 )
 def test_arguments_are_named(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
         block_threshold(**arguments)  # type: ignore[arg-type]
-    assert words in str(caught.value)

@@ -168,9 +168,9 @@ def test_restore_names_what_does_not_fit() -> None:
     codec = error_feedback(topk())
     state = codec.init(Spec((10,)))
     good = snapshot(state)
-    with pytest.raises(ValueError, match=r"missing \['residual'\], unknown \['rest'\]"):
+    with pytest.raises(ValueError, match=r"\['residual'\].*\['rest'\].*E-CODEC-STATE"):
         restore(state, {**{k: v for k, v in good.items() if k != "residual"}, "rest": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"residual: shape \(11,\), expected \(10,\)"):
+    with pytest.raises(ValueError, match=r"residual: .*\(11,\).*\(10,\).*E-CODEC-STATE"):
         restore(state, {**good, "residual": torch.ones(11)})
     assert not state["residual"].any()
 
@@ -180,13 +180,13 @@ def test_restore_names_what_does_not_fit() -> None:
     [
         ("residual", float("nan"), "not finite"),
         ("residual", float("inf"), "not finite"),
-        ("inner.slope", 0.0, "is 0.0, allowed is 0.5 to 40.0"),
-        ("inner.slope", -4.0, "allowed is 0.5 to 40.0"),
+        ("inner.slope", 0.0, "is 0.0.*0.5 to 40.0"),
+        ("inner.slope", -4.0, "is -4.0.*0.5 to 40.0"),
         ("inner.slope", float("nan"), "not finite"),
-        ("inner.threshold", -1.0, "allowed is 0.0 to 3.4"),
-        ("inner.trend", 100.0, "allowed is -0.5 to 0.5"),
-        ("inner.doubt", -1.0, "allowed is 0.0 to 0.25"),
-        ("inner.step", -1, "is -1, allowed is 0 to"),
+        ("inner.threshold", -1.0, "is -1.0.*0.0 to 3.4"),
+        ("inner.trend", 100.0, "is 100.0.*-0.5 to 0.5"),
+        ("inner.doubt", -1.0, "is -1.0.*0.0 to 0.25"),
+        ("inner.step", -1, "is -1.* 0 to"),
     ],
 )
 def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, words: str) -> None:
@@ -196,7 +196,7 @@ def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, wor
     before, bad = snapshot(state), snapshot(state)
     bad[name] = bad[name].clone().fill_(0)
     bad[name].view(-1)[-1] = value
-    with pytest.raises(ValueError, match=f"codec state {name}: .*{words}"):
+    with pytest.raises(ValueError, match=f"codec state {name}: .*{words}.*E-CODEC-STATE"):
         restore(state, bad)
     assert all(torch.equal(tensor, before[path]) for path, tensor in snapshot(state).items())
 
@@ -206,9 +206,9 @@ def test_wrap_adds_feedback_where_it_is_needed() -> None:
     assert wrap(int8()) == error_feedback(int8())
     assert wrap(identity()) == identity()
     assert wrap(error_feedback(topk())) == error_feedback(topk())
-    with pytest.raises(ValueError, match="allowed is a codec that is not error_feedback itself"):
+    with pytest.raises(ValueError, match="error_feedback: inner is error_feedback.*E-CODEC-ARGUMENT"):
         error_feedback(error_feedback(topk()))
-    with pytest.raises(ValueError, match="error_feedback: inner is topk, allowed is a codec"):
+    with pytest.raises(ValueError, match="error_feedback: inner is topk, .*E-CODEC-ARGUMENT"):
         error_feedback("topk")  # type: ignore[arg-type]
 
 
@@ -216,7 +216,7 @@ def test_a_codec_of_several_rounds_must_say_what_it_sent() -> None:
     class Silent(General, frozen=True):
         rounds: tuple[Round, ...] = (Round.SUM, Round.SUM)
 
-    with pytest.raises(ValueError, match="has 2 rounds and no sent"):
+    with pytest.raises(ValueError, match="error_feedback: .*2 rounds.*sent.*E-CODEC-ARGUMENT"):
         error_feedback(Silent(identity()))
 
 

@@ -99,7 +99,7 @@ def test_refusals_are_one_line_that_begins_with_who_refuses() -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("error_feedback(momentum(topk()))", "error_feedback: inner is momentum.* so it goes around error_feedback"),
+    ("error_feedback(momentum(topk()))", "error_feedback: inner is momentum.*E-CODEC-ARGUMENT"),
 ])
 def test_what_cannot_work_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -122,7 +122,7 @@ def test_wrapped_codecs_up_and_another_down(up: str, down: str) -> None:
     ("int8()", "partition(int8(), parts=2)", "down is error_feedback.partition"),
 ])
 def test_what_cannot_be_two_way_is_refused(up: str, down: str, says: str) -> None:
-    with pytest.raises(ValueError, match=f"two_way: {says}.* allowed is a codec of one round"):
+    with pytest.raises(ValueError, match=rf"two_way: {says}\b.*E-CODEC-ARGUMENT"):
         two_way(wrap(parse(up)), wrap(parse(down)))
 
 
@@ -134,8 +134,8 @@ def test_learning_rates_count_in_either_direction() -> None:
 
 
 @pytest.mark.parametrize(("by_node", "says"), [
-    (("topk(ratio=0.1)", "topk(ratio=0.2)"), "larger than those of error_feedback.topk.ratio=0.1"),
-    (("topk(ratio=0.1)", "topk(ratio=0.05, values='fp16')"), "does not read; only their ratios"),
+    (("topk(ratio=0.1)", "topk(ratio=0.2)"), "ratio=0.2.* larger .*ratio=0.1"),
+    (("topk(ratio=0.1)", "topk(ratio=0.05, values='fp16')"), "'fp16'.* does not read"),
     (("topk(ratio=0.1)", "int8()"), "does not read"),
     (("topk(ratio=0.1)", "error_feedback(topk(ratio=0.1), lr_correction=True)"), "does not read"),
 ])
@@ -145,7 +145,7 @@ def test_a_server_must_read_every_nodes_codec(by_node: tuple[str, ...], says: st
         assert [str(codec_of(bucket, node)) for node in range(3)] == [str(wrap(parse(text))) for text in by_node]
         return
     for node in (None, 0, 1):
-        with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}"):
+        with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}.*E-PLAN-BY-NODE"):
             codec_of(bucket, node)
 
 
@@ -173,14 +173,14 @@ def test_a_result_with_one_bad_slice_changes_no_slice(text: str, slices: int) ->
     codec.add(0, room[: codec.start(kit.noise(700, 2), state, room)], acc, first=True)
     result = bytes(room[: codec.emit(0, acc, cluster.server, room)])
     before, out = memory(state), torch.full((700,), 7.0)
-    with pytest.raises(CorruptFrame, match="bytes of body"):
+    with pytest.raises(CorruptFrame, match="bytes of body.*E-PAYLOAD"):
         codec.next(0, overlong_last_slice(result, slices), state, room)
     assert memory(state) == before
     acc = codec.zeros(SPEC, 1)
     codec.add(1, room[: codec.next(0, result, state, room)], acc, first=True)
     result = bytes(room[: codec.emit(1, acc, cluster.server, room)])
     before = memory(state)
-    with pytest.raises(CorruptFrame, match="bytes of body"):
+    with pytest.raises(CorruptFrame, match="bytes of body.*E-PAYLOAD"):
         codec.decode(overlong_last_slice(result, slices), state, out)
     assert memory(state) == before
     assert bool((out == 7.0).all())

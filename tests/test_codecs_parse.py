@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from commlayer.compressors import Codec, error_feedback, identity, int8, parse, topk
 from commlayer.compressors.parse import FACTORIES
 from commlayer.compressors.payload import CODEC_IDS
+from commlayer.errors import InvalidInput
 
 
 @pytest.mark.parametrize("codec", kit.CODECS, ids=str)
@@ -35,20 +36,20 @@ def test_spellings() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("topq()", "'topq' is unknown, allowed are bf16, "),
+        ("topq()", "'topq' is unknown"),
         ("os.system('true')", "'os.system' is unknown"),
         ("topk(rate=0.1)", "topk has no argument 'rate', allowed are ratio, values, exact"),
         ("fp16(1)", "fp16 takes 0 arguments"),
-        ("fp16(x=1)", "fp16 has no argument 'x', allowed are none"),
+        ("fp16(x=1)", "fp16 has no argument 'x'"),
         ("topk(0.1, ratio=0.2)", "topk got 'ratio' twice"),
         ("topk(ratio=__import__('os'))", "'__import__' is unknown"),
         ("topk(ratio=1 + 1)", "'1 + 1' is neither a literal nor a codec"),
         ("topk(ratio=x)", "'x' is neither a literal nor a codec"),
         ("topk(**{'ratio': 1})", "topk has no argument 'None'"),
-        ("topk(ratio=2)", "topk: ratio is 2, allowed is a number above 0 and up to 1"),
+        ("topk(ratio=2)", "topk: ratio is 2"),
         ("int8(block=0)", "int8: block is 0"),
         ("int8(block=True)", "int8: block is True"),
-        ("topk(values=[1])", "topk: values is [1], allowed is one of"),
+        ("topk(values=[1])", "topk: values is [1]"),
         ("error_feedback()", "error_feedback needs inner"),
         ("error_feedback(3)", "error_feedback: inner is 3"),
         ("topk", "expected name(argument=value, ...)"),
@@ -59,9 +60,10 @@ def test_spellings() -> None:
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(InvalidInput) as caught:
         parse(text)
-    assert words in str(caught.value)
+    assert words in caught.value.what
+    assert caught.value.code == ("E-CODEC-ARGUMENT" if ": " in words else "E-CODEC-NAME")
     assert "\n" not in str(caught.value)
 
 

@@ -100,23 +100,23 @@ def header(codec: int, version: int, flags: int, aux: int, numel: int, count: in
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (b"", "payload of 0 bytes, the header alone takes 16"),
-        (header(5, 1, 0, 0, 4, 4, 0) + bytes(16), "coded by topk, expected identity"),
-        (header(99, 1, 0, 0, 4, 4, 0) + bytes(16), "coded by codec 99, expected identity"),
-        (header(1, 2, 0, 0, 4, 4, 0) + bytes(16), "version 2, this side speaks version 1"),
+        (b"", "payload of 0 bytes"),
+        (header(5, 1, 0, 0, 4, 4, 0) + bytes(16), "coded by topk"),
+        (header(99, 1, 0, 0, 4, 4, 0) + bytes(16), "coded by codec 99"),
+        (header(1, 2, 0, 0, 4, 4, 0) + bytes(16), "version 2"),
         (header(1, 1, 2, 0, 4, 4, 0) + bytes(16), "flags 0x02"),
-        (header(1, 1, 0, 1, 4, 4, 0) + bytes(16), "aux 1, expected 0"),
+        (header(1, 1, 0, 1, 4, 4, 0) + bytes(16), "aux 1"),
         (header(1, 1, 0, 0, 5, 5, 0) + bytes(20), "5 elements, the bucket has 4"),
-        (header(1, 1, 0, 0, 4, 3, 0) + bytes(16), "count 3, expected 4"),
+        (header(1, 1, 0, 0, 4, 3, 0) + bytes(16), "count 3"),
         (header(1, 1, 0, 0, 4, 5, 0) + bytes(16), "5 entries, the bucket has 4"),
-        (header(1, 1, 0, 0, 4, 4, 1) + bytes(16), "seed 1, expected 0"),
-        (header(1, 1, 0, 0, 4, 4, 0) + bytes(15), "bytes of body 15, expected 16"),
+        (header(1, 1, 0, 0, 4, 4, 1) + bytes(16), "seed 1"),
+        (header(1, 1, 0, 0, 4, 4, 0) + bytes(15), "bytes of body 15"),
         (header(1, 1, 1, 0, 4, 0, 0) + bytes(1), "non-finite payload with 1 bytes"),
     ],
 )
 def test_a_header_that_is_off_is_named(payload: bytes, words: str) -> None:
     out = torch.full((4,), 7.0)
-    with pytest.raises(CorruptFrame, match=re.escape(words)):
+    with pytest.raises(CorruptFrame, match=re.escape(words) + ".*E-PAYLOAD"):
         identity().decode(payload, {}, out)
     assert bool((out == 7.0).all())
 

@@ -90,7 +90,7 @@ def test_a_flagged_start_uses_no_random_numbers() -> None:
 @pytest.mark.parametrize(("name", "value"), [("own", -1), ("step", -1)])
 def test_restore_refuses_keys_and_steps_below_zero(name: str, value: int) -> None:
     state = qsgd().init(Spec((N,)))
-    with pytest.raises(ValueError, match=f"codec state {name}: is -1"):
+    with pytest.raises(ValueError, match=rf"codec state {name}: is -1\b.*E-CODEC-STATE"):
         restore(state, {**snapshot(state), name: torch.tensor(value)})
 
 
@@ -112,7 +112,7 @@ def test_bytes_that_break_a_format_are_named(codec: Codec, n: int, bad: dict[int
     for at, value in bad.items():
         payload[16 + at] = value
     out = torch.full((n,), 7.0)
-    with pytest.raises(CorruptFrame, match=words):
+    with pytest.raises(CorruptFrame, match=f"{codec.name} .*{words}.*E-PAYLOAD"):
         codec.decode(bytes(payload), codec.init(Spec((n,))), out)
     assert bool((out == 7.0).all())
 
@@ -138,13 +138,12 @@ def test_no_legal_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: i
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("int4(block=12)", "int4: block is 12, allowed is a multiple of 8 from 8 to 1048576"),
-        ("onebit(block=0)", "onebit: block is 0, allowed is a multiple of 8"),
-        ("qsgd(levels=2)", "qsgd: levels is 2, allowed is one of 1, 3, 7, 15, 127"),
-        ("qsgd(norm='l1')", "qsgd: norm is 'l1', allowed is one of 'max', 'l2'"),
+        ("int4(block=12)", "int4: block is 12"),
+        ("onebit(block=0)", "onebit: block is 0"),
+        ("qsgd(levels=2)", "qsgd: levels is 2"),
+        ("qsgd(norm='l1')", "qsgd: norm is 'l1'"),
     ],
 )
 def test_arguments_that_are_wrong_are_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
         parse(text)
-    assert words in str(caught.value)

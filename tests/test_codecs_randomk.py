@@ -90,7 +90,7 @@ def test_a_contribution_of_another_draw_is_refused_and_changes_nothing() -> None
     first, other = keyed(codec, 0), keyed(codec, 1, "another job")
     codec.add(0, kit.encode(codec, kit.noise(N), first), acc, first=True)
     before = acc["sum"].clone()
-    with pytest.raises(CorruptFrame, match="seed"):
+    with pytest.raises(CorruptFrame, match="seed.*E-PAYLOAD"):
         codec.add(0, kit.encode(codec, kit.noise(N), other), acc, first=False)
     assert torch.equal(acc["sum"], before)
     codec.add(0, kit.encode(codec, kit.noise(N), other), acc, first=True)
@@ -110,12 +110,11 @@ def test_what_fp16_cannot_hold_is_flagged_or_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ratio": 1.5}, "randomk: ratio is 1.5, allowed is a number above 0 and up to 1"),
-        ({"values": "int8"}, "randomk: values is 'int8', allowed is one of 'fp32', 'fp16', 'bf16'"),
-        ({"unbiased": 1}, "randomk: unbiased is 1, allowed is True or False"),
+        ({"ratio": 1.5}, "randomk: ratio is 1.5"),
+        ({"values": "int8"}, "randomk: values is 'int8'"),
+        ({"unbiased": 1}, "randomk: unbiased is 1"),
     ],
 )
 def test_arguments_are_named(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
         randomk(**arguments)  # type: ignore[arg-type]
-    assert words in str(caught.value)

@@ -55,7 +55,7 @@ def test_sums_are_near_finite_and_the_same_for_all(codec: Codec) -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (2,), (5, 1), (31,), (64, 65), (3, 4, 5, 6)], ids=str)
 def test_any_shape(codec: Codec, shape: tuple[int, ...]) -> None:
     if "shapes=((" in str(codec):
-        with pytest.raises(ValueError, match="partition: shapes of 1211 elements in all, the bucket has"):
+        with pytest.raises(ValueError, match="partition: shapes of 1211 elements.*E-CODEC-ARGUMENT"):
             kit.Cluster(codec, Spec(shape), 2)
         return
     cluster = kit.Cluster(codec, Spec(shape), 2)
@@ -279,7 +279,7 @@ def test_rows_become_orthonormal_or_zero() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: powersgd(rank=0), "powersgd: rank is 0, allowed is a whole number from 1 to 256"),
+        (lambda: powersgd(rank=0), "powersgd: rank is 0.*1 to 256.*E-CODEC-ARGUMENT"),
     ],
 )
 def test_arguments_are_checked(make: Any, words: str) -> None:

@@ -160,16 +160,16 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: error_feedback(int8(), lr_correction=1), "lr_correction is 1, allowed is True or False"),
-        (lambda: momentum(topk(), 1.0), "momentum: beta is 1.0, allowed is a number from 0 up to, and not, 1"),
-        (lambda: partition(topk()), "exactly one must be set"),
-        (lambda: partition(topk(), parts=2, nbytes=100), "exactly one must be set"),
+        (lambda: error_feedback(int8(), lr_correction=1), "error_feedback: lr_correction is 1"),
+        (lambda: momentum(topk(), 1.0), "momentum: beta is 1.0"),
+        (lambda: partition(topk()), "partition: parts is None, nbytes None, shapes None"),
+        (lambda: partition(topk(), parts=2, nbytes=100), "partition: parts is 2, nbytes 100, shapes None"),
         (lambda: partition(topk(), parts=0), "partition: parts is 0"),
-        (lambda: partition(topk(), nbytes=3), "partition: nbytes is 3, allowed is None or a whole number of at least 4"),
-        (lambda: partition(topk(), shapes=(3,)), "partition: shapes is .* allowed is None or a tuple of shapes"),
-        (lambda: partition(error_feedback(topk()), parts=2), "allowed is a codec without wrappers"),
+        (lambda: partition(topk(), nbytes=3), "partition: nbytes is 3.* 4"),
+        (lambda: partition(topk(), shapes=(3,)), r"partition: shapes is \(3,\)"),
+        (lambda: partition(error_feedback(topk()), parts=2), "partition: inner is error_feedback"),
     ],
 )
 def test_what_does_not_fit_is_named(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
         make()

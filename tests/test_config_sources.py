@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,37 +54,36 @@ def test_the_first_source_that_names_a_field_wins(sources: tuple[str, ...], tmp_
 
 def test_a_config_given_as_argument_counts_whole_and_is_checked() -> None:
     assert read(Config(node=2), {"COMMLAYER_NODE": "5", "COMMLAYER_DEADLINE_S": "5"}) == Config(node=2)
-    with pytest.raises(RecordError, match="node: got -2 from argument node"):
+    with pytest.raises(RecordError, match="node: got -2 from argument node.*E-SETTING"):
         read(Config(node=-2))
 
 
 def test_the_file_may_be_named_and_must_then_exist(tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text('servers = "each"\n')
     assert read(None, {"COMMLAYER_CONFIG": "other.toml"}, tmp_path).servers == "each"
-    with pytest.raises(RecordError, match=r"^COMMLAYER_CONFIG: .*missing.toml cannot be read: No such file"):
+    with pytest.raises(RecordError, match=r"^COMMLAYER_CONFIG: .*missing\.toml .*No such file.*E-SETTING"):
         read(None, {"COMMLAYER_CONFIG": "missing.toml"}, tmp_path)
 
 
 MISTAKES = [
-    ({"port": 70000}, {}, "", "port: got 70000 from argument port, allowed: a port number from 0 to 65535, 0 for any free one"),
-    ({"port": "7000"}, {}, "", "port: got '7000' from argument port, allowed: a port"),
-    ({"deadline_s": 0}, {}, "", "deadline_s: got 0 from argument deadline_s, allowed: a number of seconds above 0"),
+    ({"port": 70000}, {}, "", "port: got 70000 from argument port"),
+    ({"port": "7000"}, {}, "", "port: got '7000' from argument port"),
+    ({"deadline_s": 0}, {}, "", "deadline_s: got 0 from argument deadline_s"),
     ({"deadline_s": float("nan")}, {}, "", "deadline_s: got nan"),
-    ({"insecure": 1}, {}, "", "insecure: got 1 from argument insecure, allowed: true or false"),
-    ({"servers": "two"}, {}, "", "servers: got 'two' from argument servers, allowed: \"one\""),
-    (None, {"COMMLAYER_PORT": "http"}, "", "port: got 'http' from environment variable COMMLAYER_PORT, allowed: a port"),
-    (None, {"COMMLAYER_DEADLNE_S": "3"}, "",
-     "deadlne_s: no such setting (environment variable COMMLAYER_DEADLNE_S); did you mean deadline_s?"),
-    ({"heartbeats": 1}, {}, "", "heartbeats: no such setting (argument heartbeats); did you mean heartbeat_s?"),
-    ({"zzz": 1}, {}, "", "zzz: no such setting (argument zzz); allowed: join, bind"),
-    (None, {}, "node = 1.5", "commlayer.toml:node, allowed: a whole number from 0 to 65536"),
+    ({"insecure": 1}, {}, "", "insecure: got 1 from argument insecure"),
+    ({"servers": "two"}, {}, "", "servers: got 'two' from argument servers"),
+    (None, {"COMMLAYER_PORT": "http"}, "", "port: got 'http' from environment variable COMMLAYER_PORT"),
+    (None, {"COMMLAYER_DEADLNE_S": "3"}, "", "(environment variable COMMLAYER_DEADLNE_S); did you mean deadline_s?"),
+    ({"heartbeats": 1}, {}, "", "(argument heartbeats); did you mean heartbeat_s?"),
+    ({"zzz": 1}, {}, "", "(argument zzz); allowed: join, bind"),
+    (None, {}, "node = 1.5", "commlayer.toml:node, "),
     (None, {}, "nod = 1", "commlayer.toml:nod); did you mean node?"),
-    (None, {}, "node = ", "commlayer.toml is not TOML: "),
+    (None, {}, "node = ", "commlayer.toml is not TOML"),
     ({"dead_after_s": 1.5}, {"COMMLAYER_HEARTBEAT_S": "1"}, "",
      "dead_after_s: got 1.5 from argument dead_after_s, allowed: at least twice heartbeat_s, which is 1 from environment"),
-    ({"cut_nbytes": MAX_BUCKET_NBYTES + 1}, {}, "", f"allowed: a number of bytes from 4096 to {MAX_BUCKET_NBYTES}"),
-    (None, {"COMMLAYER_THREADS": "2"}, "", "threads: no such setting"),
-    ({"join": "somewhere"}, {}, "", "join: got 'somewhere', allowed: host:port"),
+    ({"cut_nbytes": MAX_BUCKET_NBYTES + 1}, {}, "", f"from 4096 to {MAX_BUCKET_NBYTES}"),
+    (None, {"COMMLAYER_THREADS": "2"}, "", "threads: "),
+    ({"join": "somewhere"}, {}, "", "join: got 'somewhere'"),
 ]
 
 
@@ -94,23 +94,24 @@ def test_a_mistake_is_one_line(argument: Any, environ: dict[str, str], toml: str
     with pytest.raises(RecordError) as caught:
         read(argument, environ, tmp_path)
     assert line in str(caught.value)
+    assert caught.value.code == ("E-ADDRESS" if "somewhere" in line else "E-SETTING")
     assert "\n" not in str(caught.value)
 
 
 PLAIN_TEXT = [
     ({}, ""),
     ({"bind": "127.0.0.2", "advertise": "localhost", "join": "[::1]:7000"}, ""),
-    ({"bind": "10.0.0.1"}, "bind: 10.0.0.1 is not loopback"),
-    ({"advertise": "gpu-box"}, "advertise: gpu-box is not loopback"),
-    ({"join": "gpu-box:7000"}, "join: gpu-box is not loopback"),
+    ({"bind": "10.0.0.1"}, "bind: 10.0.0.1 .*E-PLAIN-TEXT"),
+    ({"advertise": "gpu-box"}, "advertise: gpu-box .*E-PLAIN-TEXT"),
+    ({"join": "gpu-box:7000"}, "join: gpu-box .*E-PLAIN-TEXT"),
     ({"bind": "10.0.0.1", "insecure": True}, ""),
     ({"join": "gpu-box:7000", "insecure": True}, ""),
-    ({"bind": "0.0.0.0"}, "bind: 0.0.0.0 is not loopback"),
-    ({"bind": "0.0.0.0", "insecure": True}, "bind: 0.0.0.0 names no address"),
-    ({"bind": "::", "insecure": True, "advertise": "0.0.0.0"}, "advertise: 0.0.0.0 names no address"),
+    ({"bind": "0.0.0.0"}, "bind: 0.0.0.0 .*E-PLAIN-TEXT"),
+    ({"bind": "0.0.0.0", "insecure": True}, "bind: 0.0.0.0 .*E-SETTING"),
+    ({"bind": "::", "insecure": True, "advertise": "0.0.0.0"}, "advertise: 0.0.0.0 .*E-SETTING"),
     ({"bind": "0.0.0.0", "advertise": "192.168.1.7", "insecure": True}, ""),
-    ({"bind": "10.0.0.1"}, "set keys .COMMLAYER_KEYS. .* `commlayer keys init` .* or set insecure .insecure=True"),
-    ({"bind": "10.0.0.1", "join": "gpu-box:7000", "keys": "/there"}, "keys: /there/token from argument keys cannot be read"),
+    ({"bind": "10.0.0.1"}, "COMMLAYER_KEYS.* `commlayer keys init` .*insecure=True.*E-PLAIN-TEXT"),
+    ({"bind": "10.0.0.1", "join": "gpu-box:7000", "keys": "/there"}, "keys: /there/token from argument keys .*E-SETTING"),
     ({"bind": "10.0.0.1", "join": "gpu-box:7000", "keys": "/there", "token": "long-enough"}, ""),
 ]
 
@@ -161,14 +162,14 @@ def test_launch_is_what_torchrun_says() -> None:
 
 
 @pytest.mark.parametrize(("change", "line"), [
-    ({"RANK": ""}, "WORLD_SIZE is in the environment but RANK is not"),
-    ({"WORLD_SIZE": ""}, "RANK is in the environment but WORLD_SIZE is not"),
-    ({"RANK": "8"}, "RANK: got 8 from the environment, allowed: below WORLD_SIZE, which is 8"),
-    ({"RANK": "-1"}, "RANK: got '-1' from the environment, allowed: a whole number"),
-    ({"LOCAL_RANK": "4"}, "LOCAL_RANK: got 4 from the environment, allowed: below LOCAL_WORLD_SIZE, which is 4"),
+    ({"RANK": ""}, "^WORLD_SIZE "),
+    ({"WORLD_SIZE": ""}, "^RANK "),
+    ({"RANK": "8"}, "^RANK: got 8 "),
+    ({"RANK": "-1"}, "^RANK: got '-1' "),
+    ({"LOCAL_RANK": "4"}, "^LOCAL_RANK: got 4 "),
 ])
 def test_a_launch_that_contradicts_itself_is_named(change: dict[str, str], line: str) -> None:
-    with pytest.raises(RecordError, match=line):
+    with pytest.raises(RecordError, match=f"{line}.*E-LAUNCH-ENVIRONMENT"):
         read_launch(TORCHRUN | change)
 
 
@@ -179,7 +180,7 @@ def test_addresses_come_back_as_they_went(host: str, port: int) -> None:
 
 @pytest.mark.parametrize("address", ["", "host", ":7000", "host:", "host:0", "host:65536", "host:x", "::1:7000", "[]:7"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="allowed: host:port"):
+    with pytest.raises(ValueError, match=f"{re.escape(repr(address))}.*E-ADDRESS"):
         host_port(address)
 
 

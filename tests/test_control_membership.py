@@ -91,33 +91,36 @@ def test_a_worker_without_a_rank_gets_the_lowest_free_one() -> None:
 
 
 REFUSALS = [
-    (State(0, 0), [], worker(0, protocol=9), "worker 0 on host0 (pid 100): speaks control protocol 9, the coordinator 1"),
-    (State(0, 0), [worker(0)], worker(1, version="2.0"), "runs commlayer 2.0, the job 1.0: install the same version"),
+    (State(0, 0), [], worker(0, protocol=9), "E-VERSION", "worker 0 on host0 (pid 100): speaks control protocol 9"),
+    (State(0, 0), [worker(0)], worker(1, version="2.0"), "E-VERSION", "runs commlayer 2.0, the job 1.0"),
     (State(0, 0), [worker(0)], worker(1, job="jobB"),
-     "trains another model than worker 0 on host0 (pid 100): names, shapes and order of the parameters must be equal"),
-    (State(0, 0), [worker(0)], worker(1, gradients=4), "trains another model than worker 0 on host0 (pid 100)"),
-    (State(0, 0), [worker(0)], worker(1, world=3), "expects 3 workers, the job has 2"),
-    (State(4, 0), [], worker(1), "expects 2 workers, the job has 4"),
-    (State(0, 0), [], worker(0, world=0), "commlayer serve --workers N"),
-    (State(0, 0), [], worker(2), "rank 2 is outside 0..1"),
-    (State(0, 0), [], worker(-2), "rank -2 is outside 0..1"),
+     "E-RANKS-DIFFER", "another model than worker 0 on host0 (pid 100)"),
+    (State(0, 0), [worker(0)], worker(1, gradients=4), "E-RANKS-DIFFER", "another model than worker 0 on host0 (pid 100)"),
+    (State(0, 0), [worker(0)], worker(1, world=3), "E-WORKERS", "expects 3 workers, the job has 2"),
+    (State(4, 0), [], worker(1), "E-WORKERS", "expects 2 workers, the job has 4"),
+    (State(0, 0), [], worker(0, world=0), "E-WORKERS", "commlayer serve --workers N"),
+    (State(0, 0), [], worker(2), "E-RANK", "rank 2 is outside 0..1"),
+    (State(0, 0), [], worker(-2), "E-RANK", "rank -2 is outside 0..1"),
     (State(0, 0), [worker(1)], worker(1, token="other", name="hostX", pid=7),
-     "worker 1 on hostX (pid 7): rank 1 is taken by host1 (pid 101)"),
+     "E-RANK", "worker 1 on hostX (pid 7): rank 1 is taken by host1 (pid 101)"),
     (State(0, 0), [worker(0)], worker(1, plan_digest="else"),
-     "holds another plan than worker 0 on host0 (pid 100): give all workers the same plan"),
-    (State(0, 1), [server(0)], server(1), "the job has its 1 servers already: start the coordinator with a larger --servers"),
-    (State(0, 0), [], server(0), "the job has its 0 servers already"),
-    (State(0, 2), [server(0, rank=1)], server(1, rank=1), "rank 1 is taken by host0 (pid 200)"),
-    (State(2, 1), [worker(0), worker(1)], worker(5, rank=ANY, world=0), "the job has its 2 workers already"),
-    (running(2, 0), [], worker(1, token="late"), "the job has begun with 2 workers"),
+     "E-RANKS-DIFFER", "another plan than worker 0 on host0 (pid 100)"),
+    (State(0, 1), [server(0)], server(1), "E-JOB-FULL", "the job has its 1 servers already"),
+    (State(0, 0), [], server(0), "E-JOB-FULL", "the job has its 0 servers already"),
+    (State(0, 2), [server(0, rank=1)], server(1, rank=1), "E-RANK", "rank 1 is taken by host0 (pid 200)"),
+    (State(2, 1), [worker(0), worker(1)], worker(5, rank=ANY, world=0), "E-JOB-FULL", "the job has its 2 workers already"),
+    (running(2, 0), [], worker(1, token="late"), "E-JOB-CLOSED", "the job has begun with 2 workers"),
 ]
 
 
-@pytest.mark.parametrize(("state", "first", "request_", "line"), REFUSALS)
-def test_a_refusal_says_why_and_changes_no_seat(state: State, first: list[Join], request_: Join, line: str) -> None:
+@pytest.mark.parametrize(("state", "first", "request_", "code", "line"), REFUSALS)
+def test_a_refusal_says_why_and_changes_no_seat(
+    state: State, first: list[Join], request_: Join, code: str, line: str,
+) -> None:
     state, _ = after(state, *first)
     refused, reply = membership.join(state, request_, 1.0)
     assert line in reply.error
+    assert reply.error.endswith(f"[{code}]")
     assert "\n" not in reply.error
     assert not any(told in reply.error for told in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
     assert refused.places == state.places
@@ -344,7 +347,9 @@ def test_a_plan_that_is_left_out_is_asked_for_where_it_is_not_known() -> None:
 
 def test_a_huge_world_is_refused_and_the_largest_is_counted() -> None:
     for world in (-1, SERVER_BASE + 1, 1 << 60):
-        assert f"a job of {world} workers, allowed: 1 to {SERVER_BASE}" in after(State(0, 0), worker(0, world=world))[1].error
+        refusal = after(State(0, 0), worker(0, world=world))[1].error
+        assert f"{world} workers, allowed: 1 to {SERVER_BASE}" in refusal
+        assert refusal.endswith("[E-WORKERS]")
     _, reply = after(State(0, 0), worker(3, world=SERVER_BASE))
     assert reply.missing == (f"1 of {SERVER_BASE} workers joined; missing: ranks 0, 1, 2, 4, 5, 6, 7, 8 and "
                              f"{SERVER_BASE - 9} more")

@@ -22,7 +22,7 @@ from commlayer.control import client, messages, uplink
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.embedded import Embedded
 from commlayer.control.serving import Serving
-from commlayer.errors import CommError, PeerLost, RecordError, Refused
+from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
 from commlayer.transport.hello import Hello
@@ -49,29 +49,32 @@ def changed(**fields: Any) -> Plan:
 
 
 UNFIT = [
-    (b"\x00", "plan of worker 0: JSON is malformed"),
-    (records.encode(plan_of(ranks_per_node=0)), "plan of worker 0: ranks_per_node is 0, allowed: at least 1"),
-    (records.encode(plan_of(ranks_per_node=3)), "plan of worker 0: ranks_per_node is 3, which does not divide the job's 2"),
-    (records.encode(changed(owner=7)), "plan of worker 0: bucket 0: owner 7, the plan has 1 ranks per node"),
-    (records.encode(changed(slices=(Slice(0, 0, 1 << 62),))), f"plan of worker 0: bucket 0: {1 << 62} elements, allowed"),
-    (records.encode(plan_of(servers=2)), "plan of worker 0: it is for 2 servers, the job has 1: start more"),
-    (records.encode(changed(codec="zip()")), "codec 'zip()': 'zip' is unknown"),
+    (b"\x00", "E-RECORD", "plan of worker 0: JSON is malformed"),
+    (records.encode(plan_of(ranks_per_node=0)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 0"),
+    (records.encode(plan_of(ranks_per_node=3)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 3"),
+    (records.encode(changed(owner=7)), "E-PLAN-REFUSED", "plan of worker 0: bucket 0: owner 7"),
+    (records.encode(changed(slices=(Slice(0, 0, 1 << 62),))), "E-PLAN-REFUSED",
+     f"plan of worker 0: bucket 0: {1 << 62} elements"),
+    (records.encode(plan_of(servers=2)), "E-PLAN-REFUSED", "plan of worker 0: it is for 2 servers, the job has 1"),
+    (records.encode(changed(codec="zip()")), "E-CODEC-NAME", "codec 'zip()'"),
 ]
 
 
-@pytest.mark.parametrize(("plan", "line"), UNFIT)
-def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, line: str,
-                                                                                opened: list[Any]) -> None:
+@pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
+def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
+                                                                                line: str, opened: list[Any]) -> None:
     serving = Serving("127.0.0.1", 0, quick())
     opened.append(serving)
-    with pytest.raises(ValueError, match="^plan of|^codec") as caught:
+    with pytest.raises(InvalidInput) as caught:
         serving.start(view_of(plan, serving), plan, 0)
-    assert line in str(caught.value)
+    assert caught.value.what.startswith(line)
+    assert caught.value.code == code
     assert "\n" not in str(caught.value)
     opened.append(StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
     with pytest.raises(Refused) as refused:
         opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
     assert str(refused.value) == f"server 0: {caught.value}"
+    assert (refused.value.peer, refused.value.code) == ("server 0", code)
 
 
 def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
@@ -85,7 +88,7 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
         if rank == 0:
             opened[-1].dial(SERVER_BASE, where, deadline)
         else:
-            with pytest.raises(Refused, match="server 0: is no member: the job has 2 workers"):
+            with pytest.raises(Refused, match="server 0: .*2 workers.*E-RANK"):
                 opened[-1].dial(SERVER_BASE, where, deadline)
 
 
@@ -96,15 +99,12 @@ def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> 
     there.dial(0, here.listen(), time.monotonic() + WAIT_S)
     for step in range(2):
         there.send(0, Header(Kind.DATA, step=step, sender=1), bytes(900))
-    with pytest.raises(PeerLost, match="worker 0: connection"):
+    with pytest.raises(PeerLost, match="worker 0: connection.*E-PEER-LOST"):
         there.wait(there.recv(0), time.monotonic() + WAIT_S)
 
 
-@pytest.mark.parametrize(("address", "line"), [
-    ("10.1.2.3:7000", "address of server 0: 10.1.2.3 is not loopback and traffic is plain text: set keys"),
-    ("nowhere", "address of server 0: got 'nowhere', allowed: host:port"),
-])
-def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, line: str, opened: list[Any]) -> None:
+@pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
+def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code: str, opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
     request = messages.worker("job", 0, 1, plan=records.encode(PLAN))
@@ -113,7 +113,9 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, line:
         with pytest.raises(RecordError) as caught:
             uplink.connect(coordinator.address, request, quick())
         opened.append(SimpleNamespace(close=serving.result(WAIT_S).leave))
-    assert str(caught.value).startswith(line)
+    assert caught.value.what.startswith("address of server 0: ")
+    assert address.partition(":")[0] in caught.value.what
+    assert caught.value.code == code
     assert coordinator._state.places[request.token].left == f"could not reach a server: {caught.value}"
 
 
@@ -189,7 +191,9 @@ def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[
     job = Pair(opened)
     server: Any = job.serving._server
     server._say(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
-    assert str(job.failure()) == "server 0: failed: MemoryError: no room (step 3, bucket 0)"
+    failure = job.failure()
+    assert (failure.peer, failure.step, failure.bucket) == ("server 0", 3, 0)
+    assert "MemoryError: no room" in failure.what
 
 
 def test_a_server_that_training_starts_for_another_coordinator_takes_any_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from cuda_kit import CUDA, KERNEL
 
+from commlayer.errors import InvalidInput
 from commlayer.gpu import sources
 from commlayer.gpu.launch_cupy import OPTIONS
 
@@ -49,7 +50,7 @@ def test_sources_are_found_beside_an_editable_install_and_in_the_package(tmp_pat
     assert sources.folder() == CUDA
     installed = tmp_path / "_cuda"
     installed.mkdir()
-    with pytest.raises(FileNotFoundError, match="install commlayer again"):
+    with pytest.raises(InvalidInput, match="_cuda.*E-GPU-CODE"):
         sources.folder((tmp_path / "cuda", installed))
     (installed / "common.cuh").write_text("")
     assert sources.folder((tmp_path / "cuda", installed)) == installed

@@ -12,6 +12,7 @@ from msgspec import structs
 from runtime_kit import Rig, job, on_ranks, step
 
 from commlayer.compressors import block_threshold, codec_of, error_feedback, identity, int8, parse, runs_on
+from commlayer.errors import InvalidInput
 from commlayer.gpu import launch, launch_cupy
 from commlayer.planner import default_plan
 from commlayer.records import Plan
@@ -104,7 +105,7 @@ def test_without_cupy_one_line_says_so_and_the_host_codes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing() -> None:
-        raise ValueError("device codecs: CuPy cannot be loaded (none here); install commlayer[gpu12]")
+        raise InvalidInput("E-GPU-CODE", "device codecs: CuPy cannot be loaded (none here); install commlayer[gpu12]")
 
     monkeypatch.setattr(launch_cupy, "_cupy", missing)
     monkeypatch.setattr(launch, "_launchers", {})

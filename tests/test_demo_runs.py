@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -24,25 +25,26 @@ def command(*arguments: str) -> list[str]:
 
 
 MISTAKES = [
-    (("--workers", "1"), "--workers 1: allowed are 2 to 16"),
-    (("--workers", "17"), "--workers 17: allowed are 2 to 16"),
-    (("--link", "fast"), "--link 'fast': allowed is a number of kbit, mbit or gbit"),
-    (("--rtt", "30"), "--rtt '30': allowed is a number of us, ms or s"),
-    (("--target", "97"), "--target 97: allowed is a test accuracy between 0 and 1"),
-    (("--target", "nan"), "--target nan: allowed is a test accuracy between 0 and 1"),
-    (("--codec", "topq(ratio=0.01)"), "--codec: codec 'topq(ratio=0.01)': 'topq' is unknown"),
-    (("--codec", "topk(ratio=2)"), "--codec: topk: ratio"),
-    (("--json", "/nonexistent/demo.json"), "--json '/nonexistent/demo.json': folder '/nonexistent' does not exist"),
-    (("--json", "/"), "--json '/': is a folder"),
+    (("--workers", "1"), "E-CLI-OPTION"),
+    (("--workers", "17"), "E-CLI-OPTION"),
+    (("--link", "fast"), "E-CLI-OPTION"),
+    (("--rtt", "30"), "E-CLI-OPTION"),
+    (("--target", "97"), "E-CLI-OPTION"),
+    (("--target", "nan"), "E-CLI-OPTION"),
+    (("--codec", "topq(ratio=0.01)"), "E-CODEC-NAME"),
+    (("--codec", "topk(ratio=2)"), "E-CODEC-ARGUMENT"),
+    (("--json", "/nonexistent/demo.json"), "E-CLI-OPTION"),
+    (("--json", "/"), "E-CLI-OPTION"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "line"), MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], line: str) -> None:
+@pytest.mark.parametrize(("arguments", "code"), MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], code: str) -> None:
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == "", "nothing has started"
-    assert done.stderr.startswith(f"commlayer: {line}")
+    option, value = arguments
+    assert re.match(rf"commlayer: {option}\b.*{re.escape(value.partition('(')[0])}.*\[{code}\]$", done.stderr)
     assert done.stderr.count("\n") == 1
 
 

@@ -41,13 +41,13 @@ def test_round_trips_are_read(text: str, rtt_s: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "1e3mbit", "100mb", "999kbit", "101gbit", "nan mbit", "1 tbit"])
 def test_other_links_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--link .*: allowed is .*such as 100mbit$"):
+    with pytest.raises(ValueError, match=rf"^--link {text!r}.*\[E-CLI-OPTION\]$"):
         parse_link(text)
 
 
 @pytest.mark.parametrize("text", ["", "30", "ms", "-1ms", "11s", "1min", "inf s"])
 def test_other_round_trips_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--rtt .*: allowed is .*such as 30ms$"):
+    with pytest.raises(ValueError, match=rf"^--rtt {text!r}.*\[E-CLI-OPTION\]$"):
         parse_rtt(text)
 
 

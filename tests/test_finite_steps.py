@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -135,8 +136,7 @@ def test_one_bad_step_at_one_rank_is_dropped_and_named(how: str, codec: str) -> 
 def test_a_rank_that_stays_bad_ends_the_job_and_all_name_it(how: str, codec: str) -> None:
     results = pool(WORLD).call(run, how, codec, [*range(3, STEPS)], (1,))
     for result in results:
-        assert "gradients of rank 1, first in 2.weight, are not finite" in result["said"]
-        assert f"{MOST} times in a row" in result["said"]
+        assert re.search(rf"rank 1, first in 2\.weight.*\b{MOST} times.*E-NOT-FINITE", result["said"])
         assert "\n" not in result["said"]
         assert result["steps"] <= 3 + MOST + 2
         assert all(bool(p.isfinite().all()) for p in result["weights"])
@@ -145,8 +145,7 @@ def test_a_rank_that_stays_bad_ends_the_job_and_all_name_it(how: str, codec: str
 @pytest.mark.parametrize(("how", "codec"), [WAYS[0], WAYS[1], WAYS[2]])
 def test_a_loss_that_has_diverged_everywhere_ends_in_one_line(how: str, codec: str) -> None:
     for result in pool(WORLD).call(run, how, codec, [*range(3, STEPS)], (0, 1)):
-        assert "gradients of all ranks, first in 2.weight, are not finite" in result["said"]
-        assert "the loss has diverged" in result["said"]
+        assert re.search(r"all ranks, first in 2\.weight.*diverged.*E-NOT-FINITE", result["said"])
 
 
 @pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])

@@ -122,7 +122,7 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
     if who == "the server":
         server.kill()
         for home in both:
-            assert re.search(r"commlayer: server 0: ", ended(home, 1)[1])
+            assert re.search(r"^commlayer: server 0: .*\[E-PEER-LOST\]$", ended(home, 1)[1], re.MULTILINE)
         return
     if who == "a launcher":
         both[1].kill()
@@ -132,7 +132,8 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
         assert "commlayer launch: this home was interrupted; the other homes end with it" in said
     _, said = ended(both[0], 1)
     # Whichever of the two is heard first.
-    assert re.search(r"commlayer: worker 1: .*(left the job: KeyboardInterrupt|says that it has ended)", said)
+    pattern = r"^commlayer: worker 1: .*(KeyboardInterrupt|says that it has ended).*\[E-PEER-LOST\]$"
+    assert re.search(pattern, said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("script", "told"), [

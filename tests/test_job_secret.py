@@ -33,8 +33,7 @@ from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
-WRONG = [("", "this process has no secret, and the job has one: set COMMLAYER_TOKEN"),
-         ("wrong-donkey-battery", "this process has another secret than the job: set COMMLAYER_TOKEN")]
+WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"), ("wrong-donkey-battery", "another secret.*COMMLAYER_TOKEN.*E-SECRET")]
 
 
 @pytest.fixture
@@ -179,7 +178,7 @@ def dialled(address: tuple[str, int], token: str = SECRET, job: str = "jobA") ->
 @pytest.mark.parametrize(("token", "line"), WRONG)
 def test_a_dialler_without_the_secret_is_refused_before_anything_is_said_of_the_job(token: str, line: str) -> None:
     end = server()
-    with pytest.raises(Refused, match=f"server 0: {line}") as caught:
+    with pytest.raises(Refused, match=f"server 0: .*{line}") as caught:
         dialled(end.listen(), token, "jobB")
     assert "jobA" not in str(caught.value)
     worker = dialled(end.listen())
@@ -219,7 +218,7 @@ def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
 
 def test_one_who_answers_without_the_secret_is_not_believed() -> None:
     end = StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
-    with pytest.raises(Refused, match="this process has another secret than the job"):
+    with pytest.raises(Refused, match="E-SECRET"):
         dialled(end.listen())
     end.close()
 
@@ -264,11 +263,11 @@ def test_ranks_of_one_group_make_and_share_one_by_themselves() -> None:
 
 
 BAD = [
-    ({"token": "short"}, "token: got a text that is none from argument token, allowed: 8 or more visible characters"),
-    ({"token": "with blanks in it"}, "token: got a text that is none"),
-    ({"token_file": "missing"}, "token_file: .*missing from argument token_file cannot be read"),
-    ({"token_file": "empty"}, "token_file: .*empty from argument token_file holds 0 characters that are no secret"),
-    ({"token_file": "good", "token": SECRET}, "token_file: .*good .* beside token from argument token, allowed: one of both"),
+    ({"token": "short"}, "^token: .*argument token, .*8 or more.*E-SETTING"),
+    ({"token": "with blanks in it"}, "^token: .*argument token, .*8 or more.*E-SETTING"),
+    ({"token_file": "missing"}, "^token_file: .*missing .*argument token_file .*E-SETTING"),
+    ({"token_file": "empty"}, "^token_file: .*empty .*argument token_file .*0 characters .*E-SECRET"),
+    ({"token_file": "good", "token": SECRET}, "^token_file: .*good .*argument token_file .*argument token, .*E-SECRET"),
 ]
 
 

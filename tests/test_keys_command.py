@@ -84,7 +84,7 @@ def test_a_damaged_or_foreign_list_changes_nothing(ca: Path, tmp_path: Path) -> 
     for data in (b"", good[:-100], (tmp_path / "other" / "crl.pem").read_bytes()):
         (place / "crl.pem").write_bytes(data)
         assert keys.revoked() == before
-        with pytest.raises(RecordError, match="keys: .*crl.pem is no list"):
+        with pytest.raises(RecordError, match=f"{place}/crl.pem .*E-KEYS"):
             Keys(place)
     (place / "crl.pem").unlink()
     assert keys.revoked() == before
@@ -119,13 +119,13 @@ def test_what_breaks_off_leaves_what_was_there(ca: Path, monkeypatch: pytest.Mon
 
 
 BAD = [
-    (("init", "--dir", "{ca}"), "a CA is there already; name another folder with --dir"),
-    (("init", "--dir", "{new}", "--days", "0"), "days: got 0, allowed: 1 to 3650"),
-    (("add", "../x", "--dir", "{ca}"), "got '../x' as a node's name, allowed: 1 to 63 letters"),
-    (("add", "gpu-1", "--dir", "{ca}"), "gpu-1 has a certificate until .*--again makes a new one and revokes that"),
-    (("add", "gpu-2", "--dir", "{new}"), "new has no CA .*`commlayer keys init --dir"),
-    (("revoke", "gpu-9", "--dir", "{ca}"), "gpu-9 has no certificate of .*; those that have: gpu-1"),
-    (("list", "--dir", "{new}"), "new has no CA"),
+    (("init", "--dir", "{ca}"), "/keys: .*--dir.*`commlayer keys add NAME`.*E-KEYS"),
+    (("init", "--dir", "{new}", "--days", "0"), r"days: .*\b0, .*1 to 3650.*E-CLI-OPTION"),
+    (("add", "../x", "--dir", "{ca}"), r"'\.\./x'.*1 to 63 .*E-CLI-OPTION"),
+    (("add", "gpu-1", "--dir", "{ca}"), "^gpu-1 .*/keys/nodes/gpu-1: --again .*E-KEYS"),
+    (("add", "gpu-2", "--dir", "{new}"), "/new .*`commlayer keys init --dir.*E-KEYS"),
+    (("revoke", "gpu-9", "--dir", "{ca}"), "^gpu-9 .*/keys; .*: gpu-1 .*E-KEYS"),
+    (("list", "--dir", "{new}"), "/new .*`commlayer keys init`.*E-KEYS"),
 ]
 
 
@@ -142,11 +142,11 @@ def test_a_mistake_is_one_line(ca: Path, command: tuple[str, ...], line: str) ->
 
 
 DAMAGED = [
-    ("crl.pem", "list", "is damaged: it holds no list of the revoked; copy it from a node's folder that has"),
-    ("crl.pem", "revoke gpu-1", "is damaged: it holds no list of the revoked; copy it from a node's folder that has"),
-    ("ca.pem", "add gpu-9", "is damaged: it holds no certificate; copy it from a node's folder, as in .*/nodes/NAME/ca.pem"),
-    ("ca.key", "add gpu-9", "is damaged: it holds no key; restore it from a copy of that folder"),
-    ("issued/gpu-1", "list", "is damaged: it holds no certificate .*; restore it from a copy"),
+    ("crl.pem", "list", "holds no list .*/nodes/NAME/crl.pem"),
+    ("crl.pem", "revoke gpu-1", "holds no list .*/nodes/NAME/crl.pem"),
+    ("ca.pem", "add gpu-9", "holds no certificate.*/nodes/NAME/ca.pem"),
+    ("ca.key", "add gpu-9", "holds no key.* copy of that folder"),
+    ("issued/gpu-1", "list", "holds no certificate.* from a copy, "),
 ]
 MISSING = [("crl.pem", "list"), ("crl.pem", "add gpu-9"), ("ca.pem", "revoke gpu-1"), ("token", "add gpu-9")]
 
@@ -168,56 +168,52 @@ def test_a_damaged_file_is_named_with_what_to_do(ca: Path, file: str, command: s
     authority.add(ca, "gpu-1")
     (damaged,) = ca.glob(f"{file}*")
     damaged.write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
-    assert re.match(f"{damaged} {line}", told(ca, command))
+    assert re.match(f"{damaged} .*{line}.*E-KEYS", told(ca, command))
 
 
 @pytest.mark.parametrize(("file", "command"), MISSING)
 def test_a_file_that_is_missing_is_named_with_what_to_do(ca: Path, file: str, command: str) -> None:
     authority.add(ca, "gpu-1")
     (ca / file).unlink()
-    assert re.match(f"{ca / file} cannot be read: No such file or directory; copy it from a node's folder", told(ca, command))
+    assert re.match(f"{ca / file} .*No such file or directory; .*/nodes/NAME/{file}.*E-KEYS", told(ca, command))
 
 
-@pytest.mark.parametrize(("file", "line"), [
-    ("node.pem", "/node.pem is no certificate: it is damaged, or another file; copy it anew from the folder where"),
-    ("ca.pem", "/ca.pem is no certificate: it is damaged, or another file; copy it anew from the folder where"),
-    ("node.key", " holds files that do not go together, or a damaged node.key .*: copy the folder anew from where"),
-])
-def test_a_damaged_file_of_a_node_is_named_with_what_to_do(ca: Path, file: str, line: str) -> None:
+@pytest.mark.parametrize(("file", "named"), [("node.pem", "/node.pem "), ("ca.pem", "/ca.pem "), ("node.key", " .*node.key ")])
+def test_a_damaged_file_of_a_node_is_named_with_what_to_do(ca: Path, file: str, named: str) -> None:
     place = authority.add(ca, "gpu-1")
     (place / file).write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
-    with pytest.raises(RecordError, match=f"keys: {place}{line}"):
+    with pytest.raises(RecordError, match=f"keys: {place}{named}.*`commlayer keys`.*E-KEYS"):
         Keys(place)
 
 
 def test_two_files_of_two_cas_are_no_ca(ca: Path, tmp_path: Path) -> None:
     authority.init(tmp_path / "other")
     (ca / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
-    with pytest.raises(ValueError, match=r"ca.key is not the key of .*ca.pem; restore it from a copy"):
+    with pytest.raises(ValueError, match=f"{ca}/ca.key .*{ca}/ca.pem; .*E-KEYS"):
         authority.add(ca, "gpu-9")
 
 
 def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "afile").touch()
-    with pytest.raises(ValueError, match=f"{tmp_path}/afile/x cannot be made: {tmp_path}/afile: .*; name a folder that can be"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/afile/x .*{tmp_path}/afile: .*--dir.*E-KEYS"):
         authority.init(tmp_path / "afile" / "x")
 
 
 def test_a_ca_is_not_made_in_the_folder_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="the folder that you are in cannot be replaced; name one to be made"):
+    with pytest.raises(ValueError, match=r"^\.: .*--dir keys.*E-KEYS"):
         authority.init(Path("."))
     assert not os.listdir(tmp_path)
 
 
 def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
     place = authority.add(ca, "gpu-1")
-    with pytest.raises(RecordError, match=r"this is the folder of the CA, a node's is one of .*nodes/\*"):
+    with pytest.raises(RecordError, match=rf"{ca}/node.pem .*{ca}/nodes/\* \[E-KEYS"):
         Keys(ca)
-    with pytest.raises(RecordError, match=r"node.pem cannot be read: No such file.*`commlayer keys add NAME`|ca.pem cannot"):
+    with pytest.raises(RecordError, match=rf"{ca.parent}/ca.pem .*No such file.*`commlayer keys add NAME`.*E-KEYS"):
         Keys(ca.parent)
     (place / "node.pem").write_bytes(b"nothing")
-    with pytest.raises(RecordError, match=r"node.pem is no certificate"):
+    with pytest.raises(RecordError, match=rf"{place}/node.pem .*E-KEYS"):
         Keys(place)
 
 
@@ -230,5 +226,5 @@ def test_what_ends_has_a_date_and_says_so(ca: Path, monkeypatch: pytest.MonkeyPa
         start = now + datetime.timedelta(days=days)
         monkeypatch.setattr(authority, "_times", lambda _, start=start: (start, start + datetime.timedelta(days=1)))
         place = authority.add(ca, f"gpu{abs(days)}{days > 0}")
-        with pytest.raises(RecordError, match=r"is good from .* and this machine's clock says .*: mend the clock, or"):
+        with pytest.raises(RecordError, match=rf"gpu{abs(days)}{days > 0} .*E-CERTIFICATE-DATE"):
             Keys(place)

@@ -42,7 +42,7 @@ def joined(address: str, folder: Path) -> None:
 
 def test_a_revoked_coordinator_is_refused_ahead_of_the_first_word(folders: Folders) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked)), workers=1)
-    with pytest.raises(Refused, match="its certificate was revoked"):
+    with pytest.raises(Refused, match="E-CERTIFICATE-REVOKED"):
         joined(coordinator.address, folders.worker)
     assert not coordinator._state.places, "nobody has told it anything"
     coordinator.close()
@@ -50,7 +50,7 @@ def test_a_revoked_coordinator_is_refused_ahead_of_the_first_word(folders: Folde
 
 def test_a_worker_without_a_coordinator_waits_for_it(folders: Folders) -> None:
     config = quick(token=SECRET, keys=str(folders.worker), join_deadline_s=0.5)
-    with pytest.raises(DeadlineExceeded, match="did not answer within 0.5 s"):
+    with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:1\b.*0\.5 s.*E-DEADLINE"):
         client.join("127.0.0.1:1", messages.worker("job", 0, 1), config, Failures())
 
 
@@ -87,7 +87,7 @@ def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) ->
     thread = threading.Thread(target=refuse)
     thread.start()
     here.handshake(soon())
-    with pytest.raises(Refused, match="gpu-1 in .* was revoked"):  # the certificate that it says it is of
+    with pytest.raises(Refused, match="gpu-1 .*E-CERTIFICATE-REVOKED"):  # the certificate that it says it is of
         here.recv_into(bytearray(1))
     thread.join()
     for sock in (here, there):
@@ -118,7 +118,7 @@ def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
     thread = threading.Thread(target=trickle)
     thread.start()
     sock = tls.TlsSocket(mine, Keys(folders.server), tls.DATA, server=True)
-    with pytest.raises(DeadlineExceeded, match="no TLS handshake before the deadline"):
+    with pytest.raises(DeadlineExceeded, match="TLS.*E-DEADLINE"):
         sock.handshake(time.monotonic() + 0.3)
     over.set()
     thread.join()
@@ -168,7 +168,7 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
     heartbeat = coordinator._judge.opened
     coordinator._judge.opened = lambda *args: (heard.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
     for _ in range(3):  # and every thread's call, not only the first one's that finds out
-        with pytest.raises(Refused, match="its certificate was revoked"):
+        with pytest.raises(Refused, match="E-CERTIFICATE-REVOKED"):
             until_answered(link)
     assert heard == [], "and hears nothing"
     member.close()
@@ -182,7 +182,7 @@ def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
     request = messages.Heartbeat("nobody")
     assert member._link.call("Heartbeat", request, messages.Pulse, 5.0).stranger
     authority.revoke(ca.parent, "server-1")
-    with pytest.raises(Refused, match=r"its certificate \(server-1\) was revoked"):
+    with pytest.raises(Refused, match=r"\(server-1\).*E-CERTIFICATE-REVOKED"):
         member._link.call("Heartbeat", request, messages.Pulse, 5.0)
     member.close()
     coordinator.close()

@@ -141,16 +141,16 @@ def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
 
 
 TOLD = [
-    ("foreign", "is of another CA"),
-    ("expired", "by its clock|is good from .* clock says"),
-    ("early", "not valid by its clock|is good from .* clock says"),
-    ("revoked", "was revoked"),
+    ("foreign", "E-CERTIFICATE-CA"),
+    ("expired", "E-CERTIFICATE-DATE"),
+    ("early", "E-CERTIFICATE-DATE"),
+    ("revoked", "E-CERTIFICATE-REVOKED"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "line"), TOLD)
-def test_the_refused_hear_the_reason(end: End, kind: str, line: str, folders: Folders) -> None:
-    with pytest.raises((CommError, ValueError), match=line) as caught:
+@pytest.mark.parametrize(("kind", "code"), TOLD)
+def test_the_refused_hear_the_reason(end: End, kind: str, code: str, folders: Folders) -> None:
+    with pytest.raises((CommError, ValueError), match=code) as caught:
         end.friend(getattr(folders, kind))
     assert "\n" not in str(caught.value)
 
@@ -158,10 +158,10 @@ def test_the_refused_hear_the_reason(end: End, kind: str, line: str, folders: Fo
 def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
     worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
-    with pytest.raises(Refused, match="its certificate is not for this end"):
+    with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
         worker.dial(SERVER_BASE, server.listen(), soon())
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.dials)), workers=1)
-    with pytest.raises(Refused, match="its certificate is not for this end"):
+    with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
         client.join(coordinator.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)),
                     Failures())
     for each in (worker, server, coordinator):
@@ -169,8 +169,8 @@ def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize(("here", "there", "line"), [
-    ("worker", "", "speaks plain text|are keys .COMMLAYER_KEYS. set there, too"),
-    ("", "server", "asks for TLS: set keys|is probably a TLS server|connection closed"),
+    ("worker", "", "COMMLAYER_KEYS.*(E-TLS|E-PEER-LOST)"),
+    ("", "server", "COMMLAYER_KEYS.*E-TLS|E-PEER-LOST"),
 ])
 def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders) -> None:
     mine, theirs = (str(getattr(folders, name)) if name else "" for name in (here, there))
@@ -190,7 +190,7 @@ def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capf
     """A member that is revoked while a job runs is connected by gRPC itself, again and again."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = coordinator_channel.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
-    with pytest.raises(PeerLost, match="not reachable"):
+    with pytest.raises(PeerLost, match=f"{coordinator.address}: .*E-PEER-LOST"):
         channel.call("About", messages.About(), messages.Told, WAIT_S)
     channel.close()
     coordinator.close()
@@ -204,7 +204,7 @@ def test_another_jobs_secret_is_refused_with_a_good_certificate(
     end: End, folders: Folders, caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "commlayer")
-    with pytest.raises(Refused, match="another secret than the job"):
+    with pytest.raises(Refused, match="E-SECRET"):
         end.talk(folders.worker, "another-jobs-secret")
     logged(caplog, "secret")
     end.friend(folders.worker)
@@ -251,7 +251,7 @@ def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folder
         logged(caplog, hello.UNPROVED)
         # A proof for another connection, as a member would pass it on that sits between two others.
         for channel in (b"", bytes(64), Keys(folders.second).me.fingerprint + Keys(folders.server).me.fingerprint):
-            with pytest.raises(Refused, match="another secret than the job"):
+            with pytest.raises(Refused, match="E-SECRET"):
                 greeted(address, Keys(folders.worker), channel)
     server.close()
 
@@ -279,7 +279,7 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
         other._send("Heartbeat", sent[-1], WAIT_S)
     relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))
     relay._asker._channel = Keys(folders.worker).me.fingerprint
-    with pytest.raises(Refused, match="another secret than the job"):
+    with pytest.raises(Refused, match="E-SECRET"):
         relay.call("Heartbeat", request, messages.Pulse, WAIT_S)
     for each in (mine, other, relay, coordinator):
         each.close()
@@ -344,13 +344,15 @@ def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_p
         thread.join(WAIT_S)
     waiting = server.recv(1)
     authority.revoke(tmp_path / "job", "gpu-9")
-    with pytest.raises(Refused, match=r"worker 1: its certificate \(gpu-9\) was revoked"):
+    with pytest.raises(Refused, match=r"worker 1: .*\(gpu-9\).*E-CERTIFICATE-REVOKED"):
         server.wait(waiting, soon())
     with pytest.raises(PeerLost):
         worker.wait(worker.recv(SERVER_BASE), soon())
     assert failures[0].came.wait(WAIT_S)
-    assert "worker 1: its certificate (gpu-9) was revoked" in str(failures[0].errors[0])
-    with pytest.raises(CommError, match="was revoked"):
+    error = failures[0].errors[0]
+    assert (error.peer, error.code) == ("worker 1", "E-PEER-LOST")
+    assert "certificate (gpu-9)" in error.what
+    with pytest.raises(CommError, match="E-CERTIFICATE-REVOKED"):
         worker.dial(SERVER_BASE, server.listen(), soon())
     for each in (*members, worker, server, coordinator):
         each.close()

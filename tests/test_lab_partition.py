@@ -43,6 +43,7 @@ def test_a_partition_for_good_ends_all_and_names_who_is_cut_off() -> None:
         # Who is cut off cannot know whose fault it is: it says what it does not reach.
         assert last(cut_off).startswith(("commlayer.errors.PeerLost: server 0: ", "commlayer.errors.PeerLost: the coordinator"))
         assert last(other).startswith("commlayer.errors.PeerLost: worker 0: ")
+        assert all(last(errors).endswith(" [E-PEER-LOST]") for errors in (cut_off, other))
         assert all(worker.returncode for worker in workers)
         assert "worker 0: no heartbeat for" in serving
 

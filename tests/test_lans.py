@@ -177,33 +177,32 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     assert weight.norm().item() < 5.0
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"lr": -1.0}, "LANS: lr -1.0, allowed: a finite number from 0"),
-    ({"lr": math.nan}, "LANS: lr nan, allowed: a finite number from 0"),
-    ({"lr": torch.ones(2)}, "LANS: lr of 2 elements, allowed: a number, or a tensor of one element"),
-    ({"eps": math.inf}, "LANS: eps inf, allowed: a finite number from 0"),
-    ({"weight_decay": -0.1}, "LANS: weight_decay -0.1, allowed: a finite number from 0"),
-    ({"betas": (0.9, 1.0)}, "LANS: betas (0.9, 1.0), allowed: two numbers from 0 up to, but not, 1"),
-    ({"betas": 0.9}, "LANS: betas 0.9, allowed: two numbers from 0 up to, but not, 1"),
-    ({"phi": (2.0, 1.0)}, "LANS: phi (2.0, 1.0), allowed: (least, most) with 0 <= least <= most and most above 0"),
-    ({"phi": (0.0, 0.0)}, "LANS: phi (0.0, 0.0), allowed: (least, most) with 0 <= least <= most and most above 0"),
+@pytest.mark.parametrize(("given", "named"), [
+    ({"lr": -1.0}, "LANS: lr -1.0,"),
+    ({"lr": math.nan}, "LANS: lr nan,"),
+    ({"lr": torch.ones(2)}, "LANS: lr of 2 elements,"),
+    ({"eps": math.inf}, "LANS: eps inf,"),
+    ({"weight_decay": -0.1}, "LANS: weight_decay -0.1,"),
+    ({"betas": (0.9, 1.0)}, "LANS: betas (0.9, 1.0),"),
+    ({"betas": 0.9}, "LANS: betas 0.9,"),
+    ({"phi": (2.0, 1.0)}, "LANS: phi (2.0, 1.0),"),
+    ({"phi": (0.0, 0.0)}, "LANS: phi (0.0, 0.0),"),
 ])
-def test_bad_settings_are_one_line(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as raised:
+def test_bad_settings_are_one_line(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(named)} [^\n]+ \[E-OPTIM-ARGUMENT\]$"):
         LANS([nn.Parameter(torch.ones(2))], **given)
-    assert str(raised.value) == said
 
 
 def test_bad_tensors_are_one_line_and_leave_the_optimizer_as_it_was() -> None:
     optimizer = LANS([nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match="LANS: a parameter of complex64, allowed: float32, "):
+    with pytest.raises(ValueError, match="LANS: .*complex64, .*float32, .*E-OPTIM-PARAMETER"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
-    with pytest.raises(ValueError, match="LANS: eps -1.0"):
+    with pytest.raises(ValueError, match=r"LANS: eps -1\.0.*E-OPTIM-ARGUMENT"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "eps": -1.0})
     assert len(optimizer.param_groups) == 1
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"LANS: a sparse gradient, allowed: dense ones.*sparse=False"):
+    with pytest.raises(ValueError, match=r"LANS: .*sparse=False.*E-OPTIM-PARAMETER"):
         LANS(table.parameters()).step()
 
 

@@ -86,7 +86,7 @@ def test_each_run_is_against_the_dense_one_of_its_own_task_workers_and_seed() ->
 
 def test_a_dense_training_that_fails_is_said() -> None:
     way = Way("a", "adam", "int4()")
-    with pytest.raises(Unmeasurable, match="task a: dense training with adam ends in a loss of nan: lower its rate"):
+    with pytest.raises(Unmeasurable, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
         costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
 
 
@@ -193,21 +193,20 @@ def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ((b'"version": 1', b'"version": 2'), "reads version 1; make it anew with commlayer tune TASK --learning"),
-    ((b'"every":1', b'"every":0'), "every=0"),
-    ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "row lion int4"),
-    ((b'"late":false', b'"late":"no"'), "Expected `bool`"),
-    ((b'int4()', b'int4('), "int4("),
-    ((b']}', b''), "t.json"),
+    ((b'"version": 1', b'"version": 2'), r"version 2\b.*version 1\b.*commlayer tune TASK --learning.*E-LEARNING-TABLE"),
+    ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
+    ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "lion int4.*E-LEARNING-TABLE"),
+    ((b'"late":false', b'"late":"no"'), "`bool`.*E-LEARNING-TABLE"),
+    ((b'int4()', b'int4('), r"int4\(.*E-CODEC-NAME"),
+    ((b']}', b''), "E-LEARNING-TABLE"),
 ])
 def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], said: str, tmp_path: Path) -> None:
     made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
     data = learning_table.written(made)
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
-    with pytest.raises(RecordError) as told:
+    with pytest.raises(RecordError, match=said) as told:
         tables.read(tmp_path / "t.json")
-    assert said in str(told.value)
     assert str(tmp_path / "t.json") in str(told.value)
     assert "\n" not in str(told.value)
 
@@ -231,7 +230,7 @@ def test_the_page_shows_each_row_between_its_marks(tmp_path: Path) -> None:
     assert "old" not in text
     assert "| `int4()`, `every=4` | 1.15 | 1.24 | +1.5% | +2.4% | 4 | 4 |" in text
     assert learning_table.page(text, made, store) == text
-    with pytest.raises(Unmeasurable, match="has no <!-- learning: begin"):
+    with pytest.raises(Unmeasurable, match="<!-- learning: begin -->.*E-FILE"):
         learning_table.page("nothing", made, store)
 
 

@@ -49,7 +49,7 @@ def test_what_nobody_measured_is_left_out() -> None:
     assert {c.codec: c.task_loss for c in profile.codecs if c.codec in policy.codecs} == {
         "identity()": 0.0, "int8()": 0.001, "int4()": 0.002, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
     assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "plans in force have to be priced, too"
-    with pytest.raises(ValueError, match=r"nobody measured fp16\(\), it has int4 1:1, int8 1:1, mine 1:1, topk 0.01:0.1; "):
+    with pytest.raises(ValueError, match=r"fp16\(\), .*int4 1:1, int8 1:1, mine 1:1, topk 0\.01:0\.1;.*E-LOSS-MODEL"):
         loss_budget.priced(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)
 
 
@@ -79,19 +79,19 @@ def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: flo
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{", "loss model bad.json"), ('{"points": []}', "has no points"),
-    ('{"points": [{"codec": "topk", "ratio": 0, "penalty": 0}]}', "ratio of topk is 0, allowed: above 0, up to 1"),
-    ('{"points": [{"codec": "topk", "ratio": 0.1, "penalty": 1e999}]}', "bad.json"),
-    ('{"points": [{"codec": "topk", "ratio": 0.1, "loss": 0}]}', "bad.json"),
-    ('{"version": 3, "points": []}', "unknown field `version`; `commlayer tune` writes one"),
+    ("{", "E-LOSS-MODEL"), ('{"points": []}', "points.*E-LOSS-MODEL"),
+    ('{"points": [{"codec": "topk", "ratio": 0, "penalty": 0}]}', r"ratio of topk .*\b0, .*E-LOSS-MODEL"),
+    ('{"points": [{"codec": "topk", "ratio": 0.1, "penalty": 1e999}]}', r"points\[0\]\.penalty.*E-LOSS-MODEL"),
+    ('{"points": [{"codec": "topk", "ratio": 0.1, "loss": 0}]}', "`loss`.*E-LOSS-MODEL"),
+    ('{"version": 3, "points": []}', "`version`; `commlayer tune` .*E-LOSS-MODEL"),
 ])
 def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text(text)
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=f"^loss model bad.json: .*{message}") as told:
         tuner_loss.read(Path("bad.json"))
     assert "\n" not in str(told.value)
-    with pytest.raises(ValueError, match="loss model none.json: No such file"):
+    with pytest.raises(ValueError, match="none.json: No such file.*E-LOSS-MODEL"):
         tuner_loss.read(Path("none.json"))
 
 

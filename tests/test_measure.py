@@ -37,7 +37,7 @@ def test_times_are_medians_since_backward_began_to_give() -> None:
 
 
 def test_without_a_step_there_are_no_times() -> None:
-    with pytest.raises(ValueError, match="no recorded step"):
+    with pytest.raises(ValueError, match="E-USER-CODE"):
         timing_of([], 1, {})
 
 
@@ -119,13 +119,13 @@ def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float,
 
 
 def test_a_probe_without_an_answer_names_the_server() -> None:
-    with pytest.raises(DeadlineExceeded, match="no answer for 0 s") as error:
+    with pytest.raises(DeadlineExceeded, match="E-DEADLINE") as error:
         link_rates.round_trip(link_rates.Asking(lambda *_: None), 3, 0.01)
     assert error.value.peer == "server 3"
 
 
 def test_a_probe_that_fails_says_why() -> None:
-    with pytest.raises(DeadlineExceeded, match="gone"):
+    with pytest.raises(DeadlineExceeded, match="^gone .E-DEADLINE"):
         link_rates.round_trip(link_rates.Asking(lambda _s, _u, _d, done: done(DeadlineExceeded("gone"))), 3, 1.0)
 
 

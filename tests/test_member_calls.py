@@ -50,8 +50,8 @@ def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
 
 
 @pytest.mark.parametrize(("method", "request_", "line"), [
-    ("Heartbeat", messages.Pulse(), "sent a Heartbeat that breaks the format"),
-    ("Part", messages.Part("digest", 10, 5, b"beyond its end"), "sent bytes 5 to 19 of a plan of 10"),
+    ("Heartbeat", messages.Pulse(), ".*Heartbeat.*`stranger`"),
+    ("Part", messages.Part("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
 ])
 def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     keyed: Coordinator, folders: Folders, audit: Path, method: str, request_: Record, line: str,
@@ -61,7 +61,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
     front = keyed._port._front
     assert front is not None
-    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}"):
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.Pulse, WAIT_S)
     (said,) = [r.getMessage() for r in caplog.records]
     found = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", said)
@@ -71,7 +71,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
     (entry,) = noted(audit, "refused")
     assert entry["where"] == where
-    assert entry["why"].startswith(line)
+    assert re.match(line, entry["why"])
     with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is heard any more
         bad._send("Heartbeat", b"", WAIT_S)
     until = time.monotonic() + WAIT_S

@@ -289,11 +289,11 @@ def coo(at: list[list[int]], values: list[float], shape: tuple[int, ...], *, coa
 
 P = (3, 4)
 MISTAKES = {
-    "outside": (coo([[3], [0]], [1.0], P), r"index 3 in dimension 0, allowed: 0 to 2"),
-    "negative": (coo([[0], [-1]], [1.0], P), r"index -1 in dimension 1, allowed: 0 to 3"),
-    "outside, repeated": (coo([[0, 0], [9, 9]], [1.0, 1.0], P, coalesced=False), r"index 9 in dimension 1, allowed: 0 to 3"),
-    "twice": (coo([[1, 1], [2, 2]], [1.0, 1.0], P), r"do not increase, though it says that it is coalesced"),
-    "backwards": (coo([[1, 0], [2, 2]], [1.0, 1.0], P), r"do not increase"),
+    "outside": (coo([[3], [0]], [1.0], P), r"\b3 in dimension 0, .*0 to 2"),
+    "negative": (coo([[0], [-1]], [1.0], P), r" -1 in dimension 1, .*0 to 3"),
+    "outside, repeated": (coo([[0, 0], [9, 9]], [1.0, 1.0], P, coalesced=False), r"\b9 in dimension 1, .*0 to 3"),
+    "twice": (coo([[1, 1], [2, 2]], [1.0, 1.0], P), r"increase.*coalesced"),
+    "backwards": (coo([[1, 0], [2, 2]], [1.0, 1.0], P), r"increase.*coalesced"),
 }
 
 
@@ -303,7 +303,7 @@ def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: s
     good, bad = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(P))
     optimizer = SparseSGD([good, bad], lr=0.1, momentum=0.9)
     good.grad, bad.grad = torch.ones(4), gradient
-    with pytest.raises(ValueError, match=rf"^SparseSGD: parameter of shape \(3, 4\): .*{message}") as caught:
+    with pytest.raises(ValueError, match=rf"^SparseSGD: .*\(3, 4\): .*{message}.*E-OPTIM-GRADIENT") as caught:
         optimizer.step()
     assert "\n" not in str(caught.value)
     assert good.eq(1).all()
@@ -312,15 +312,15 @@ def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: s
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda p: SparseSGD(p, lr=-1.0), "SparseSGD: lr -1.0, allowed: a number >= 0"),
-    (lambda p: SparseSGD(p, momentum=-0.1), "SparseSGD: momentum -0.1, allowed"),
-    (lambda p: SparseSGD(p, weight_decay=-1), "SparseSGD: weight_decay -1, allowed"),
-    (lambda p: SparseSGD(p, nesterov=True), "SparseSGD: nesterov True, allowed: with momentum > 0 and dampening 0"),
-    (lambda p: SparseSGD(p, lag=0), "SparseSGD: lag 0, allowed: 1 to 250"),
-    (lambda p: SparseSGD(p, lag=251), "SparseSGD: lag 251, allowed: 1 to 250"),
-    (lambda p: SparseAdamW(p, betas=(0.9, 1.0)), r"SparseAdamW: betas \(0.9, 1.0\), allowed"),
-    (lambda p: SparseAdam(p, eps=-1e-8), "SparseAdam: eps -1e-08, allowed"),
-    (lambda p: SparseSGD([p[0].detach().half().requires_grad_()]), r"SparseSGD: a parameter of shape \(3,\) is torch.float16"),
+    (lambda p: SparseSGD(p, lr=-1.0), r"SparseSGD: lr -1\.0.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, momentum=-0.1), r"SparseSGD: momentum -0\.1.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, weight_decay=-1), "SparseSGD: weight_decay -1.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, nesterov=True), "SparseSGD: nesterov True.*momentum.*dampening.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lag=0), "SparseSGD: lag 0.*1 to 250.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lag=251), "SparseSGD: lag 251.*1 to 250.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseAdamW(p, betas=(0.9, 1.0)), r"SparseAdamW: betas \(0\.9, 1\.0\).*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseAdam(p, eps=-1e-8), "SparseAdam: eps -1e-08.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD([p[0].detach().half().requires_grad_()]), r"SparseSGD: .*\(3,\) .*torch\.float16.*E-OPTIM-PARAMETER"),
 ])
 def test_a_setting_that_does_not_fit_is_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -329,7 +329,7 @@ def test_a_setting_that_does_not_fit_is_one_line(make: Any, message: str) -> Non
 
 def test_a_group_that_does_not_fit_is_not_added() -> None:
     optimizer = SparseSGD([nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(ValueError, match="is torch.float64"):
+    with pytest.raises(ValueError, match=r"torch\.float64.*E-OPTIM-PARAMETER"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
     assert len(optimizer.param_groups) == 1
 
@@ -337,7 +337,7 @@ def test_a_group_that_does_not_fit_is_not_added() -> None:
 def test_memory_that_is_not_row_by_row_is_refused_for_sparse_gradients() -> None:
     p = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
     p.grad = draw((2, 3, 4, 4), 3)
-    with pytest.raises(ValueError, match=r"SparseSGD: .* make the parameter contiguous\(\)"):
+    with pytest.raises(ValueError, match=r"SparseSGD: .*contiguous\(\).*E-OPTIM-PARAMETER"):
         SparseSGD([p]).step()
 
 
@@ -348,7 +348,7 @@ def test_a_state_with_a_stamp_for_each_weight_is_refused() -> None:
     optimizer.step()
     saved = optimizer.state_dict()
     saved["state"][0]["stamp"] = torch.zeros(40, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"SparseSGD: a state with stamps for 40, allowed: 3, one for every 16 .* flush"):
+    with pytest.raises(ValueError, match=r"SparseSGD: .*\b40, .*\b3, .*\b16 .*E-OPTIM-STATE"):
         optimizer.load_state_dict(saved)
 
 
@@ -358,5 +358,5 @@ def test_a_state_with_a_stamp_for_each_weight_is_refused() -> None:
     (SparseAdam, torch.optim.Adam([nn.Parameter(torch.ones(3))], weight_decay=0.1)),
 ])
 def test_a_state_with_an_option_that_is_missing_here_is_refused(kind: Any, theirs: torch.optim.Optimizer) -> None:
-    with pytest.raises(ValueError, match=f"{kind.__name__}: a state with .*, allowed: none"):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: .*E-OPTIM-STATE"):
         kind([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())

@@ -80,7 +80,7 @@ def begin(rank: int) -> str:
     bad = commlayer.planner.default_plan(job_of(model), codec="randomk()", path="service", servers=1, ranks_per_node=1,
                                          fuse_nbytes=2048, cut_nbytes=4096)
     bad = msgspec.structs.replace(bad, servers=0, buckets=tuple(msgspec.structs.replace(b, path=GATHERED) for b in bad.buckets))
-    with pytest.raises(ValueError, match=r"^plan: bucket 0: codec randomk\(.*\(and \d+ more\)$") as raised:
+    with pytest.raises(ValueError, match=r"^plan: bucket 0: codec randomk\(.*\(and \d+ more\) \[E-PLAN-REFUSED\]$") as raised:
         commlayer.attach(model, plan=bad, config=quick())
     return str(raised.value)
 

@@ -85,9 +85,9 @@ def test_codecs_by_node() -> None:
     found = tasks("service", N, DENSE, cluster, PROFILE, by_node=(DENSE, DENSE, SPARSE))
     sent = {task.lanes[0][0]: task.nbytes for task in by_op(found, "net.push")}
     assert sent == {"up:n1": DENSE_NBYTES, "up:far": SPARSE_NBYTES}
-    with pytest.raises(ValueError, match="by_node: identity.*, topk.* on equal nodes"):
+    with pytest.raises(ValueError, match=r"by_node: identity\(\), topk.*E-PLAN-INPUT"):
         tasks("service", N, DENSE, flat(3), PROFILE, by_node=(DENSE, DENSE, SPARSE))
-    with pytest.raises(ValueError, match="by_node: got 1 codecs for 3 nodes"):
+    with pytest.raises(ValueError, match=r"by_node: got 1\b.* 3 .*E-PLAN-INPUT"):
         tasks("service", N, DENSE, flat(3), PROFILE, by_node=(DENSE,))
 
 
@@ -195,24 +195,23 @@ def test_equal_nodes_do_not_make_planning_dearer() -> None:
 
 
 @pytest.mark.parametrize(("cluster", "path", "name", "message"), [
-    (flat(2), "service", "int4()", "profile 'tables' has no cost of int4() on cpu, it has: identity()"),
-    (flat(2, device="cpu"), "encode@gpu net.push net.pull decode@cpu", SPARSE, "node n0 has no GPU; code on cpu"),
-    (flat(2, home(0)), "service", SPARSE, "node n0: link.up_bps is 0, allowed: above 0"),
-    (flat(2, home(1e6, -1)), "service", SPARSE, "node n0: link.down_bps is -1, allowed: above 0"),
-    (flat(2, home(1e6, 1e6, -1)), "service", SPARSE, "node n0: link.alpha_s is -1, allowed: 0 or more"),
-    (tall(2, 2, intra_bps=0), "service", SPARSE, "node n0: intra_bps is 0 with 2 ranks"),
-    (Cluster((Node("s", 0, "cpu", home()),)), "service", SPARSE, "no node with ranks"),
+    (flat(2), "service", "int4()", r"int4\(\) on cpu.*E-PLAN-CODEC-COST"),
+    (flat(2, device="cpu"), "encode@gpu net.push net.pull decode@cpu", SPARSE, "node n0 .*E-PLAN-PATH"),
+    (flat(2, home(0)), "service", SPARSE, r"node n0: link\.up_bps is 0\b.*E-PLAN-INPUT"),
+    (flat(2, home(1e6, -1)), "service", SPARSE, r"node n0: link\.down_bps is -1\b.*E-PLAN-INPUT"),
+    (flat(2, home(1e6, 1e6, -1)), "service", SPARSE, r"node n0: link\.alpha_s is -1\b.*E-PLAN-INPUT"),
+    (tall(2, 2, intra_bps=0), "service", SPARSE, r"node n0: intra_bps is 0\b.*E-PLAN-INPUT"),
+    (Cluster((Node("s", 0, "cpu", home()),)), "service", SPARSE, "cluster .*ranks.*E-PLAN-INPUT"),
 ])
 def test_what_no_price_can_be_made_of(cluster: Cluster, path: str, name: str, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=message):
         tasks(path, N, name, cluster, PROFILE)
-    assert message in str(caught.value)
 
 
 def test_servers_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="server 1: the cluster's plan has servers 0 to 0"):
+    with pytest.raises(ValueError, match="server 1: .*E-PLAN-INPUT"):
         tasks("service", N, SPARSE, flat(2), PROFILE, server=1)
-    with pytest.raises(ValueError, match="host 2: the cluster has nodes 0 to 1"):
+    with pytest.raises(ValueError, match="host 2: .*E-PLAN-INPUT"):
         tasks("service", N, SPARSE, flat(2), PROFILE, hosts=(2,))
 
 

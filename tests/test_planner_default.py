@@ -198,10 +198,10 @@ def test_a_collective_of_a_turn_holds_no_more_than_its_part_of_the_model(fragmen
 
 
 @pytest.mark.parametrize(("fields", "line"), [
-    ({"path": "ring"}, 'path: got \'ring\', allowed: "service" or "allreduce"'),
-    ({"servers": 0}, "servers: got 0"),
-    ({"ranks_per_node": 0}, "ranks_per_node: got 0"),
-    ({"cut_nbytes": 3}, "cut_nbytes: got 3"),
+    ({"path": "ring"}, "path: got 'ring'.*E-PLAN-INPUT"),
+    ({"servers": 0}, r"servers: got 0\b.*E-PLAN-INPUT"),
+    ({"ranks_per_node": 0}, r"ranks_per_node: got 0\b.*E-PLAN-INPUT"),
+    ({"cut_nbytes": 3}, r"cut_nbytes: got 3\b.*E-PLAN-INPUT"),
 ])
 def test_arguments_out_of_range_are_named(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):

@@ -113,14 +113,13 @@ def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
 
 
 @pytest.mark.parametrize(("name", "batch", "message"), [
-    ("resnet5", None, "model 'resnet5' is not built in, nearest are resnet50"),
-    ("zzz", None, "model 'zzz' is not built in, there are resnet50, resnet101"),
-    ("lstm", 0, "batch of lstm: got 0, allowed: at least 1"),
+    ("resnet5", None, "'resnet5'.* resnet50,.*E-MODEL-NAME"),
+    ("zzz", None, "'zzz'.* resnet50, .* ugatit.*E-MODEL-NAME"),
+    ("lstm", 0, r"batch of lstm: got 0\b.*E-MODEL-NAME"),
 ])
 def test_unknown_jobs(name: str, batch: int | None, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=message):
         builtin(name, batch)
-    assert message in str(caught.value)
 
 
 def test_jobs_are_made_alike_each_time() -> None:

@@ -88,17 +88,16 @@ def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> No
 
 
 @pytest.mark.parametrize(("nodes", "message"), [
-    (cluster([BPS, 0], []), "node g1: a link of 0 bps carries nothing"),
-    (cluster([BPS], [], hosting=False), "no node of the cluster can host a server"),
-    (cluster([], [BPS]), "the cluster has no node with ranks"),
+    (cluster([BPS, 0], []), r"node g1: .* 0 bps\b.*E-PLAN-INPUT"),
+    (cluster([BPS], [], hosting=False), "placement: .* server.*E-PLAN-INPUT"),
+    (cluster([], [BPS]), "placement: .* ranks.*E-PLAN-INPUT"),
 ])
 def test_what_cannot_be_placed(nodes: Cluster, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=message):
         shares(nodes)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("weights", [[], [0.0], [-1.0, 2.0], [float("nan")], [float("inf")]])
 def test_weights_that_say_nothing(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="weights of servers"):
+    with pytest.raises(ValueError, match="weights of servers.*E-PLAN-INPUT"):
         assign([1, 2], weights)

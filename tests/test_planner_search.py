@@ -116,7 +116,7 @@ def test_planning_leaves_the_collector_as_it_was(collects: bool) -> None:
         plan(toy_job(), CLUSTERS["homes"])
         assert gc.isenabled() is collects
         assert gc.get_stats()[2]["collections"] == before
-        with pytest.raises(ValueError, match="max_loss"):
+        with pytest.raises(ValueError, match=r"max_loss is -1\.0.*E-PLAN-INPUT"):
             plan(toy_job(), CLUSTERS["homes"], None, Policy(max_loss=-1.0))
         assert gc.isenabled() is collects
     finally:
@@ -226,10 +226,10 @@ def test_nodes_send_only_what_one_server_reads(codecs: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"timing": None}, "has no timing"),
-        ({"timing": structs.replace(toy_job().timing, ready_s=(0.1,))}, "timing.ready_s has 1 entries for 12 tensors"),
-        ({"timing": structs.replace(toy_job().timing, backward_s=-1.0)}, "timing.backward_s is -1.0"),
-        ({"timing": structs.replace(toy_job().timing, backward_s=0.001)}, "is ready after"),
+        ({"timing": None}, "timing.*E-PLAN-INPUT"),
+        ({"timing": structs.replace(toy_job().timing, ready_s=(0.1,))}, r"timing\.ready_s .*\b1\b.*\b12\b.*E-PLAN-INPUT"),
+        ({"timing": structs.replace(toy_job().timing, backward_s=-1.0)}, r"timing\.backward_s is -1\.0.*E-PLAN-INPUT"),
+        ({"timing": structs.replace(toy_job().timing, backward_s=0.001)}, "ready after.*E-PLAN-INPUT"),
     ],
 )
 def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) -> None:
@@ -239,9 +239,9 @@ def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) 
 
 def test_a_codec_without_a_price_is_named() -> None:
     machines, asked = cluster(2, "1g"), Policy(codecs=("powersgd()",))
-    with pytest.raises(ValueError, match=r"codec powersgd\(\) is in no table, known are identity"):
+    with pytest.raises(ValueError, match=r"powersgd\(\).* identity.*E-PLAN-CODEC-COST"):
         plan(toy_job(), machines, None, asked)
-    with pytest.raises(ValueError, match=r"policy: codecs has powersgd\(\), which profile 'tables' does not price"):
+    with pytest.raises(ValueError, match=r"policy: codecs .*powersgd\(\).* 'tables'.*E-PLAN-CODEC-COST"):
         plan(toy_job(), machines, profile_from_tables(machines), asked)
 
 
@@ -279,21 +279,21 @@ def test_numbers_that_are_none_are_named_wherever_they_stand(value: float) -> No
         "bucket_s": (job, machines, structs.replace(profile, bucket_s=value), policy),
         **({} if value == math.inf else {"max_loss": (job, machines, profile, structs.replace(policy, max_loss=value))}),
     }.items():
-        with pytest.raises(ValueError, match=f"{re.escape(name)} is {value:g}.*, allowed: "):
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is {value:g}.*E-PLAN-INPUT"):
             plan(*arguments)
 
 
 def test_a_profile_with_which_nothing_can_be_sent_as_it_is_is_refused() -> None:
     profile, _, _ = checked_inputs(toy_job(), CLUSTERS["homes"], None, None)
     profile = structs.replace(profile, codecs=tuple(c for c in profile.codecs if c.codec != DENSE))
-    with pytest.raises(ValueError, match=r"profile 'tables' has no cost of identity\(\)"):
+    with pytest.raises(ValueError, match=r"profile 'tables' .* identity\(\).*E-PLAN-CODEC-COST"):
         plan(toy_job(), CLUSTERS["homes"], profile)
 
 
 def test_a_budget_that_no_choice_keeps_is_refused() -> None:
     space, _, _ = random_space(3, budget=True)
     losses = [[loss + 2.0 for loss in each] for each in space.loss]
-    with pytest.raises(ValueError, match="max_loss is 1, but no choice"):
+    with pytest.raises(ValueError, match=r"max_loss is 1\b.* 4\b.*E-PLAN-INPUT"):
         search(space._replace(loss=losses))
 
 

@@ -51,16 +51,15 @@ def test_sizes_are_those_of_the_codecs() -> None:
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: gpu("rtx306"), "GPU 'rtx306' is in no table, nearest are rtx3060"),
-    (lambda: gpu("abacus"), "GPU 'abacus' is in no table, known are gtx1070"),
-    (lambda: node("a", "v1000", "10g"), "'v1000' is in no table, nearest are v100"),
-    (lambda: link("dsl"), "link 'dsl': allowed are \"home-DOWN/UP\""),
-    (lambda: link("home-100/0"), "link 'home-100/0': a link of 0 carries nothing"),
-    (lambda: node("a", "v100", "10g", intra="string"), f"intra 'string': allowed are {', '.join(INTRA)}"),
-    (lambda: profile_from_tables(Cluster(()), ("gzip()",)), "codec 'gzip()': 'gzip' is unknown, allowed are bf16"),
-    (lambda: profile_from_tables(Cluster(()), ("topk(ratio=0)",)), "topk: ratio is 0, allowed"),
+    (lambda: gpu("rtx306"), "GPU 'rtx306'.* rtx3060,.*E-GPU-NAME"),
+    (lambda: gpu("abacus"), "GPU 'abacus'.* gtx1070,.*E-GPU-NAME"),
+    (lambda: node("a", "v1000", "10g"), "'v1000'.* v100,.*E-GPU-NAME"),
+    (lambda: link("dsl"), "link 'dsl'.*E-LINK-NAME"),
+    (lambda: link("home-100/0"), "link 'home-100/0'.*E-LINK-NAME"),
+    (lambda: node("a", "v100", "10g", intra="string"), f"intra 'string': .*{', '.join(INTRA)}.*E-LINK-NAME"),
+    (lambda: profile_from_tables(Cluster(()), ("gzip()",)), "'gzip'.* bf16,.*E-CODEC-NAME"),
+    (lambda: profile_from_tables(Cluster(()), ("topk(ratio=0)",)), r"topk: ratio is 0\b.*E-CODEC-ARGUMENT"),
 ])
 def test_unknown_names(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=message):
         call()
-    assert message in str(caught.value)

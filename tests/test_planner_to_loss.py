@@ -245,10 +245,10 @@ def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_othe
 
 
 @pytest.mark.parametrize(("policy", "energy", "message"), [
-    (Policy(objective="fame"), (), "policy: objective is 'fame', allowed: loss, step"),  # type: ignore[arg-type]
-    (Policy(max_local_steps=-1), (), "policy: max_local_steps is -1, allowed: 1 or more"),
-    (Policy(), (1.0,), "energy has 1 parts for 12 tensors"),
-    (Policy(), (0.0,) * 12, "energy has a part below 0, or nothing above it"),
+    (Policy(objective="fame"), (), "policy: objective is 'fame', .*loss, step.*E-PLAN-INPUT"),  # type: ignore[arg-type]
+    (Policy(max_local_steps=-1), (), r"policy: max_local_steps is -1\b.*E-PLAN-INPUT"),
+    (Policy(), (1.0,), r"energy has 1\b.* 12\b.*E-PLAN-INPUT"),
+    (Policy(), (0.0,) * 12, "energy .*below 0.*E-PLAN-INPUT"),
 ])
 def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[float, ...], message: str) -> None:
     machines = at(1e8)

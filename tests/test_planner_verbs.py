@@ -70,9 +70,9 @@ def test_buckets_are_found_by_number_and_by_tensor() -> None:
     assert bucket_of(PLAN, JOB, "1") == 1
     found = bucket_of(PLAN, JOB, "layer3.weight")
     assert any(name.startswith("layer3.weight") for name in tensor_names(PLAN.buckets[found], JOB))
-    with pytest.raises(ValueError, match="neither a number from 0 to"):
+    with pytest.raises(ValueError, match="bucket 'layer99'.*E-PLAN-QUESTION"):
         bucket_of(PLAN, JOB, "layer99")
-    with pytest.raises(ValueError, match="bucket 999: the plan has buckets 0 to"):
+    with pytest.raises(ValueError, match=f"bucket 999: .* {len(PLAN.buckets) - 1}.*E-PLAN-QUESTION"):
         explain(PLAN, 999, JOB, HOMES)
 
 
@@ -92,7 +92,7 @@ def test_a_difference_names_the_tensor() -> None:
 
 
 def test_plans_of_different_models_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="of different models"):
+    with pytest.raises(ValueError, match=f"{PLAN.job}.*0{{16}}.*E-PLAN-QUESTION"):
         diff(PLAN, structs.replace(PLAN, job="0" * 16))
 
 
@@ -136,7 +136,7 @@ def test_a_sweep_needs_no_price_of_what_goes_as_it_is_over_collectives() -> None
     coded = structs.replace(costs, codecs=tuple(c for c in costs.codecs if c.codec != "identity()"))
     slow, fast = what_if(JOB, machines, coded, bandwidths=[1e8, 1e11]).points
     assert slow.gain > fast.gain >= 1
-    with pytest.raises(ValueError, match=r"profile 'tables' has no cost of identity\(\): over servers alone"):
+    with pytest.raises(ValueError, match=r"profile 'tables' .* identity\(\).*E-PLAN-CODEC-COST"):
         what_if(JOB, HOMES, coded, bandwidths=[1e8])
 
 
@@ -158,9 +158,9 @@ def test_counted_nodes_are_those_that_train() -> None:
 
 @pytest.mark.parametrize(
     ("sweep", "message"),
-    [({}, "one thing at a time"), ({"counts": [2], "gpus": ["v100"]}, "one thing at a time"),
-     ({"counts": [0]}, "allowed: 1 or more"),
-     ({"bandwidths": [0.0]}, "bandwidth: got 0 bit/s"), ({"gpus": ["rtx1"]}, "is in no table")],
+    [({}, r"got 0\b.*E-PLAN-QUESTION"), ({"counts": [2], "gpus": ["v100"]}, r"gpus; got 2\b.*E-PLAN-QUESTION"),
+     ({"counts": [0]}, r"nodes: got 0\b.*E-PLAN-QUESTION"),
+     ({"bandwidths": [0.0]}, "bandwidth: got 0 bit/s.*E-PLAN-QUESTION"), ({"gpus": ["rtx1"]}, "'rtx1'.*E-GPU-NAME")],
 )
 def test_impossible_sweeps_are_refused(sweep: dict[str, list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ import pytest
 from autoplan_kit import JOB, plan_of
 from msgspec import structs
 
+from commlayer.errors import InvalidInput, InvalidState
 from commlayer.job.autoplan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.job.autoplan.planning_process import PlanningProcess
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
@@ -58,7 +59,7 @@ def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> N
 
 def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:
     wrong = order()._replace(inputs=structs.replace(order().inputs, policy=Policy(max_local_steps=-1)))
-    with pytest.raises(ValueError, match="max_local_steps is -1"):
+    with pytest.raises(InvalidInput, match=r"max_local_steps is -1\b.*E-PLAN-INPUT"):
         process.search(wrong)
     assert process.search(order()).candidate.plan.buckets
 
@@ -67,19 +68,19 @@ def test_a_killed_process_is_named_and_another_takes_its_place(process: Planning
     process.start()
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"the process that plans has ended \(exit code -9\)"):
+    with pytest.raises(RuntimeError, match=r"exit code -9\b.*E-PLANNER-ENDED"):
         process.search(order())
     assert process.search(order()).candidate.plan.buckets
 
 
 def test_closing_ends_a_search_under_way(process: PlanningProcess) -> None:
-    said: list[str] = []
+    said: list[InvalidState] = []
 
     def searching() -> None:
         try:
             process.search(order())
-        except RuntimeError as error:
-            said.append(str(error))
+        except InvalidState as error:
+            said.append(error)
 
     process.start()
     assert process._process is not None
@@ -90,7 +91,9 @@ def test_closing_ends_a_search_under_way(process: PlanningProcess) -> None:
     process.close()
     thread.join(10.0)
     assert not thread.is_alive()
-    assert said == ["the process that plans has ended (exit code -9)"]
+    (error,) = said
+    assert error.code == "E-PLANNER-ENDED"
+    assert "exit code -9" in error.what
 
 
 def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:

@@ -43,7 +43,7 @@ def test_a_member_may_say_its_part_again_but_not_for_ever() -> None:
             core.push(push(member, VALUES[member], step), 0.0)
     for _ in range(REPEATS + 1):
         core.push(push(1, VALUES[1], 3), 0.0)
-    with pytest.raises(CorruptFrame, match=r"worker 1: sent \d+ bytes within a step, the plan allows \d+ "):
+    with pytest.raises(CorruptFrame, match=rf"worker 1: .* {(REPEATS + 1) * (8 + OVERHEAD_NBYTES)} .*step 3\b.*E-FRAME"):
         core.push(push(1, VALUES[1], 3), 0.0)
     ops.added.clear()
     for member in (0, 2):
@@ -58,7 +58,7 @@ def test_a_step_that_waits_long_lets_members_repeat_themselves_for_as_long() -> 
         core.push(push(1, VALUES[1]), 100.0 + second * REPEAT_EVERY_S)
     for _ in range(REPEATS):
         core.push(push(1, VALUES[1]), 100.0 + (beats - 1) * REPEAT_EVERY_S)
-    with pytest.raises(CorruptFrame, match=f"the plan allows {(REPEATS + beats) * (8 + OVERHEAD_NBYTES) * ops.rounds} "):
+    with pytest.raises(CorruptFrame, match=f" {(REPEATS + beats) * (8 + OVERHEAD_NBYTES) * ops.rounds} .*E-FRAME"):
         core.push(push(1, VALUES[1]), 100.0 + (beats - 1) * REPEAT_EVERY_S)
 
 
@@ -67,7 +67,7 @@ def test_results_that_are_asked_for_again_and_again_are_an_offence_too() -> None
     core.push(push(0, 1.0), 0.0)
     for _ in range(REPEATS + 1):
         assert core.push(push(0, 1.0), 0.0)
-    with pytest.raises(CorruptFrame, match=f"the plan allows {(REPEATS + 1) * (8 + OVERHEAD_NBYTES)} "):
+    with pytest.raises(CorruptFrame, match=f" {(REPEATS + 1) * (8 + OVERHEAD_NBYTES)} .*E-FRAME"):
         core.push(push(0, 1.0), 0.0)
 
 
@@ -96,7 +96,7 @@ def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folder
                    for folder, ranks in ((folders.worker, (1, 2, 3)), (folders.second, (4,))))
     for worker in (*mine[:2], *other):
         worker.dial(SERVER_BASE, address, soon())
-    with pytest.raises(Refused, match=r"its certificate \(gpu-1\) has 2 data connections already"):
+    with pytest.raises(Refused, match=r"\(gpu-1\) .*\b2 data.*E-CONNECTIONS"):
         mine[2].dial(SERVER_BASE, address, soon())
     assert exchange_pair(other[0], server)
     mine[0].close()
@@ -113,7 +113,7 @@ def test_control_connections_of_one_certificate_are_capped_and_told(folders: Fol
     monkeypatch.setattr(coordinator, "EACH_WORKER", 0)
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     begin = time.monotonic()
-    with pytest.raises(Refused, match=r"coordinator 127.*: its certificate \(gpu-1\) has 0 control connections already"):
+    with pytest.raises(Refused, match=r"coordinator 127.*\(gpu-1\) .*\b0 control.*E-CONNECTIONS"):
         client.join(made.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)), Failures())
     assert time.monotonic() - begin < WAIT_S / 2, "not at the deadline"
     made.close()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.errors import code_of
 from commlayer.job.optimizer_settings import differences, settings_of
 
 WORLD = 2
@@ -75,6 +76,7 @@ def test_optimizers_that_differ_are_named_on_all_ranks_at_attach(kind: str, name
     said = [error for error, _ in pool(WORLD).call(apart, "module", kind, "resync")]
     assert said[0] == said[1]
     assert said[0].startswith(f"{name}: {values[0]} ")
+    assert code_of(said[0]) == "E-RANKS-DIFFER"
     assert "on rank 0 (" in said[0]
     assert f"{values[1]} " in said[0].partition("on rank 0")[2].partition("on rank 1")[0]
     assert "\n" not in said[0]
@@ -83,11 +85,13 @@ def test_optimizers_that_differ_are_named_on_all_ranks_at_attach(kind: str, name
 def test_ddp_names_them_in_the_first_backward_pass() -> None:
     for error, _ in pool(WORLD).call(apart, "ddp", "faster", "end"):
         assert error.startswith("lr of the optimizer: 0.01 on rank 0")
+        assert code_of(error) == "E-RANKS-DIFFER"
 
 
 def test_another_number_of_trained_parameters_is_named() -> None:
     for error, _ in pool(WORLD).call(apart, "module", "frozen", "resync"):
         assert error.startswith("trained parameters: 6 on rank 0")
+        assert code_of(error) == "E-RANKS-DIFFER"
 
 
 @pytest.mark.parametrize("kind", ["sgd", "faster", "half"])
@@ -184,6 +188,7 @@ def test_local_steps_leave_each_rank_its_own_moments() -> None:
 def test_the_job_ends_at_the_first_step_where_that_is_asked_for(how: str) -> None:
     for result in pool(WORLD).call(resumed, how, "state", "end"):
         assert "the optimizer's state of 0.weight" in result["said"]
+        assert code_of(result["said"]) == "E-REPLICAS"
         assert "\n" not in result["said"]
 
 
@@ -221,7 +226,7 @@ def scheduled(rank: int, drift: str) -> tuple[str, list[str]]:
 def test_a_rate_that_goes_its_own_way_is_named_while_training_runs(drift: str, ends: bool) -> None:
     for said, decisions in pool(WORLD).call(scheduled, drift):
         named = "lr of the optimizer is 0.1 on rank 0, 0.05 on rank 1"
-        assert (named in said) == ends
+        assert (named in said, code_of(said)) == (ends, "E-REPLICAS" if ends else "")
         assert len([line for line in decisions if named in line]) == (0 if drift == "end" else 1)
 
 

@@ -150,8 +150,8 @@ PUSH = Header(Kind.PUSH, 1, 3, 7, sender=0)
 
 
 @pytest.mark.parametrize(("window_s", "refused", "words"), [
-    (0.3, False, "and it could not be reached again within 0.3 s .reconnect_s.: cannot reach"),
-    (30.0, True, "cannot reach .*Connection refused"),
+    (0.3, False, r"\b0\.3 s \(reconnect_s\).*refused"),
+    (30.0, True, "refused"),
 ])
 def test_a_server_that_does_not_come_back_is_named(window_s: float, refused: bool, words: str) -> None:
     server, worker, cutter = pair(window_s, refused_is_over=refused)
@@ -161,7 +161,7 @@ def test_a_server_that_does_not_come_back_is_named(window_s: float, refused: boo
     cutter.close()
     # The second once the first has failed: before, the kernel may take it as if nothing were.
     for handle in (lambda: waiting, lambda: worker.send(SERVER_BASE, PUSH._replace(bucket=8), b"")):
-        with pytest.raises(PeerLost, match=f"server 0: .*{words}"):
+        with pytest.raises(PeerLost, match=f"server 0: .*{words}.*E-PEER-LOST"):
             worker.wait(handle(), soon())
     assert sent.done()
     worker.close()
@@ -173,7 +173,7 @@ def test_who_was_dropped_is_told_why_and_does_not_come_back(caplog: pytest.LogCa
     waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
     worker.send(SERVER_BASE, PUSH, b"payload")
     server.abort(CorruptFrame("codec 9 with weight nan", peer="worker 0"), 0)
-    with pytest.raises(Refused, match="server 0: was dropped: codec 9 with weight nan"):
+    with pytest.raises(Refused, match="server 0: .*codec 9 .*E-FRAME"):
         worker.wait(waiting, soon())
     worker.close()
     server.close()
@@ -208,7 +208,7 @@ def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up()
     breaks = threading.Thread(target=always, daemon=True)
     breaks.start()
     handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
-    with pytest.raises(PeerLost, match="server 0: .*and it could not be reached again within 1 s .reconnect_s."):
+    with pytest.raises(PeerLost, match=r"server 0: .*\b1 s \(reconnect_s\).*E-PEER-LOST"):
         worker.wait(handle, soon())
     ended.set()
     breaks.join()
@@ -219,7 +219,7 @@ def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up()
 def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:
     server, worker, cutter = pair(30.0)
     other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
-    with pytest.raises(NotYet, match="worker 0 is connected already"):
+    with pytest.raises(NotYet, match="server 0: worker 0 .*E-RANK"):
         other.dial(SERVER_BASE, cutter.address, soon())
     for end in (other, worker, server, cutter):
         end.close()

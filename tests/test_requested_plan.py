@@ -107,16 +107,15 @@ def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {b.codec for b in made.buckets} == {"identity()"}
 
 
-@pytest.mark.parametrize(("plan", "words"), [
-    ("fp17()", "plan 'fp17()': codec 'fp17()': 'fp17' is unknown"), ("topk(ratio=2)", "topk: ratio is 2, allowed is"),
-    ("missing.json", "no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)"),
-    ("two_way(fp16())", "two_way needs down"), ("error_feedback(two_way(fp16(), fp16()))", "two_way goes around all others"),
-    (Path("fp16()"), "plan 'fp16()': no such file"), ("x" * 5000, "no such file"), ("a\0b", "no such file"),
+@pytest.mark.parametrize(("plan", "said"), [
+    ("fp17()", r"plan 'fp17\(\)': .*'fp17' .*E-CODEC-NAME"), ("topk(ratio=2)", r"topk: ratio is 2\b.*E-CODEC-ARGUMENT"),
+    ("missing.json", "'missing.json'.*'auto'.*E-PLAN-NAME"), ("two_way(fp16())", "two_way .*down.*E-CODEC-NAME"),
+    ("error_feedback(two_way(fp16(), fp16()))", "'two_way' .*E-CODEC-NAME"), (Path("fp16()"), r"plan 'fp16\(\)'.*E-PLAN-NAME"),
+    ("x" * 5000, "plan 'x{5000}'.*E-PLAN-NAME"), ("a\0b", r"a\\x00b.*E-PLAN-NAME"),
 ])
-def test_what_is_neither_is_one_line(plan: str | Path, words: str) -> None:
-    with pytest.raises(ValueError) as told:
+def test_what_is_neither_is_one_line(plan: str | Path, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as told:
         asked_for(plan, job_of((3,)))
-    assert words in str(told.value)
     assert "\n" not in str(told.value)
 
 

@@ -78,5 +78,5 @@ def test_a_script_may_ask_for_a_codec_for_each_way() -> None:
 def test_each_part_is_checked() -> None:
     bucket = Bucket(0, (Slice(0, 0, 8),), "service", "topk(ratio=0.5)", down="int8()")
     assert str(codec_of(bucket)) == str(two_way(error_feedback(topk(0.5)), error_feedback(int8())))
-    with pytest.raises(ValueError, match="two_way: down is two_way.* allowed is a codec of one round"):
+    with pytest.raises(ValueError, match="two_way: down is two_way.*E-CODEC-ARGUMENT"):
         two_way(topk(0.5), two_way(topk(0.5), int8()))

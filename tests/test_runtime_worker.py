@@ -192,7 +192,7 @@ def test_a_corrupt_result_names_its_server() -> None:
     with Rig(1, "fp16()", shapes=[(5,)]) as rig:
         emit = rig.servers[0]._core.cells[0].ops.emit
         rig.servers[0]._core.cells[0].ops.emit = lambda r, acc, out: emit(r, acc, out) - 1
-        with pytest.raises(CorruptFrame, match="server 0: "):
+        with pytest.raises(CorruptFrame, match=r"server 0: .*\b9\b.*\b10 \(step 0, bucket 0\).*E-PAYLOAD"):
             step(rig.workers[0], [torch.ones(5)])
 
 
@@ -205,7 +205,8 @@ def test_the_deadline_names_the_worker_that_is_missing() -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], DeadlineExceeded)
         assert results[rank].peer == "worker 1"
-        assert "server 0 waits for it" in str(results[rank])
+        assert results[rank].code == "E-DEADLINE"
+        assert "server 0" in results[rank].what
 
 
 def test_an_error_latches_and_writes_nothing() -> None:
@@ -220,9 +221,9 @@ def test_an_error_latches_and_writes_nothing() -> None:
         while not any(bucket.started for bucket in worker.buckets) and time.monotonic() < deadline:
             time.sleep(0.001)  # for the lane
         worker.latch(error)
-        with pytest.raises(PeerLost, match="worker 1"):
+        with pytest.raises(PeerLost, match="worker 1: .*E-PEER-LOST"):
             worker.finish(list(mine), 10.0)
-        with pytest.raises(PeerLost, match="worker 1"):
+        with pytest.raises(PeerLost, match="worker 1: .*E-PEER-LOST"):
             worker.ready(0, mine[0])
         assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
         assert any(bucket.started for bucket in worker.buckets)

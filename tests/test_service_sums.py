@@ -26,8 +26,8 @@ def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(("means", "words"), [
-    (False, "has flag MEAN, and this bucket's is a sum of parts"),
-    (True, "lacks flag MEAN, and this bucket's is a mean of buffers"),
+    (False, "has flag MEAN, .* sum.*E-FRAME"),
+    (True, "lacks flag MEAN, .* mean .*E-FRAME"),
 ])
 @pytest.mark.parametrize("liar", range(3))
 def test_what_counts_in_a_mean_is_known_here_and_whoever_says_otherwise_is_named(means: bool, words: str, liar: int) -> None:
@@ -62,20 +62,20 @@ def test_a_late_repeat_gets_the_kept_result_and_steps_leave_the_window() -> None
             core.push(push(m, step + m, step), 0.0)
     again = core.push(push(1, 99.0, 2), 0.0)
     assert [(r.peer, value(r)) for r in again] == [(1, 9.0)]
-    with pytest.raises(CorruptFrame, match="worker 1: .*out of order.*round 0 of step 4 is next"):
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*round 0 of step 1\b.*round 0 of step 4\b.*E-STEPS-DIFFER"):
         core.push(push(1, 99.0, 1), 0.0)
 
 
 @pytest.mark.parametrize(("fields", "words"), [
-    ({"bucket": 6}, "bucket 6 is not of this server"),
-    ({"sender": 2}, "says it is worker 2"),
-    ({"generation": 2}, "generation 2, here 1"),
-    ({"round": 1}, "round 1"),
-    ({"parts": 2}, "part 0 of 2"),
-    ({"codec": 8}, "codec 8"),
-    ({"weight": float("nan")}, "weight nan"),
-    ({"weight": -1.0}, "weight -1"),
-    ({"step": 1}, "out of order: round 0 of step 1, while worker 0 is in round 0 of step 0"),
+    ({"bucket": 6}, r"bucket 6\b.*E-FRAME"),
+    ({"sender": 2}, r"worker 2\b.*E-FRAME"),
+    ({"generation": 2}, r"generation 2\b.*E-FRAME"),
+    ({"round": 1}, r"round 1\b.*E-FRAME"),
+    ({"parts": 2}, r"part 0 of 2\b.*E-FRAME"),
+    ({"codec": 8}, r"codec 8\b.*E-FRAME"),
+    ({"weight": float("nan")}, "weight nan.*E-FRAME"),
+    ({"weight": -1.0}, "weight -1.*E-FRAME"),
+    ({"step": 1}, r"round 0 of step 1\b.*worker 0 .*round 0 of step 0\b.*E-STEPS-DIFFER"),
 ])
 def test_breaches_are_named_and_change_nothing(fields: dict[str, object], words: str) -> None:
     core, ops = service()
@@ -91,7 +91,7 @@ def test_breaches_are_named_and_change_nothing(fields: dict[str, object], words:
 def test_a_corrupt_payload_names_its_sender_even_when_another_push_uncovers_it() -> None:
     core, ops = service()
     core.push(Message(1, push(1, 0.0).header, memoryview(b"short")), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 1: 5 bytes, expected 8"):
+    with pytest.raises(CorruptFrame, match=r"worker 1: 5 bytes\b.*\b8\b.*E-FRAME"):
         core.push(push(0, VALUES[0]), 0.0)
     assert ops.added == [VALUES[0]]
     core.push(push(1, VALUES[1]), 0.0)
@@ -100,7 +100,7 @@ def test_a_corrupt_payload_names_its_sender_even_when_another_push_uncovers_it()
 
 def test_a_stranger_is_refused() -> None:
     core, _ = service()
-    with pytest.raises(CorruptFrame, match="worker 3"):
+    with pytest.raises(CorruptFrame, match="worker 3: .*E-FRAME"):
         core.push(push(3, 1.0), 0.0)
 
 
@@ -119,7 +119,7 @@ def test_frames_of_an_ended_generation_are_counted_whatever_they_name() -> None:
     core.undo(ask(Kind.UNDO, 0, 0, b"", generation=0, bucket=77, undone=1))
     assert core.snapshot(ask(Kind.STATE_GET, 0, 0, b"", generation=0, bucket=77)) == []
     assert (core.fenced, ops.added) == (4, [])
-    with pytest.raises(CorruptFrame, match="worker 1: says it is worker 0"):
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*worker 0\b.*E-FRAME"):
         core.push(push(0, 1.0, generation=0)._replace(peer=1), 0.0)
 
 
@@ -146,7 +146,7 @@ def test_two_rounds_in_turn() -> None:
         replies = [core.push(push(m, 10.0 * r + m, 0, r), 0.0) for m in range(3)]
         assert value(replies[2][0]) == 30.0 * r + 3
         assert replies[2][0].header.round == r
-    with pytest.raises(CorruptFrame, match="out of order"):
+    with pytest.raises(CorruptFrame, match=r"worker 0: .*round 1 of step 1\b.*round 0 of step 1\b.*E-STEPS-DIFFER"):
         core.push(push(0, 1.0, 1, 1), 0.0)
 
 
@@ -159,7 +159,7 @@ def test_undo_gives_back_the_last_result_once_and_all_must_say_it() -> None:
         core.push(push(m, 2.0, 1, undone=1), 0.0)
     assert (ops.last, ops.residual) == ((4.0, 4.0), 0.0)  # nothing is left of the step before
     core.push(push(0, 1.0, 2, undone=1), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 1: applied all of the step before, worker 0 did not apply some averages"):
+    with pytest.raises(CorruptFrame, match="worker 1: applied all .*worker 0 did not.*E-STEPS-DIFFER"):
         core.push(push(1, 1.0, 2), 0.0)
 
 
@@ -183,7 +183,7 @@ def test_snapshot_and_restore_continue_at_the_saved_step() -> None:
     (ok,) = other.restore(ask(Kind.STATE, 0, 7, bytes(kept.body)))
     assert (ok.peer, ok.header.kind) == (0, Kind.STATE_OK)
     assert fresh.residual == ops.residual != 0.0
-    with pytest.raises(CorruptFrame, match="out of order.*round 0 of step 7 is next"):
+    with pytest.raises(CorruptFrame, match=r"round 0 of step 6\b.*round 0 of step 7\b.*E-STEPS-DIFFER"):
         other.push(push(0, 0.1, 6), 0.0)
     assert value(other.push(push(0, 0.1, 7), 0.0)[0]) == value(core.push(push(0, 0.1, 7), 0.0)[0])
 
@@ -199,9 +199,9 @@ def test_a_running_sum_can_go_back_to_any_step_that_state_is_restored_for() -> N
 
 @pytest.mark.parametrize("kind", [Kind.STATE, Kind.STATE_GET])
 @pytest.mark.parametrize(("fields", "words"), [
-    ({"bucket": 6}, "bucket 6 is not of this server"),
-    ({"sender": 2}, "says it is worker 2"),
-    ({"generation": 2}, "generation 2, here 1"),
+    ({"bucket": 6}, r"bucket 6\b.*E-FRAME"),
+    ({"sender": 2}, r"worker 2\b.*E-FRAME"),
+    ({"generation": 2}, r"generation 2\b.*E-FRAME"),
 ])
 def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[str, object], words: str) -> None:
     core, ops = service()
@@ -211,7 +211,7 @@ def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[
         do(ask(kind, 1, 4, struct.pack("<d", 1.0), **fields))
     assert do(ask(kind, 1, 4, struct.pack("<d", 1.0), generation=0)) == []
     core.push(push(0, 1.0), 0.0)
-    with pytest.raises(CorruptFrame, match=f"worker 1: {kind.name} while step 0 is being summed"):
+    with pytest.raises(CorruptFrame, match=rf"worker 1: {kind.name} .*step 0\b.*E-FRAME"):
         do(ask(kind, 1, 4, struct.pack("<d", 1.0), undone=int(kind == Kind.STATE_GET)))
     assert ops.residual == 3.0
     core.push(push(1, 1.0), 0.0)
@@ -226,7 +226,7 @@ class Strict(Doubles):
 def test_a_state_that_does_not_fit_is_its_senders_fault_and_changes_nothing() -> None:
     core, _ = service(1, ops=Strict())
     first = core.push(push(0, 0.1, 3), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 0: sent a state that does not fit: of another plan"):
+    with pytest.raises(CorruptFrame, match="worker 0: .*state.*: of another plan.*E-FRAME"):
         core.restore(ask(Kind.STATE, 0, 9, b"?"))
     assert value(core.push(push(0, 5.0, 3), 0.0)[0]) == value(first[0])
     assert len(core.push(push(0, 5.0, 4), 0.0)) == 1
@@ -236,7 +236,7 @@ def test_a_step_far_ahead_costs_only_its_sender() -> None:
     core, _ = service()
     for m in range(3):
         core.push(push(m, 1.0), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 1: .*round 0 of step 4000000000, while round 0 of step 1 is next"):
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*round 0 of step 4000000000\b.*round 0 of step 1\b.*E-STEPS-DIFFER"):
         core.push(push(1, 1.0, 4_000_000_000), 0.0)
     assert [len(core.push(push(m, 1.0, 1), 0.0)) for m in range(3)] == [0, 0, 3]
 
@@ -244,7 +244,7 @@ def test_a_step_far_ahead_costs_only_its_sender() -> None:
 def test_members_that_begin_at_different_steps_hear_both() -> None:
     core, _ = service()
     core.push(push(2, 1.0, 7), 0.0)
-    with pytest.raises(CorruptFrame, match="worker 0: .*round 0 of step 5, while worker 2 is in round 0 of step 7"):
+    with pytest.raises(CorruptFrame, match=r"worker 0: .*round 0 of step 5\b.*worker 2 .*round 0 of step 7\b.*E-STEPS-DIFFER"):
         core.push(push(0, 1.0, 5), 0.0)
     core.push(push(0, 1.0, 7), 0.0)
     assert len(core.push(push(1, 1.0, 7), 0.0)) == 3
@@ -252,7 +252,7 @@ def test_members_that_begin_at_different_steps_hear_both() -> None:
 
 def test_a_body_longer_than_any_payload_is_not_kept() -> None:
     core, _ = service()
-    with pytest.raises(CorruptFrame, match="worker 2: 9 bytes, at most 8 for this bucket"):
+    with pytest.raises(CorruptFrame, match=r"worker 2: 9 bytes\b.*\b8\b.*E-FRAME"):
         core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
     assert core.stalled(99.0) == []
 

@@ -44,23 +44,24 @@ class Complex(nn.Module):
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
-    "codec": (lambda: parse("topq(ratio=0.1)"), "'topq' is unknown, allowed are .*topk"),
-    "codec's argument": (lambda: parse("topk(rate=0.1)"), "topk has no argument 'rate', allowed are ratio"),
-    "ratio 0": (lambda: parse("topk(ratio=0)"), "ratio.* 0"),
-    "ratio above 1": (lambda: parse("topk(ratio=1.5)"), "ratio.* 1.5"),
-    "ratio nan": (lambda: parse("topk(ratio=1e999)"), "ratio.* inf"),
-    "setting": (lambda: attach(config={"deadlin_s": 3}), "deadlin_s: no such setting .* did you mean deadline_s?"),
-    "setting's value": (lambda: attach(config={"deadline_s": -1.0}), "deadline_s: got -1.0 from argument deadline_s"),
-    "address": (lambda: attach(config={"join": "nowhere"}), "join: got 'nowhere', allowed: host:port"),
-    "sync": (lambda: attach(sync="never"), "sync: got 'never', allowed"),
-    "plan file": (lambda: attach(plan="missing.json"), "plan 'missing.json': no such file"),
-    "plan's type": (lambda: attach(plan=17), "codec '17': expected name"),
-    "plan of another model": (lambda: attach(plan=plan_of(mlp(width=8))), "plan: this plan was made for another model: job "),
-    "plan with a hole": (lambda: attach(plan=plan_of(mlp(), buckets=plan_of(mlp()).buckets[:-1])), "plan: .* are in no bucket"),
+    "codec": (lambda: parse("topq(ratio=0.1)"), "'topq' .*topk.*E-CODEC-NAME"),
+    "codec's argument": (lambda: parse("topk(rate=0.1)"), "topk .*'rate'.* ratio,.*E-CODEC-NAME"),
+    "ratio 0": (lambda: parse("topk(ratio=0)"), r"ratio is 0\b.*E-CODEC-ARGUMENT"),
+    "ratio above 1": (lambda: parse("topk(ratio=1.5)"), r"ratio is 1\.5.*E-CODEC-ARGUMENT"),
+    "ratio nan": (lambda: parse("topk(ratio=1e999)"), "ratio is inf.*E-CODEC-ARGUMENT"),
+    "setting": (lambda: attach(config={"deadlin_s": 3}), r"deadlin_s: .*deadline_s\?.*E-SETTING"),
+    "setting's value": (lambda: attach(config={"deadline_s": -1.0}), r"deadline_s: got -1\.0 from argument .*E-SETTING"),
+    "address": (lambda: attach(config={"join": "nowhere"}), "join: got 'nowhere'.*argument join.*E-ADDRESS"),
+    "sync": (lambda: attach(sync="never"), "sync: got 'never'.*E-SYNC-MODE"),
+    "plan file": (lambda: attach(plan="missing.json"), "plan 'missing.json'.*E-PLAN-NAME"),
+    "plan's type": (lambda: attach(plan=17), "codec '17'.*E-CODEC-NAME"),
+    "plan of another model": (lambda: attach(plan=plan_of(mlp(width=8))), r"plan: .* job \w+, .*E-PLAN-REFUSED"),
+    "plan with a hole": (lambda: attach(plan=plan_of(mlp(), buckets=plan_of(mlp()).buckets[:-1])),
+                         "0.weight: .*E-PLAN-REFUSED"),
     "plan with an unknown codec": (lambda: attach(plan=plan_of(mlp(), buckets=tuple(
-        msgspec.structs.replace(b, codec="topq()") for b in plan_of(mlp()).buckets))), "'topq' is unknown"),
-    "complex parameters": (lambda: commlayer.attach(Complex()), "phase is complex64, allowed: float32"),
-    "hook's setting": (lambda: commlayer.HookState(config={"deadlin_s": 3}), "deadlin_s: no such setting"),
+        msgspec.structs.replace(b, codec="topq()") for b in plan_of(mlp()).buckets))), "bucket 0: .*'topq' .*E-CODEC-NAME"),
+    "complex parameters": (lambda: commlayer.attach(Complex()), "phase is complex64.*E-MODEL-UNSUPPORTED"),
+    "hook's setting": (lambda: commlayer.HookState(config={"deadlin_s": 3}), "deadlin_s: .*E-SETTING"),
 }
 
 
@@ -74,15 +75,14 @@ def test_a_mistake_is_one_line_that_names_it(name: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("", "truncated"), ("{", "truncated"), ("x", "JSON is malformed"), ("[]", "Expected `object`"),
-    ('{"job": 3}', "Expected `str`"), ('{"job": "0", "buckets": [], "colour": 1}', "colour"),
+    ("", "JSON"), ("{", "JSON"), ("x", "JSON"), ("[]", "`list`"), ('{"job": 3}', r"`\$\.job`"),
+    ('{"job": "0", "buckets": [], "colour": 1}', "`colour`"),
 ])
 def test_a_malformed_plan_file_is_named(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(RecordError, match=said) as raised:
+    with pytest.raises(RecordError, match=f"plan {path}: .*{said}.*E-PLAN-FILE"):
         attach(plan=path)
-    assert str(raised.value).startswith(f"plan {path}: ")
 
 
 def test_a_plan_file_for_this_model_is_taken(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_plan_file_for_this_model_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_is_a_finite_number(weight: float) -> None:
-    with commlayer.attach(mlp()) as session, pytest.raises(ValueError, match="weight .*: allowed is a finite number >= 0"):
+    with commlayer.attach(mlp()) as session, pytest.raises(ValueError, match=f"weight {weight}: .*E-WEIGHT"):
         session.weight(weight)
 
 
@@ -126,17 +126,18 @@ def nodes_that_do_not_fit(rank: int) -> str:
 
 
 TOGETHER: list[tuple[Callable[[int], str], list[str]]] = [
-    (models_that_differ, ["ValueError: rank 1 trains another model than rank 0: "] * 2),
-    (a_plan_that_is_missing, ["ValueError: plan 'missing.json': no such file", "ValueError: rank 0: plan 'missing.json': "]),
-    (a_plan_for_other_nodes, ["ValueError: plan: made for 2 ranks per node, here are 1: "] * 2),
-    (nodes_that_do_not_fit, ["ValueError: ranks_per_node 3 does not divide the world of 2 ranks"] * 2),
+    (models_that_differ, ["InvalidInput: rank 1 .*rank 0: .*E-RANKS-DIFFER"] * 2),
+    (a_plan_that_is_missing, ["InvalidInput: plan 'missing.json'.*E-PLAN-NAME",
+                              "InvalidInput: rank 0: plan 'missing.json'.*E-PLAN-NAME"]),
+    (a_plan_for_other_nodes, ["InvalidInput: plan: .* 2 ranks per node.* 1: .*E-PLAN-REFUSED"] * 2),
+    (nodes_that_do_not_fit, ["InvalidInput: ranks_per_node 3 .* 2 ranks.*E-PROCESS-GROUP"] * 2),
 ]
 
 
 @pytest.mark.parametrize(("act", "said"), TOGETHER, ids=lambda v: getattr(v, "__name__", ""))
 def test_all_ranks_hear_of_it(act: Callable[[int], str], said: list[str]) -> None:
     results = pool(WORLD).call(act)
-    assert [r.startswith(s) for r, s in zip(results, said, strict=True)] == [True, True], results
+    assert [bool(re.match(s, r)) for r, s in zip(results, said, strict=True)] == [True, True], results
 
 
 def join(rank: int, address: str) -> str:
@@ -148,8 +149,7 @@ def test_servers_that_wait_for_another_number_of_workers_refuse() -> None:
     with Servers(3, 1) as servers:
         for rank, text in enumerate(pool(WORLD).call(join, servers.address)):
             assert text == (f"Refused: coordinator {servers.address}: {text.partition(': ')[2].partition(': ')[2]}")
-            assert f"worker {rank} on " in text
-            assert "expects 2 workers, the job has 3: start all with the same world size" in text
+            assert re.search(rf"worker {rank} on .* 2 .* 3\b.*E-WORKERS", text), text
 
 
 def weightless(rank: int, setting: Setting) -> list[str]:
@@ -169,7 +169,7 @@ def test_weights_of_0_on_every_rank_raise_on_every_rank(path: str) -> None:
         setting = setting._replace(addresses=tuple(m.address for m in made), fields=(("deadline_s", 4.0),))
         results = pool(WORLD).call(weightless, setting)
     for first, again in results:
-        assert first.startswith("ValueError: step 0: every worker has weight 0"), results
+        assert re.match(r"InvalidInput: step 0: .*E-WEIGHT", first), results
         assert again != "nothing", "a step after an error must not pass as if all were well"
 
 
@@ -195,4 +195,4 @@ def test_a_server_that_sends_more_than_it_has_reason_to_is_let_go() -> None:
                     serving._transport.send(rank, Header(Kind.RESULT, 9, sender=SERVER_BASE), bytes(20 << 20))
                 break
         for line in said.result():
-            assert re.search("server 0: sent more than 16......? bytes that nobody has asked for", line), line
+            assert re.search(r"server 0: .* 16\d{6,7} bytes .*E-FRAME", line), line

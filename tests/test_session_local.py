@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,7 @@ def change_over(rank: int, address: str) -> list[list[torch.Tensor]]:
     late = msgspec.structs.replace(late, buckets=tuple(msgspec.structs.replace(b, stale=True) for b in late.buckets))
     for number, every in enumerate((1, 2, H)):
         training.train(3 * number, 3 * number + 3)
-        with pytest.raises(ValueError, match="a step late, behind local steps"):
+        with pytest.raises(ValueError, match="late.*E-PLAN-SWITCH"):
             commlayer.switch(training.session, late)
         commlayer.switch(training.session, plan(job, every))
         found.append(training.tensors())
@@ -321,7 +322,7 @@ def test_local_steps_without_an_optimizer_to_follow_are_refused() -> None:
         results = pool(WORLD).call(refused, servers.address)
     for lines in results:
         for line in lines:
-            assert line.startswith(f"plan: of {H} local steps: got optimizer NoneType, allowed: a torch.optim.Optimizer")
+            assert re.match(rf"plan: of {H} local steps: .*NoneType.*E-SYNC-OPTIMIZER", line), line
 
 
 def test_local_steps_and_late_results_are_one_or_the_other() -> None:
@@ -332,8 +333,9 @@ def test_local_steps_and_late_results_are_one_or_the_other() -> None:
 
 
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda: Outer(lr=0.0), "Outer: lr 0.0, allowed"), (lambda: Outer(lr=float("nan")), "Outer: lr nan, allowed"),
-    (lambda: Outer(momentum=1.0), "Outer: momentum 1.0, allowed"),
+    (lambda: Outer(lr=0.0), r"Outer: lr 0\.0.*E-OPTIM-ARGUMENT"),
+    (lambda: Outer(lr=float("nan")), "Outer: lr nan.*E-OPTIM-ARGUMENT"),
+    (lambda: Outer(momentum=1.0), r"Outer: momentum 1\.0.*E-OPTIM-ARGUMENT"),
 ])
 def test_an_outer_optimizer_that_cannot_be_is_refused(make: Callable[[], Outer], said: str) -> None:
     with pytest.raises(ValueError, match=said):

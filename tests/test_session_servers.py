@@ -28,5 +28,6 @@ def test_a_server_that_is_stopped_or_killed_is_named_with_its_node(server: int, 
         results = run.ended(END_S)
         for code, errors in results:
             assert code == 1
-            assert re.match(rf"commlayer.errors.PeerLost: server {server}: .* on node {server}\b", last_line(errors)), results
+            line = rf"commlayer.errors.PeerLost: server {server}: .* on node {server}\b.*E-PEER-LOST"
+            assert re.match(line, last_line(errors)), results
         assert all(gone(pid, END_S) for pid in pids)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -227,23 +228,23 @@ def compiled_autograd_configured(t: Attached) -> None:
             t.optimizer.step()
 
 
-TOOK_PLACE = "parameter 0.weight took the place of another parameter"
-UNFROZEN = "was frozen when the model was attached, and no longer is"
-NOT_AVERAGED = "the gradient of 0.weight was not averaged"
+TOOK_PLACE = r"parameter 0\.weight .*place.*E-MODEL-CHANGED"
+UNFROZEN = "frozen.*E-MODEL-CHANGED"
+NOT_AVERAGED = r"0\.weight .*E-GRADIENT-LOCAL"
 WRONG: list[tuple[Script, str, str, str]] = [
     (assigned, "mlp", TOOK_PLACE, "module, ddp, local module, local ddp"),
     (assigned_under_the_old_optimizer, "mlp", TOOK_PLACE, "module, ddp, local module"),
-    (body_unfrozen, "body", f"parameter body.weight {UNFROZEN}", "module, ddp, local ddp"),
-    (other_adapter, "body", f"parameter b.weight {UNFROZEN}", "module, ddp, local module"),
-    (adapters_injected, "body", "parameter head.low.weight was added", "module, ddp, local ddp"),
+    (body_unfrozen, "body", rf"parameter body\.weight .*{UNFROZEN}", "module, ddp, local ddp"),
+    (other_adapter, "body", rf"parameter b\.weight .*{UNFROZEN}", "module, ddp, local module"),
+    (adapters_injected, "body", r"parameter head\.low\.weight .*added.*E-MODEL-CHANGED", "module, ddp, local ddp"),
     (written_by_autograd_grad, "mlp", NOT_AVERAGED, "module, ddp"),
     (written_in_place, "mlp", NOT_AVERAGED, "module, ddp"),
     (written_by_func_grad, "mlp", NOT_AVERAGED, "module, ddp, local ddp"),  # DDP has made no connection before a first pass
     (never_out_of_no_sync, "mlp", NOT_AVERAGED, "module, ddp"),
-    (in_double, "mlp", "parameter 0.weight was float32 when the model was attached, and is float64", "ddp"),
-    (compiled_autograd, "mlp", "compiled autograd", "module, local module"),
-    (compiled_autograd_configured, "mlp", "compiled autograd", "module, local module"),
-    (compiled_autograd, "mlp", "Compiled autograd is not compatible with C++ DDP Reducer", "ddp"),
+    (in_double, "mlp", r"parameter 0\.weight .*float32 .*float64.*E-MODEL-CHANGED", "ddp"),
+    (compiled_autograd, "mlp", "E-COMPILED", "module, local module"),
+    (compiled_autograd_configured, "mlp", "E-COMPILED", "module, local module"),
+    (compiled_autograd, "mlp", r"Compiled autograd is not compatible with C\+\+ DDP Reducer", "ddp"),
 ]
 
 
@@ -270,7 +271,7 @@ def play(rank: int, script: Script, kind: str, how: str, who: tuple[int, ...] = 
 def test_a_script_that_parts_ranks_ends_by_one_line(script: Script, kind: str, line: str, how: str) -> None:
     results = pool(WORLD).call(play, script, kind, how)
     for played in results:
-        assert line in played.said
+        assert re.search(line, played.said), played.said
         assert "\n" not in played.said
         assert not [warned for warned in played.lines if "were not exchanged" not in warned]
     if "local" not in how:
@@ -284,9 +285,8 @@ def test_a_script_that_parts_ranks_ends_by_one_line(script: Script, kind: str, l
 ], ids=lambda value: getattr(value, "__name__", value) if callable(value) else value)
 def test_an_error_of_one_rank_ends_all(script: Script, kind: str, line: str, how: str) -> None:
     other, own = pool(WORLD).call(play, script, kind, how, (1,))
-    assert own.said.startswith("ValueError: ")
-    assert line in own.said
-    assert line in other.said, "it learns why"
+    assert re.match(f"InvalidInput: .*{line}", own.said), own.said
+    assert re.search(line, other.said), "it learns why"
 
 
 # ---- scripts that are right
@@ -540,7 +540,7 @@ def guarded() -> Iterator[Guarded]:
 
 def test_gradients_of_no_exchange_are_refused_and_the_error_stays(guarded: Guarded) -> None:
     guarded.write()
-    with pytest.raises(ValueError, match="the gradient of p0 was not averaged") as caught:
+    with pytest.raises(ValueError, match="p0 .*E-GRADIENT-LOCAL") as caught:
         guarded.optimizer.step()
     assert guarded.latched == [caught.value]
     assert all(bool((p == 1).all()) for p in guarded.parameters), "nothing was applied"
@@ -552,11 +552,11 @@ def test_each_parameter_has_its_own_last_step(guarded: Guarded) -> None:
     first.step()
     guarded.write()
     second.step()
-    with pytest.raises(ValueError, match="of p0 was not averaged since its last step, nor those of 9 others"):
+    with pytest.raises(ValueError, match=r"p0 .* 9 others.*E-GRADIENT-LOCAL"):
         first.step()
     guarded.exchange()
     first.step()
-    with pytest.raises(ValueError, match="of p5 was not averaged since its last step, nor those of 4 others"):
+    with pytest.raises(ValueError, match=r"p5 .* 4 others.*E-GRADIENT-LOCAL"):
         torch.optim.SGD(guarded.parameters[5:], lr=0.1).step()
 
 
@@ -569,14 +569,14 @@ def test_the_same_gradients_may_be_applied_again_and_zeros_always(guarded: Guard
     guarded.optimizer.zero_grad()
     guarded.optimizer.step()
     guarded.parameters[7].grad = torch.ones(3)
-    with pytest.raises(ValueError, match="of p7 was"):
+    with pytest.raises(ValueError, match="p7 .*E-GRADIENT-LOCAL"):
         guarded.optimizer.step()
 
 
 def test_a_closure_is_judged_when_it_has_run(guarded: Guarded) -> None:
     guarded.write()
     guarded.optimizer.step(guarded.exchange)
-    with pytest.raises(ValueError, match="of p0 was"):
+    with pytest.raises(ValueError, match="p0 .*E-GRADIENT-LOCAL"):
         guarded.optimizer.step(functools.partial(guarded.write, 2.0))
 
 
@@ -587,7 +587,7 @@ def test_a_step_that_raises_is_no_step_and_hides_none(guarded: Guarded) -> None:
     with pytest.raises(ArithmeticError):
         guarded.optimizer.step(fails)
     guarded.write()
-    with pytest.raises(ValueError, match="of p0 was"):
+    with pytest.raises(ValueError, match="p0 .*E-GRADIENT-LOCAL"):
         torch.optim.SGD(guarded.parameters, lr=0.1).step()
 
 

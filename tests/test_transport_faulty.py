@@ -6,7 +6,7 @@ import pytest
 from faulty import Fault, Faulty, faulty
 from transport_kit import closing, data, soon
 
-from commlayer.errors import PeerLost
+from commlayer.errors import PeerLost, code_of
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Kind, Transport
 
@@ -77,20 +77,22 @@ def test_close_ends_what_is_delayed() -> None:
     with closing([a, b]):
         late = a.send(1, data(0), b"never")
         a.close()
-        assert "closed" in str(late.error())
+        assert code_of(late.error()) == "E-SESSION-CLOSED"
 
 
 def test_fail_ends_the_peer_on_both_sides() -> None:
     a, b = pair([Fault("fail", nth=2)])
     with closing([a, b]):
         assert a.send(1, data(0)).error() is None
-        assert "worker 1: failed by the script" in str(a.send(1, data(0)).error())
+        failed = a.send(1, data(0)).error()
+        assert failed is not None
+        assert (failed.code, failed.peer, failed.what) == ("E-PEER-LOST", "worker 1", "failed by the script")
         b.wait(b.recv(0), soon())
-        with pytest.raises(PeerLost, match="worker 0"):
+        with pytest.raises(PeerLost, match="worker 0: .*E-PEER-LOST"):
             b.wait(b.recv(0), soon())
         assert a.shots == [1]
 
 
 def test_an_unknown_fault() -> None:
-    with pytest.raises(ValueError, match="'explode', allowed: drop, delay, corrupt, duplicate, fail"):
+    with pytest.raises(ValueError, match="'explode'.*drop, delay, corrupt, duplicate, fail.*E-ARGUMENT"):
         faulty(Hub().transport(0), [Fault("explode")])

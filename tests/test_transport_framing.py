@@ -132,18 +132,18 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
     def allocate(_: int) -> memoryview:
         raise AssertionError("allocated")
 
-    with pytest.raises(CorruptFrame, match="announces a body of 101 bytes, allowed 100"):
+    with pytest.raises(CorruptFrame, match=r"\b101 bytes\b.*\b100\b.*E-FRAME"):
         Reader(100, allocate).feed(wire(FULL, b"x" * 101))
     assert len(Reader(100).feed(wire(FULL, b"x" * 100))) == 1
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
-    (4, 2, "frame version 2, here 8"),
-    (5, 0, "unknown kind 0"),
-    (5, 77, "unknown kind 77"),
-    (6, 0x80, "flags 0x80"),
-    (22, 2, "part 2 of 2"),
-    (29, 1, "reserved 010000"),
+    (4, 2, r"version 2\b.*E-VERSION"),
+    (5, 0, r"kind 0\b.*E-FRAME"),
+    (5, 77, r"kind 77\b.*E-FRAME"),
+    (6, 0x80, r"flags 0x80\b.*E-FRAME"),
+    (22, 2, r"part 2 of 2\b.*E-FRAME"),
+    (29, 1, r"reserved 010000\b.*E-FRAME"),
 ])
 def test_a_well_checksummed_header_that_breaks_the_format(offset: int, value: int, message: str) -> None:
     data = bytearray(wire(FULL, b"abc"))
@@ -159,14 +159,15 @@ def test_only_payloads_may_lack_their_zeros(kind: Kind) -> None:
     if kind in (Kind.PUSH, Kind.RESULT):
         assert len(Reader().feed(data)) == 1
         return
-    with pytest.raises(CorruptFrame, match=f"{kind.name} without its zeros, allowed in PUSH and RESULT alone"):
+    with pytest.raises(CorruptFrame, match=f"{kind.name} .*zeros.*PUSH and RESULT.*E-FRAME"):
         Reader().feed(data)
 
 
 @pytest.mark.parametrize(("start", "guess"), [
-    (b"GET / HTTP/1.1\r\n", "web browser"), (b"HTTP/1.1 400 Bad", "HTTP server"), (b"PRI * HTTP/2.0\r\n", "gRPC"),
-    (b"\x16\x03\x01\x02", "TLS client"), (b"SSH-2.0-OpenSSH_9", "SSH server"), (b"CML9", "another wire format"),
-    (b"\x80\x04\x95\x00", "not a commlayer peer"),
+    (b"GET / HTTP/1.1\r\n", "web browser.*E-ADDRESS"), (b"HTTP/1.1 400 Bad", "HTTP server.*E-ADDRESS"),
+    (b"PRI * HTTP/2.0\r\n", "gRPC.*E-ADDRESS"), (b"\x16\x03\x01\x02", "TLS client.*E-TLS"),
+    (b"SSH-2.0-OpenSSH_9", "SSH server.*E-ADDRESS"), (b"CML9", "CML9.*E-VERSION"),
+    (b"\x80\x04\x95\x00", r"x80\\x04.*E-ADDRESS"),
 ])
 def test_wrong_magic_says_who_is_probably_there(start: bytes, guess: str) -> None:
     with pytest.raises(CorruptFrame, match=guess):
@@ -193,7 +194,7 @@ def test_frames_before_the_fault_are_delivered_and_none_after() -> None:
     reader = Reader()
     (frame,) = reader.feed(good)
     assert bytes(frame.body) == b"good"
-    with pytest.raises(CorruptFrame, match=r"checksum of a body of 3 bytes.*step 123456, bucket 42"):
+    with pytest.raises(CorruptFrame, match=r"\b3 bytes\b.*step 123456, bucket 42.*E-CHECKSUM"):
         reader.feed(bytes(bad) + good)
 
 
@@ -233,7 +234,7 @@ def test_a_checksummed_random_header_is_refused_or_read_back(head: bytes, tail: 
                                    "undone"])
 def test_what_does_not_fit_its_field_is_our_bug(field: str) -> None:
     for value in (-1, 1 << 64):
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match=rf"{field}={value}\b.*E-TRANSPORT-USE"):
             framing.encode(FULL._replace(**{field: value}), 0, 0)
 
 

@@ -61,10 +61,10 @@ def ranks() -> Iterator[Ranks]:
     processes.end()
 
 
-def survivors_say(ranks: Ranks, n: int, error: str) -> list[dict[str, Any]]:
+def survivors_say(ranks: Ranks, n: int, error: str, code: str) -> list[dict[str, Any]]:
     said = [ranks.line(rank) for rank in range(n - 1)]
     for line in said:
-        assert (line.get("error"), line.get("peer")) == (error, f"worker {n - 1}"), line
+        assert (line.get("error"), line.get("code"), line.get("peer")) == (error, code, f"worker {n - 1}"), line
     for process in ranks.running[: n - 1]:
         assert process.stdin is not None
         process.stdin.close()
@@ -82,7 +82,7 @@ def test_a_killed_trainer_is_lost_at_once_though_its_dataloader_worker_lives(ran
     for rank in range(n):
         assert ranks.line(rank) == {"step": 3}
     os.kill(ranks.running[-1].pid, signal.SIGKILL)
-    for line in survivors_say(ranks, n, "PeerLost"):
+    for line in survivors_say(ranks, n, "PeerLost", "E-PEER-LOST"):
         assert line["early_s"] > 0
     os.kill(worker, 0)  # it holds copies of whatever it did not close
 
@@ -93,5 +93,5 @@ def test_a_stopped_trainer_is_overdue_by_name(ranks: Ranks) -> None:
     for rank in range(n):
         assert ranks.line(rank) == {"step": 3}
     os.kill(ranks.running[-1].pid, signal.SIGSTOP)
-    for line in survivors_say(ranks, n, "DeadlineExceeded"):
+    for line in survivors_say(ranks, n, "DeadlineExceeded", "E-DEADLINE"):
         assert -30 < line["early_s"] <= 0

@@ -160,7 +160,7 @@ print([links.send(0, 10.0, 1000) for _ in range(50)][-1])
 
 @pytest.mark.parametrize("link", [HostLink(0, 1), HostLink(1, -1), HostLink(1, 1, -0.1), HostLink(math.nan, 1)])
 def test_rates_that_make_no_sense(tmp_path: Path, link: HostLink) -> None:
-    with pytest.raises(ValueError, match="host 0"):
+    with pytest.raises(ValueError, match=rf"host 0: .*{link.up_bps}\b.*E-ARGUMENT"):
         ShapedLinks(tmp_path / "links", [link])
 
 
@@ -174,7 +174,7 @@ def test_for_real_a_slow_link_takes_at_least_its_time_and_a_loss_comes_behind_th
     got = [b.wait(b.recv(0), soon()).header.bucket for _ in range(4)]
     assert time.monotonic() - begin >= 4 * 25_000 / 1e6 + 0.01
     assert got == [0, 1, 2, 3]
-    with pytest.raises(PeerLost, match="worker 0: closed its end"):
+    with pytest.raises(PeerLost, match="worker 0: .*E-PEER-LOST"):
         b.wait(b.recv(0), soon())
     b.close()
     links.close()

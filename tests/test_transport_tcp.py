@@ -32,26 +32,26 @@ def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
 
 def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
     host, port = pair[0].listen()
-    with pytest.raises(ValueError, match=f"cannot listen on {host}:{port}: the port is in use: stop the process"):
+    with pytest.raises(ValueError, match=f"{host}:{port}: .*in use.*E-ADDRESS"):
         StreamTransport(Hello("test", 0)).listen(host, port)
 
 
 def test_an_address_of_another_machine() -> None:
-    with pytest.raises(ValueError, match="not of this machine"):
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1:0: .*machine.*E-ADDRESS"):
         StreamTransport(Hello("test", 0)).listen("192.0.2.1", 0)
 
 
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = sock.getsockname()
-    with pytest.raises(PeerLost, match=rf"server 0: cannot reach 127.0.0.1:{address[1]} \(deadline .* s\): .*refused: check"):
+    with pytest.raises(PeerLost, match=rf"server 0: .*127\.0\.0\.1:{address[1]}\b.*refused.*E-PEER-LOST"):
         StreamTransport(Hello("test", 0)).dial(SERVER_BASE, address, soon())
 
 
 def test_somebody_there_who_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         begin = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="server 0: no CHALLENGE before the deadline"):
+        with pytest.raises(DeadlineExceeded, match="server 0: .*CHALLENGE.*E-DEADLINE"):
             StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2)
         assert time.monotonic() - begin >= 0.2
 
@@ -65,7 +65,7 @@ def test_a_web_server_there() -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        with pytest.raises(CommError, match=r"server 0: (wrong magic .* probably an HTTP server|connection lost)"):
+        with pytest.raises(CommError, match="server 0: .*(HTTP server.*E-ADDRESS|E-PEER-LOST)"):
             StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
         thread.join(PATIENCE_S)
 
@@ -87,7 +87,7 @@ def test_a_forked_child_holds_no_connection_open(pair: tuple[StreamTransport, St
     try:
         assert exchange_pair(a, b)  # the child's closing did not end ours
         a.abort(CommError("the end"))
-        with pytest.raises(PeerLost, match="worker 0: connection closed"):
+        with pytest.raises(PeerLost, match="worker 0: .*E-PEER-LOST"):
             b.wait(b.recv(0), soon())
     finally:
         os.close(write)
@@ -105,7 +105,7 @@ def test_a_peer_that_does_not_read_holds_close_up_no_longer_than_the_flush_time(
         end.close()
         assert time.monotonic() - begin < PATIENCE_S
         for handle in handles:
-            with pytest.raises(CommError, match="this end of the transport was closed"):
+            with pytest.raises(CommError, match="E-SESSION-CLOSED"):
                 end.wait(handle, soon())
 
 

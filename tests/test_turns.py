@@ -222,7 +222,7 @@ def test_a_tensor_that_is_most_of_a_model_is_cut_for_turns_of_one_size() -> None
         assert max(loads) < 1.3 * sum(loads) / made.servers, "a turn waits for the server that has most of it"
     whole = plan(one, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
     assert price(made) < 0.9 * price(whole)
-    with pytest.raises(ValueError, match="fragments=2: the plan's buckets make 1 at most"):
+    with pytest.raises(ValueError, match=r"fragments=2: .* 1 .*E-SYNC-FRAGMENTS"):
         simulate(rounds(one, 8, 2), one, at(1e7), measured(at(1e7)))
 
 

@@ -70,5 +70,5 @@ def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_ne
 
 
 def test_one_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PeerLost, match="not reachable"):
+    with pytest.raises(PeerLost, match="not reachable.*E-PEER-LOST"):
         told(Desk(AWAY[0]), ViewWords(VIEW, 0.0, 0.0), monkeypatch)

@@ -135,31 +135,30 @@ def test_a_chunk_that_is_named_may_be_zero() -> None:
 
 
 @pytest.mark.parametrize(("body", "line"), [
-    (b"", "has 0 bytes, the size alone 4"),
-    (SHORT[:3], "has 3 bytes, the size alone 4"),
-    (damaged(0, bytes(4)), "is of 0 bytes, allowed 1 to 1048576"),
-    (damaged(0, struct.pack("<I", CAP_NBYTES + 1)), "is of 1048577 bytes, allowed 1 to 1048576"),
-    (damaged(0, b"\xff" * 4), "is of 4294967295 bytes, allowed 1 to 1048576"),
-    (SHORT[:4], "ends after 4 bytes, within the bitmap of 157 chunks"),
-    (SHORT[:23], "ends after 23 bytes, within the bitmap of 157 chunks"),
-    (damaged(0, struct.pack("<I", CAP_NBYTES)), "ends after 64 bytes, within the bitmap of 32768 chunks"),
-    (damaged(23, b"\x30"), "names chunks behind the 157 that it has"),
-    (damaged(23, b"\x90"), "names chunks behind the 157 that it has"),
-    (SHORT[:-1], "has 63 bytes, by its bitmap 64"),
-    (SHORT + b"\0", "has 65 bytes, by its bitmap 64"),
-    (SHORT[:24], "has 24 bytes, by its bitmap 64"),
-    (damaged(4, b"\x03"), "has 64 bytes, by its bitmap 96"),
-    (damaged(4, b"\x00"), "has 64 bytes, by its bitmap 32"),
-    (damaged(23, b"\x00"), "has 64 bytes, by its bitmap 56"),
-    (damaged(0, struct.pack("<I", 4999)), "has 64 bytes, by its bitmap 63"),
+    (b"", r"\b0 bytes\b.*\b4\b"),
+    (SHORT[:3], r"\b3 bytes\b.*\b4\b"),
+    (damaged(0, bytes(4)), r"\b0 bytes\b.*\b1 to 1048576\b"),
+    (damaged(0, struct.pack("<I", CAP_NBYTES + 1)), r"\b1048577 bytes\b.*\b1 to 1048576\b"),
+    (damaged(0, b"\xff" * 4), r"\b4294967295 bytes\b.*\b1 to 1048576\b"),
+    (SHORT[:4], r"\b4 bytes\b.*\b157 chunks"),
+    (SHORT[:23], r"\b23 bytes\b.*\b157 chunks"),
+    (damaged(0, struct.pack("<I", CAP_NBYTES)), r"\b64 bytes\b.*\b32768 chunks"),
+    (damaged(23, b"\x30"), "chunks behind the 157 "),
+    (damaged(23, b"\x90"), "chunks behind the 157 "),
+    (SHORT[:-1], r"\b63 bytes\b.*\b64\b"),
+    (SHORT + b"\0", r"\b65 bytes\b.*\b64\b"),
+    (SHORT[:24], r"\b24 bytes\b.*\b64\b"),
+    (damaged(4, b"\x03"), r"\b64 bytes\b.*\b96\b"),
+    (damaged(4, b"\x00"), r"\b64 bytes\b.*\b32\b"),
+    (damaged(23, b"\x00"), r"\b64 bytes\b.*\b56\b"),
+    (damaged(0, struct.pack("<I", 4999)), r"\b64 bytes\b.*\b63\b"),
 ])
 def test_damage_is_refused_in_a_line_before_anything_is_allocated(body: bytes, line: str) -> None:
     def allocate(_: int) -> memoryview:
         raise AssertionError("allocated")
 
-    with pytest.raises(CorruptFrame) as caught:
+    with pytest.raises(CorruptFrame, match=rf"{line}.*\[E-FRAME\]$"):
         put_back(memoryview(body), CAP_NBYTES, allocate)
-    assert str(caught.value) == f"a body without its zeros {line}"
 
 
 def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> None:
@@ -176,7 +175,7 @@ def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> 
         (one,) = reader.feed(frame(Header(Kind.PUSH, step=8, bucket=3, flags=Flag.MEAN | Flag.WITHOUT_ZEROS), SHORT))
         return assembly.whole(one)
 
-    with pytest.raises(CorruptFrame, match=r"is of 5000 bytes, allowed 1 to 4999 \(step 8, bucket 3\)"):
+    with pytest.raises(CorruptFrame, match=r"\b5000 bytes\b.*\b1 to 4999 \(step 8, bucket 3\).*E-FRAME"):
         feed(4999)
     assert taken == [len(SHORT)]
     whole = feed(5000)
@@ -250,11 +249,11 @@ def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: 
 def test_a_peer_that_sends_damage_is_dropped_by_name() -> None:
     end = StreamTransport(Hello("test", SERVER_BASE), settings=Settings(max_nbytes=CAP_NBYTES))
     try:
-        for rank, body, line in ((5, SHORT[:-1], "by its bitmap 64"), (6, struct.pack("<I", 1 << 21), "is of 2097152 bytes")):
+        for rank, body, line in ((5, SHORT[:-1], r"\b63 bytes\b.*\b64\b"), (6, struct.pack("<I", 1 << 21), "2097152 bytes")):
             sock = raw_peer(end.listen(), rank)
             waiting = end.recv(rank)
             sock.sendall(frame(Header(Kind.PUSH, 1, 4, 2, flags=Flag.WITHOUT_ZEROS), body))
-            with pytest.raises(CorruptFrame, match=rf"worker {rank}: a body without its zeros .*{line}.*\(step 4, bucket 2\)"):
+            with pytest.raises(CorruptFrame, match=rf"worker {rank}: .*{line}.*\(step 4, bucket 2\).*E-FRAME"):
                 end.wait(waiting, soon())
             sock.close()
     finally:

@@ -79,7 +79,7 @@ def main(rank: int, n: int, deadline_s: float, loader: bool) -> None:
             if step == 3:
                 say(step=step)
     except CommError as error:
-        say(error=type(error).__name__, peer=error.peer, text=str(error), early_s=deadline - time.monotonic())
+        say(error=type(error).__name__, peer=error.peer, code=error.code, early_s=deadline - time.monotonic())
     sys.stdin.read()  # the others must not take our end for the one under test
     transport.close()
     del held

@@ -141,7 +141,7 @@ class Cluster:
             if all_free(hosts, ports):
                 return ports
         raise CommError(f"no {len(ports)} ports in a row are free on {', '.join(hosts)}, of {PORT_TRIES} that were tried in "
-                        f"{PORTS.start} to {PORTS.stop - 1}", peer="chaos")
+                        f"{PORTS.start} to {PORTS.stop - 1}", peer="chaos", code="E-ADDRESS")
 
     def _data_port(self, number: int) -> int:
         return self._ports[1 + number + self.setting.apart] if self.setting.apart else self._ports[1 + number]
@@ -396,5 +396,5 @@ def all_free(hosts: Sequence[str], ports: Sequence[int]) -> bool:
                 if error.errno == errno.EADDRINUSE:
                     return False
                 line = f"cannot listen at {host}:{port}: {error.strerror} (errno {error.errno})"
-                raise CommError(line, peer="chaos") from None
+                raise CommError(line, peer="chaos", code="E-ADDRESS") from None
     return True

@@ -23,7 +23,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     result: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if result and start < result[-1][1]:
-            raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: position {start} is there twice")
+            raise InvalidInput("E-SAMPLER-STATE", f"ledger: position {start} is there twice")
         if result and start == result[-1][1]:
             result[-1] = (result[-1][0], stop)
         else:

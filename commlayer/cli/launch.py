@@ -46,7 +46,7 @@ def launch(
         raise InvalidInput("E-CLI-OPTION",
                            "--join is missing: host:port of the machine where `commlayer serve` runs, which prints this line")
     if not config.token:
-        raise InvalidInput("E-CLI-OPTION", f"--join {config.join} asks for the job's secret: {REMEDY}")
+        raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
     if not script.is_file():
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     # Here, since they load grpc, which --help does without.

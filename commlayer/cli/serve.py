@@ -44,7 +44,7 @@ def serve(
     made = ""
     if not config.token:
         if config.join:
-            raise InvalidInput("E-CLI-OPTION", f"--join {config.join} asks for the job's secret: {REMEDY}")
+            raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
         made = secret.new()
         config = msgspec.structs.replace(config, token=made)
     if servers is None:

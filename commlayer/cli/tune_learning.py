@@ -100,7 +100,7 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
         raise InvalidInput("E-USER-CODE", f"{what} returned a dict without {', '.join(absent)}; needed is a function {WHAT}")
     for field in FIELDS:
         if not (isinstance(made[field], nn.Module) if field == "model" else callable(made[field])):
-            raise InvalidInput("E-CLI-OPTION", f"{what}: its {field} is of type {type(made[field]).__name__}, needed is "
+            raise InvalidInput("E-USER-CODE", f"{what}: its {field} is of type {type(made[field]).__name__}, needed is "
                                f"{'a torch.nn.Module' if field == 'model' else f'a function: {CALLED[field]}'}")
     return {field: made[field] for field in FIELDS}
 

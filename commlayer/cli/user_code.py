@@ -138,7 +138,7 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     from commlayer.measure.model_times import timed_job
 
     if batch is not None and batch < 1:
-        raise InvalidInput("E-USER-CODE", f"batch of {text}: got {batch}, allowed: at least 1")
+        raise InvalidInput("E-CLI-OPTION", f"batch of {text}: got {batch}, allowed: at least 1")
     made = of_user(text, make)
     try:
         model, loss_of = made

@@ -15,6 +15,7 @@ from commlayer.compressors.onebit import OneBit
 from commlayer.compressors.qsgd import Qsgd
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
+from commlayer.errors import without_code
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
     except ValueError as error:
         if str(error) not in _said:
             _said.add(str(error))
-            log.warning("%s; coding on the host", error)
+            log.warning("%s; coding on the host", without_code(error))
         return False
     return True
 

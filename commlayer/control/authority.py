@@ -71,7 +71,7 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
 def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
     """A certificate and the folder for that node. `again`: in place of one that it has, which is revoked."""
     if not NAME.fullmatch(name):
-        raise InvalidInput("E-KEYS",
+        raise InvalidInput("E-CLI-OPTION",
                            f"got {name!r} as a node's name, allowed: 1 to 63 letters, digits, '.', '_' and '-', a letter or "
                            "digit first, as in gpu-2")
     _check_days(days)
@@ -276,7 +276,7 @@ def _times(days: int) -> tuple[datetime.datetime, datetime.datetime]:
 
 def _check_days(days: int) -> None:
     if not 1 <= days <= MOST_DAYS:
-        raise InvalidInput("E-KEYS", f"days: got {days}, allowed: 1 to {MOST_DAYS}")
+        raise InvalidInput("E-CLI-OPTION", f"days: got {days}, allowed: 1 to {MOST_DAYS}")
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:

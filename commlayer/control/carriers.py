@@ -43,7 +43,8 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
         if carrier == "grpc" or alone:
             if carrier == "tcp" or streams is None:
                 offered = "takes gRPC streams alone" if streams else "takes no gRPC streams"
-                raise Refused(f"{offered} (setting carrier): set it alike here and there, or leave it out", peer=name)
+                raise Refused(f"{offered} (setting carrier): set it alike here and there, or leave it out", peer=name,
+                              code="E-SETTING")
             over_grpc(transport, peer, streams, keys, deadline)
             log.info("%s: over gRPC at %s", name, where)
             return

@@ -13,7 +13,7 @@ from commlayer.config import Config
 from commlayer.control import heartbeat_child, messages
 from commlayer.control.coordinator_channel import CoordinatorChannel, check_name, fingerprint, options, shown
 from commlayer.control.tls_check import check
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused, without_code
 from commlayer.records import View
 from commlayer.transport.key_folder import Keys
 
@@ -130,7 +130,8 @@ class Membership:
                 pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
-                    log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence", error)
+                    log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence",
+                                without_code(error))
                 self.reachable = False
                 # More than that cannot have been the coordinator's: this process was stopped, or waited for the GIL.
                 silent_s += min(time.monotonic() - mark, self._call_s + self._every_s)

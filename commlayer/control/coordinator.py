@@ -27,7 +27,7 @@ from commlayer.control.homes import Door
 from commlayer.control.proved_calls import CHALLENGE, Judge, Unproved
 from commlayer.control.rpc_server import Answer, Host
 from commlayer.control.said import fit
-from commlayer.errors import CorruptFrame, InvalidInput
+from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
 from commlayer.records import Record
 from commlayer.transport import event_loop
 from commlayer.transport.grpc_ends import Take
@@ -231,7 +231,7 @@ class Coordinator:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.places
             if self._again and not known and (why := membership.failure(self._state)):
-                return messages.Seat(missing=f"the job before has ended ({why}), and another one begins")
+                return messages.Seat(missing=f"the job before has ended ({without_code(why)}), and another one begins")
             late = began and not known and request.kind == "worker"
             self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
@@ -423,7 +423,7 @@ class Coordinator:
         where = self._port.where(peer)
         self._audit.refused(where, error.what)
         self._port.let_go(peer)
-        return f"{where}: {error.what}"
+        return coded(error.code, f"{where}: {error.what}")
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

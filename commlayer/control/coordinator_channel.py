@@ -131,7 +131,7 @@ class CoordinatorChannel:
         if self._looked != self._times and not self.look(timeout_s):
             raise PeerLost("not reachable: nobody answers there", peer=peer)
         if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
-            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-KEYS")
+            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-CERTIFICATE-REVOKED")
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)

@@ -11,6 +11,7 @@ from commlayer.config import join_host
 from commlayer.control.proved_calls import Unproved
 from commlayer.control.rpc_server import Host
 from commlayer.control.tls_front import Front
+from commlayer.errors import InvalidInput
 from commlayer.transport import event_loop, grpc_ends
 from commlayer.transport.grpc_ends import Take
 from commlayer.transport.key_folder import Certified, Keys
@@ -93,7 +94,7 @@ class GrpcPort:
 
 
 def stream_port(keys: Keys | None, bind: str, port: int, take: Take, refused: Callable[[str, str], None]) -> GrpcPort:
-    """One for data streams alone. OSError with a line if nothing can listen there."""
+    """One for data streams alone. InvalidInput if nothing can listen there."""
     check_free(bind, port)
     made = GrpcPort(keys, bind, port, refused)
     made.allow(MOST_EACH)
@@ -102,7 +103,7 @@ def stream_port(keys: Keys | None, bind: str, port: int, take: Take, refused: Ca
 
 
 def check_free(host: str, port: int) -> None:
-    """OSError with one line if nothing can listen there. gRPC's own error does not say why."""
+    """InvalidInput if nothing can listen there. gRPC's own error does not say why."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,4 +115,4 @@ def check_free(host: str, port: int) -> None:
                 line = f"{where} is in use: stop what listens there, or choose another --port (0 for any free one)"
             else:
                 line = f"cannot listen on {where}: {error.strerror}; bind an address of this machine"
-            raise OSError(error.errno, line) from None
+            raise InvalidInput("E-ADDRESS", line) from None

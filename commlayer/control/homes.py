@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from commlayer.control.messages import ANY, Attend, Attended, incompatible
+from commlayer.errors import coded
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -22,7 +23,8 @@ FORMER = 64
 """So many homes of meetings that broke off are kept in mind, to be told why."""
 
 
-RESTARTED = "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: start all homes again"
+RESTARTED = coded("E-MEETING-ENDED", "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: "
+                  "start all homes again")
 
 
 class Home(Record, frozen=True):
@@ -143,7 +145,7 @@ def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
                                        former=_kept({**state.former, home: said}), outlived=outlived)
     if not state.met:
         return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
-    said = f"home {state.here[home].who} {why}; start all homes again"
+    said = coded("E-MEETING-ENDED", f"home {state.here[home].who} {why}; start all homes again")
     former = {**state.former, **dict.fromkeys(state.here, said)}
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 
@@ -217,30 +219,35 @@ def _problem(state: Homes, asked: Attend, door: Door | None) -> str:
     if problem := incompatible(asked, state.version or next((h.asked.version for h in state.here.values()), "")):
         return problem
     if not state.workers:
-        return "the coordinator does not know how many workers to wait for: start it with commlayer serve --workers N"
+        return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
+                     "--workers N")
     if state.begun and door is None:
-        return f"the job has begun with {state.workers} workers; a running job takes no new members"
+        return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job takes no new members")
     if state.begun and door is not None:
         return _late(state, asked, door)
     left = state.workers - _count(state)
     if not 1 <= asked.workers <= left:
         names = ", ".join(h.who for h in state.here.values())
-        return (f"brings {asked.workers} workers, and {left} of the job's {state.workers} are missing (here: "
-                f"{names or 'nobody'}): start the coordinator with a larger --workers, or this home with fewer")
+        return coded("E-WORKERS", f"brings {asked.workers} workers, and {left} of the job's {state.workers} are missing (here: "
+                     f"{names or 'nobody'}): start the coordinator with a larger --workers, or this home with fewer")
     if asked.place != ANY and not 0 <= asked.place < state.workers:
-        return f"wishes to be home {asked.place}, allowed: 0 to {state.workers - 1}"
+        return coded("E-RANK", f"wishes to be home {asked.place}, allowed: 0 to {state.workers - 1}")
     other = next((h for h in state.here.values() if asked.place not in (ANY,) and h.asked.place == asked.place), None)
-    return "" if other is None else f"wishes to be home {asked.place}, which {other.who} is: give each --node-rank of its own"
+    if other is None:
+        return ""
+    return coded("E-RANK", f"wishes to be home {asked.place}, which {other.who} is: give each --node-rank of its own")
 
 
 def _late(state: Homes, asked: Attend, door: Door) -> str:
     """The same for who comes when the job runs."""
     if why := shut(state, door):
-        return why
+        return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
     if asked.workers > state.workers - door.there:
-        return (f"brings {asked.workers} workers, and {state.workers - door.there} of the job's {state.workers} are missing: "
-                "start this home with fewer")
-    return "the job has had too many workers" if state.workers + state.numbers + asked.workers > SERVER_BASE else ""
+        return coded("E-WORKERS", f"brings {asked.workers} workers, and {state.workers - door.there} of the job's "
+                     f"{state.workers} are missing: start this home with fewer")
+    if state.workers + state.numbers + asked.workers > SERVER_BASE:
+        return coded("E-JOB-FULL", "the job has had too many workers")
+    return ""
 
 
 def shut(state: Homes, door: Door) -> str:

@@ -187,9 +187,10 @@ class MeetingStore:
         mine = self._charged[by.name] - (freed if owner == by.name else 0)
         if mine + nbytes > by.most_nbytes:
             raise CorruptFrame(f"{by.name} keeps {mine} bytes at the coordinator already, allowed {by.most_nbytes}, its part: "
-                               "leave less in torch's store, or use fewer process groups between homes")
+                               "leave less in torch's store, or use fewer process groups between homes", code="E-QUOTA")
         if self.nbytes - freed + nbytes > by.all_nbytes:
-            raise CorruptFrame(f"the coordinator keeps {self.nbytes} bytes of homes already, allowed {by.all_nbytes}")
+            raise CorruptFrame(f"the coordinator keeps {self.nbytes} bytes of homes already, allowed {by.all_nbytes}",
+                               code="E-QUOTA")
 
 
 def _charge(name: str) -> int:

@@ -27,7 +27,7 @@ from commlayer.control.messages import (
     named_at,
     names,
 )
-from commlayer.errors import one_line
+from commlayer.errors import coded, one_line, without_code
 from commlayer.records import Member, Record, ServerInfo, View
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -112,7 +112,7 @@ def join(state: State, request: Join, now: float) -> Taken:
         asked = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
         line = f"{asked} on {_who(request)}: {problem}"
         kept = tuple(entry for entry in state.refused if entry[0] != asked)[-7:]
-        return Taken(msgspec.structs.replace(state, refused=(*kept, (asked, problem))), Seat(error=line))
+        return Taken(msgspec.structs.replace(state, refused=(*kept, (asked, without_code(problem)))), Seat(error=line))
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
         return Taken(state, Seat(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
@@ -300,26 +300,28 @@ def _problem(state: State, request: Join) -> str:
     if problem := incompatible(request, next((p.join.version for p in state.places.values()), "")):
         return problem
     if state.view is not None:
-        return f"the job has begun with {len(state.view.members)} workers; a running job takes no new members"
+        return coded("E-JOB-CLOSED", f"the job has begun with {len(state.view.members)} workers; a running job takes no new "
+                     "members")
     if request.kind == "server" and request.dials_only:
-        return (f"{request.certificate} was made with --dials-only, so it may not serve: name another node's keys, or make "
-                f"them with `commlayer keys add {request.certificate} --again`")
+        return coded("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not serve: name "
+                     f"another node's keys, or make them with `commlayer keys add {request.certificate} --again`")
     total = state.servers
     if request.kind == "worker":
         total = state.workers or request.world
         if not total:
-            return "neither it nor the coordinator says how many workers there are: commlayer serve --workers N"
+            return coded("E-WORKERS", "neither it nor the coordinator says how many workers there are: commlayer serve "
+                         "--workers N")
         if request.world not in (0, total):
-            return (f"expects {request.world} workers, the job has {total}: start all with the same world size, or with "
-                    "`commlayer launch --join` on machines that only dial out")
+            return coded("E-WORKERS", f"expects {request.world} workers, the job has {total}: start all with the same world "
+                         "size, or with `commlayer launch --join` on machines that only dial out")
     if not 0 <= total <= SERVER_BASE:
-        return f"a job of {total} {request.kind}s, allowed: 1 to {SERVER_BASE}"
+        return coded("E-WORKERS", f"a job of {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
     if request.rank != ANY and not 0 <= request.rank < total:
-        return f"rank {request.rank} is outside 0..{total - 1}"
+        return coded("E-RANK", f"rank {request.rank} is outside 0..{total - 1}")
     peers = [p for p in state.places.values() if p.join.kind == request.kind]
     if request.rank == ANY and len(peers) >= total:
         remedy = ": start the coordinator with a larger --servers" if request.kind == "server" else ""
-        return f"the job has its {total} {request.kind}s already{remedy}"
+        return coded("E-JOB-FULL", f"the job has its {total} {request.kind}s already{remedy}")
     return next(filter(None, (conflict(request, p) for p in peers)), "")
 
 
@@ -327,12 +329,12 @@ def conflict(request: Join, place: Place) -> str:
     """Why the request does not go with a seated process of the same kind. Tells no digest of that one's."""
     other = place.join
     if place.rank == request.rank:
-        return f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own"
+        return coded("E-RANK", f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own")
     if (other.job, other.gradients) != (request.job, request.gradients):
-        return (f"trains another model than {place.peer} on {_who(other)}: names, shapes and order of the parameters must be "
-                "equal")
+        return coded("E-RANKS-DIFFER", f"trains another model than {place.peer} on {_who(other)}: names, shapes and order of "
+                     "the parameters must be equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
-        return f"holds another plan than {place.peer} on {_who(other)}: give all workers the same plan"
+        return coded("E-RANKS-DIFFER", f"holds another plan than {place.peer} on {_who(other)}: give all workers the same plan")
     return ""
 
 

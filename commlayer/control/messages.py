@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, short_line
+from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
 PROTOCOL = 1
@@ -321,9 +321,10 @@ def version() -> str:
 def incompatible(asked: Join | Attend, version: str) -> str:
     """Why a process of such software cannot take part, or an empty string. `version`: of who is here; empty for nobody."""
     if asked.protocol != PROTOCOL:
-        return f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same commlayer everywhere"
+        return coded("E-VERSION", f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same "
+                     "commlayer everywhere")
     if version and asked.version != version:
-        return f"runs commlayer {asked.version}, the job {version}: install the same version everywhere"
+        return coded("E-VERSION", f"runs commlayer {asked.version}, the job {version}: install the same version everywhere")
     return ""
 
 
@@ -362,7 +363,9 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
-        raise CorruptFrame(_other_version(data) or f"sent a {kind.__name__} that breaks the format: {short_line(error, 200)}; "
+        if other := _other_version(data):
+            raise CorruptFrame(other, peer=peer, code="E-VERSION") from None
+        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {short_line(error, 200)}; "
                            f"where versions differ, install the same everywhere (here {version()})", peer=peer) from None
 
 

@@ -17,6 +17,7 @@ from commlayer.control.homes import Door
 from commlayer.control.membership import Place, State, Taken, conflict, cut, failure, over
 from commlayer.control.messages import FINISHED, Gone, Join, Overdue, Pulse, Seat, incompatible
 from commlayer.control.unmet import Unmet
+from commlayer.errors import coded, without_code
 from commlayer.records import Member, View
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -164,12 +165,12 @@ def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: flo
     """Why a home that comes should ask again. `seated`: the view's workers; `noticed`: who was heard last before is silent."""
     if over(state):
         why = failure(state)
-        return why and f"the job has ended ({why}); the server begins another one"
+        return why and f"the job has ended ({without_code(why)}); the server begins another one"
     here = [p for p in seated if p.here]
     lost = next((p for p in seated if not p.here and p.left != FINISHED), None)
     goes_on = state.min_workers and not unable(state)
     if lost is not None and not (goes_on and len(here) >= state.min_workers):
-        return f"the job is ending ({lost.peer}: {lost.dead or lost.left}); the server begins another one"
+        return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server begins another one"
     silent = [p for p in here if p.seen_s < noticed]
     if silent and (len(silent) == len(here) or not goes_on or len(here) >= state.workers):
         names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
@@ -201,11 +202,16 @@ def join(state: State, request: Join, now: float) -> Taken:
     first = workers[view.members[0].rank]
     differs = [f"{name} is {request.alike.get(name, 'unknown')} here, and {value} in the job; allowed: the same on all ranks"
                for name, value in first.join.alike.items() if request.alike.get(name) != value]
-    problem = incompatible(request, first.join.version) or door(state).shut.removesuffix("" if request.regroups else UNLESS)
+    problem, closed = incompatible(request, first.join.version), door(state)
+    if not problem and closed.shut:
+        why = closed.shut.removesuffix("" if request.regroups else UNLESS)
+        problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
     if not problem and not (request.regroups and state.workers <= request.rank < SERVER_BASE):
-        problem = "the job has begun, and takes in homes alone, by `commlayer launch`"
+        problem = coded("E-JOB-CLOSED", "the job has begun, and takes in homes alone, by `commlayer launch`")
     if not problem:
-        problem = next(filter(None, (conflict(request, p) for p in workers.values())), "") or next(iter(differs), "")
+        problem = next(filter(None, (conflict(request, p) for p in workers.values())), "")
+    if not problem and differs:
+        problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
         return Taken(state, Seat(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, RecordError
+from commlayer.errors import CorruptFrame, RecordError, without_code
 from commlayer.records import Record, View
 from commlayer.transport.journal import Entry, Folder, Found, Journal
 from commlayer.transport.summation_cell import Keep
@@ -51,7 +51,7 @@ class ServerJournal:
             if (found := self._folder.find()) is not None:
                 self.found, self.entries = _about(found), found.entries
         except CorruptFrame as error:
-            log.warning("%s: nothing of it is used", error)
+            log.warning("%s: nothing of it is used", without_code(error))
 
     def begin(self, about: About, sizes: Mapping[int, int]) -> Keep | None:
         """A new one, not yet in force: see `publish`. None if there is no room, and then there is none at all; RecordError

@@ -26,7 +26,7 @@ from commlayer.config import Config, host_port, is_loopback, join_host, read_con
 from commlayer.control import client, messages, piping
 from commlayer.control.coordinator import Coordinator
 from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.errors import CommError, InvalidInput, line_of
+from commlayer.errors import CommError, InvalidInput, line_of, without_code
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
             failed = "as its coordinator reports" if member is not None and member.failed else ""
         if part.parent or stopped.is_set() or not failed:
             return None
-        log.warning("the job has failed (%s): waits at %s for the next one", failed, control)
+        log.warning("the job has failed (%s): waits at %s for the next one", without_code(failed), control)
     # Workers know the coordinator's address, and learn those of servers from it.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))

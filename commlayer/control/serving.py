@@ -19,7 +19,7 @@ from commlayer.control.coordinator import Coordinator
 from commlayer.control.grpc_port import GrpcPort, stream_port
 from commlayer.control.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.control.server_journal import About, ServerJournal
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError, coded, line_of, without_code
 from commlayer.records import Plan, View
 from commlayer.transport.hello import Hello, Later, same_job
 from commlayer.transport.key_folder import Keys
@@ -88,10 +88,10 @@ class Serving:
         else:
             try:
                 self._streams = stream_port(keys, bind, port, self._transport.take, self._audit.refused)
-            except OSError as error:
+            except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
-                log.warning("no gRPC streams beside TCP: %s", error.strerror)
+                log.warning("no gRPC streams beside TCP: %s", line_of(error))
             else:
                 self.streams = join_host(bind, self._streams.number)
         self.address = self.address or self.streams
@@ -104,7 +104,7 @@ class Serving:
         if self._unfit:
             return self._unfit
         if theirs.rank not in self._members:
-            return f"is no member: the job has {len(self._members)} workers"
+            return coded("E-RANK", f"is no member: the job has {len(self._members)} workers")
         return same_job(self._hello)(theirs)
 
     def _certificate_of(self, rank: int) -> str:
@@ -158,7 +158,7 @@ class Serving:
                     raise CorruptFrame("no whole entry")
                 core.recall(bucket, *entry)
             except (CorruptFrame, ValueError) as error:
-                lost.append(f"{bucket} ({error})")
+                lost.append(f"{bucket} ({without_code(error)})")
                 core.forget(bucket)
         log.warning("journal: taken up where an earlier process ended, in generation %d, with %d of %d buckets",
                     core.generation, len(core.cells) - len(lost), len(core.cells))

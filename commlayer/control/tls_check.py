@@ -72,7 +72,7 @@ def _plain(sock: socket.socket, deadline: float) -> bool:
         sock.sendall(begin.read())
         first = sock.recv(len(HANDSHAKE))
     if first == HANDSHAKE:
-        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made", code="E-KEYS")
+        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made", code="E-TLS")
     return bool(first)
 
 
@@ -84,4 +84,4 @@ def _no_frames(address: str, deadline: float) -> None:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         if sock.recv(len(framing.MAGIC)) == framing.MAGIC:
             raise Refused("takes data there, and no control calls: check the port (`commlayer serve` prints both; that of data "
-                          "is the coordinator's and 1)")
+                          "is the coordinator's and 1)", code="E-ADDRESS")

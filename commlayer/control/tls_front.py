@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from commlayer.config import join_host
 from commlayer.control.farewell import goaway
-from commlayer.errors import CommError, RecordError
+from commlayer.errors import CommError, RecordError, coded
 from commlayer.transport.connection import drop, tune, watch
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.tls import CONTROL, LINGER_S, TlsSocket
@@ -139,7 +139,7 @@ class Front:
                 most = self._most
                 over = self._counts[certified.name] > most
             if over:
-                reason = f"its certificate ({certified.name}) has {most} control connections already"
+                reason = coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {most} control connections already")
                 self._refused(where, reason)
                 _say(sock, reason)
                 return

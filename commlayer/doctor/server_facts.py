@@ -97,7 +97,7 @@ def server(config: Config, version: str, wire: int) -> Server:
         # In a job that has begun nothing comes down but what is its own.
         down = "" if said.begun else _passes(link, About(wanted=FULL_NBYTES))
     except CommError as error:
-        return structs.replace(mine, error=error.what, silent=isinstance(error, PeerLost | DeadlineExceeded))
+        return structs.replace(mine, error=str(error), silent=isinstance(error, PeerLost | DeadlineExceeded))
     finally:
         link.close()
     with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:

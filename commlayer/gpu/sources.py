@@ -9,6 +9,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from commlayer.errors import InvalidInput
+
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = (PACKAGE.parent / "cuda", PACKAGE / "_cuda")
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -19,7 +21,8 @@ def folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
     for candidate in candidates:
         if (candidate / "common.cuh").is_file():
             return candidate
-    raise FileNotFoundError(f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
+    raise InvalidInput("E-GPU-CODE",
+                       f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
 
 
 @cache

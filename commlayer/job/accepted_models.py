@@ -32,7 +32,7 @@ class Claim:
         for name, p in named:
             holder = _claims.get(p)
             if holder is not None and holder() is not None:
-                raise InvalidInput("E-MODEL-UNSUPPORTED",
+                raise InvalidInput("E-ATTACHED-TWICE",
                                    f"{name or 'a parameter'} is attached already, by itself or inside a "
                                    "DistributedDataParallel "
                                    "module, and would be averaged twice: attach a model once, or close the other session first")
@@ -74,7 +74,7 @@ def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """ValueError for what apply_optimizer_in_backward has marked: its steps take this rank's own gradients."""
     for name, p in named:
         for optimizer in getattr(p, "_in_backward_optimizers", ()):
-            raise InvalidInput("E-MODEL-UNSUPPORTED",
+            raise InvalidInput("E-STEP-IN-BACKWARD",
                                f"{name} is stepped inside backward by {type(optimizer).__name__} "
                                "(apply_optimizer_in_backward), "
                                f"with what its own rank has: {STEP_AFTER_BACKWARD}")
@@ -105,7 +105,7 @@ def refuse_ddp_around(model: nn.Module) -> None:
         handle.remove()
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and any(module is model for module in outer.module.modules()):
-            raise InvalidInput("E-MODEL-UNSUPPORTED",
+            raise InvalidInput("E-ATTACHED-TWICE",
                                "the model is attached and inside a DistributedDataParallel module, so gradients would be "
                                "averaged twice: attach the DistributedDataParallel module instead, or leave it out")
 

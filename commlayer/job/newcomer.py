@@ -63,7 +63,7 @@ def enter(
                 continue
             if AWAY in ready:
                 raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
-                                "taken in there: run the same command again")
+                                "taken in there: run the same command again", code="E-JOIN-MISSED")
             if not dialled:  # servers know of it now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
@@ -94,6 +94,7 @@ def _check_givers(view: View, mine: int, link: Uplink) -> None:
     link.check()
     ids = [m.rank for m in view.members]
     if mine not in ids:
-        raise PeerLost("has gone on without this home", peer=f"coordinator {link.address}")
+        raise PeerLost("has gone on without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
     if ids[0] == mine:
-        raise CommError("the job ended before this home was taken in: no worker is left who has its weights")
+        raise CommError("the job ended before this home was taken in: no worker is left who has its weights",
+                        code="E-JOIN-MISSED")

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
 from commlayer.control import messages
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError, InvalidInput, coded
 from commlayer.job import home_process, optimizer_settings
 from commlayer.records import Plan
 from commlayer.transport import own_address
@@ -206,15 +206,15 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
         keyed = [r for r, row in enumerate(rows) if row.keys]
         if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
             if keyed:
-                return (f"keys: not set on {_who(bare, rows, ranks)}; others have keys: make those with `commlayer keys add "
-                        "NAME` and set COMMLAYER_KEYS on every machine (docs/security.md)")
-            return (f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} machines and traffic between "
-                    "them is plain text without keys: make some with `commlayer keys init` and set COMMLAYER_KEYS on every "
-                    "machine (docs/security.md), or set COMMLAYER_INSECURE=1 on every machine if you trust every machine on "
-                    "the way")
+                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}; others have keys: make those with "
+                             "`commlayer keys add NAME` and set COMMLAYER_KEYS on every machine (docs/security.md)")
+            return coded("E-PLAIN-TEXT", f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} "
+                         "machines and traffic between them is plain text without keys: make some with `commlayer keys init` "
+                         "and set COMMLAYER_KEYS on every machine (docs/security.md), or set COMMLAYER_INSECURE=1 on every "
+                         "machine if you trust every machine on the way")
         if all(_local(row.address) for row in rows):
-            return (f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: set MASTER_ADDR "
-                    "to an address that all reach, or COMMLAYER_BIND on every machine to its own")
+            return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: "
+                         "set MASTER_ADDR to an address that all reach, or COMMLAYER_BIND on every machine to its own")
     if other := [r for r, row in enumerate(rows) if row.model != rows[0].model]:
         return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: names, shapes, dtypes and order of "
                 "what is trained must be equal")

@@ -31,10 +31,10 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
     known: torch.Tensor | None
     known, version = getattr(grad, KNOWN, (None, 0))
     if parameter.numel() > MOST:
-        raise InvalidInput("E-OPTIM-GRADIENT",
+        raise InvalidInput("E-OPTIM-PARAMETER",
                            f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
     if not parameter.is_contiguous():
-        raise InvalidInput("E-OPTIM-GRADIENT",
+        raise InvalidInput("E-OPTIM-PARAMETER",
                            f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
                            "row by row: make the parameter contiguous()")
     if known is not None and grad._version == version and grad.shape == parameter.shape:

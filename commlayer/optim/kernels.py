@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 
 from commlayer import native
+from commlayer.errors import without_code
 from commlayer.gpu import launch
 from commlayer.optim import device, reference
 
@@ -35,7 +36,8 @@ def _can_launch(kind: str) -> bool:
     try:
         launch.launcher(torch.device(kind))
     except ValueError as error:
-        log.warning("sparse optimizers: %s; they run in torch's operations, which is correct but slower", error)
+        log.warning("sparse optimizers: %s; they run in torch's operations, which is correct but slower",
+                    without_code(error))
         return False
     return True
 

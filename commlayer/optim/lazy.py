@@ -39,9 +39,9 @@ class Lazy(Optimizer):
         self._allow("lag", defaults["lag"], f"1 to {MOST_LAG}", 1 <= defaults["lag"] <= MOST_LAG)
         super().__init__(params, defaults)
 
-    def _allow(self, name: str, got: Any, allowed: str, fits: bool) -> None:
+    def _allow(self, name: str, got: Any, allowed: str, fits: bool, code: str = "E-OPTIM-ARGUMENT") -> None:
         if not fits:
-            raise InvalidInput("E-OPTIM-ARGUMENT", f"{type(self).__name__}: {name} {got}, allowed: {allowed}")
+            raise InvalidInput(code, f"{type(self).__name__}: {name} {got}, allowed: {allowed}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -138,13 +138,13 @@ class Lazy(Optimizer):
         theirs: dict[Any, dict[str, Any]] = state_dict["state"]
         for group in state_dict["param_groups"]:
             for name in self._without:
-                self._allow(f"a state with {name}", group.get(name), "none", not group.get(name))
+                self._allow(f"a state with {name}", group.get(name), "none", not group.get(name), "E-OPTIM-STATE")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False):
             stamps = theirs.get(number, {}).get("stamp")
             self._allow("a state with stamps for", None if stamps is None else stamps.numel(),
                         f"{groups_of(p)}, one for every {GROUP} weights; an older version saves none behind flush()",
-                        stamps is None or stamps.numel() == groups_of(p))
+                        stamps is None or stamps.numel() == groups_of(p), "E-OPTIM-STATE")
         plain = {**state_dict, "state": {n: {k: v for k, v in s.items() if k not in BEHIND} for n, s in theirs.items()}}
         plain["param_groups"] = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         super().load_state_dict(plain)

@@ -40,5 +40,4 @@ class Ended:
             return None
         exchanges, peer = first
         return PeerLost(f"has ended in order after {exchanges} exchanges, and this worker is in exchange {at + 1}: {UNEQUAL}",
-                    code="E-UNEQUAL-PASSES",
-                        peer=peer)
+                        code="E-UNEQUAL-PASSES", peer=peer)

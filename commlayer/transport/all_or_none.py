@@ -43,7 +43,7 @@ def together(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[Tol
         raise mine
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
-        raise InvalidInput("E-PROCESS-GROUP", f"{what} failed on rank {', '.join(failed)}, whose own error says why")
+        raise InvalidInput("E-OTHER-RANK", f"{what} failed on rank {', '.join(failed)}, whose own error says why")
     told.rows = [row[1:] for row in rows]
 
 

@@ -26,15 +26,16 @@ _CRC = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 _CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
 _STRANGERS = (
-    (b"CML", "a commlayer of another wire format"),
-    (b"HTTP", "an HTTP server"),
-    (b"PRI ", "a gRPC or HTTP/2 client"),
-    (b"\x00\x00", "a gRPC or HTTP/2 server"),
-    (b"GET ", "a web browser or a health check"),
-    (b"POST", "an HTTP client"),
-    (b"SSH-", "an SSH server"),
-    (b"\x16\x03", "a TLS client"),
-    (b"\x15\x03", "a TLS server"),
+    (b"CML", "a commlayer of another wire format", "E-VERSION"),
+    (b"HTTP", "an HTTP server", "E-ADDRESS"),
+    (b"PRI ", "a gRPC or HTTP/2 client", "E-ADDRESS"),
+    (b"\x00\x00", "a gRPC or HTTP/2 server", "E-ADDRESS"),
+    (b"GET ", "a web browser or a health check", "E-ADDRESS"),
+    (b"POST", "an HTTP client", "E-ADDRESS"),
+    (b"SSH-", "an SSH server", "E-ADDRESS"),
+    (b"\x16\x03", "a TLS client", "E-TLS"),
+    (b"\x15\x03", "a TLS server", "E-TLS"),
+    (b"", "not a commlayer peer", "E-ADDRESS"),
 )
 
 
@@ -123,13 +124,10 @@ _MAY_LACK_ZEROS = " and ".join(KIND_NAMES[kind] for kind in sorted(MAY_LACK_ZERO
 
 def _check_magic(data: memoryview, *, begun: bool) -> None:
     if data[:4] != MAGIC:
-        kind = Damaged if begun else CorruptFrame
-        raise kind(f"wrong magic {bytes(data[:4])!r}, expected {MAGIC!r}: {_guess(bytes(data[:4]))}")
-
-
-def _guess(start: bytes) -> str:
-    found = next((who for magic, who in _STRANGERS if start.startswith(magic)), "not a commlayer peer")
-    return f"the other end is probably {found}"
+        start = bytes(data[:4])
+        who, code = next((who, code) for magic, who, code in _STRANGERS if start.startswith(magic))
+        line = f"wrong magic {start!r}, expected {MAGIC!r}: the other end is probably {who}"
+        raise Damaged(line) if begun else CorruptFrame(line, code=code)
 
 
 def fresh(nbytes: int) -> memoryview:

@@ -90,7 +90,7 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
                 await call.wait_for_connection()
                 if TAKEN not in ((key, value) for key, value in await call.initial_metadata()):
                     await call.read()  # whose end has the reason
-                    raise Refused(f"{where} answers, and is no server of commlayer's: check the address")
+                    raise Refused(f"{where} answers, and is no server of commlayer's: check the address", code="E-ADDRESS")
         except BaseException:
             call.cancel()
             await link.close()
@@ -124,7 +124,8 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
 
 def _refusal(error: Any, where: str) -> CommError:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine")
+        return Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine",
+                       code="E-ADDRESS")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return Refused(f"does not let the stream in: {one_line(error.details())}")
     return PeerLost(f"cannot reach {where}: {one_line(error.details())}: check the address and that it runs there")

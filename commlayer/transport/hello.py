@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid, one_line
+from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid, coded, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.byte_channel import ByteChannel
@@ -88,12 +88,12 @@ def same_job(mine: Hello) -> Admit:
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
-            return (f"speaks protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), here {mine.protocol} "
-                    f"(commlayer {mine.version or '?'}): install the same version on all machines")
+            return coded("E-VERSION", f"speaks protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), here "
+                         f"{mine.protocol} (commlayer {mine.version or '?'}): install the same version on all machines")
         if theirs.job != mine.job:
-            return "is of another job: start all with the same model and job id"
+            return coded("E-RANKS-DIFFER", "is of another job: start all with the same model and job id")
         if theirs.plan and mine.plan and theirs.plan != mine.plan:
-            return "follows another plan: start all with the same plan"
+            return coded("E-RANKS-DIFFER", "follows another plan: start all with the same plan")
         return ""
 
     return admit
@@ -115,11 +115,11 @@ def greet(
     if welcome.error == UNPROVED:
         raise Refused(unproved(secret), peer=who, code="E-SECRET")
     if not proves(welcome.proof, secret, b"accept", theirs, said, *_bound(channel)):
-        raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who)
+        raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who, code="E-ADDRESS")
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
-        raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who)
+        raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who, code="E-ADDRESS")
 
 
 def meet(

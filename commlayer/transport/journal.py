@@ -70,7 +70,7 @@ def hold(folder: Path, name: str, taken: str) -> int:
             if left:
                 time.sleep(TRY_S)
     os.close(lock)
-    raise InvalidInput("E-JOURNAL", f"journal: {folder} {taken}")
+    raise InvalidInput("E-JOURNAL-IN-USE", f"journal: {folder} {taken}")
 
 
 class Folder:
@@ -92,7 +92,7 @@ class Folder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, struct.error) as error:
-            raise CorruptFrame(f"journal {self.file} cannot be read: {error}") from None
+            raise CorruptFrame(f"journal {self.file} cannot be read: {error}", code="E-JOURNAL") from None
 
     def forget(self) -> None:
         """The job is over, or goes on without a journal: nobody may take it up."""

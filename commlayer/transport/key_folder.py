@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commlayer.config import KEYS_TOKEN
-from commlayer.errors import InvalidInput, RecordError
+from commlayer.errors import InvalidInput, RecordError, without_code
 
 log = logging.getLogger("commlayer")
 
@@ -99,7 +99,7 @@ class Keys:
             raise RecordError(f"keys: the certificate of {name} in {self.folder} is good from "
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
                               f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
-                              "--again`", "E-KEYS")
+                              "--again`", "E-CERTIFICATE-DATE")
         made = certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
         self.dials_only = made.dials_only
         return made
@@ -118,7 +118,7 @@ class Keys:
                                            "here")
                     self._contexts, self._listed = self._made(listed), listed
                 except (OSError, ValueError) as error:
-                    log.warning("keys: %s is left unread: %s; what it said before still holds", path, error)
+                    log.warning("keys: %s is left unread: %s; what it said before still holds", path, without_code(error))
                 self._stamp = stamp
             return self._listed.serials
 

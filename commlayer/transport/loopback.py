@@ -139,6 +139,6 @@ class Loopback:
         self._hub.leave(self._rank)
         with self._lock:
             wires, self._wires = self._wires, {}
-        self._mailbox.abort(CommError("this end of the transport was closed"))
+        self._mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
         for wire in wires.values():
             wire.put(None, Header(0), memoryview(b""))

@@ -264,7 +264,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         if None in kept.found and not kept.over:
             missing = [self._ranks[member] for member, value in zip(others, kept.found, strict=True) if value is None]
             raise CommError(f"nothing heard within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
-                            "which has not come as far as this one")
+                            "which has not come as far as this one", code="E-DEADLINE")
         rows = list(kept.found)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 

@@ -312,5 +312,5 @@ class Resumed(Wrapper):
 
     def close(self, flush_s: float | None = None) -> None:
         self._closing.set()
-        self._mailbox.abort(CommError("this end of the transport was closed"))
+        self._mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
         self._inner.close(flush_s)

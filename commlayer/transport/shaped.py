@@ -224,7 +224,7 @@ class Shaped(Wrapper):
         with self._work:
             self._wake.set()
             self._work.notify_all()
-        reason = CommError("this end of the transport was closed")
+        reason = CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
         self._mailbox.abort(reason)
         for item in self._up:
             item[4].fail(reason)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import hello as greeting
 from commlayer.transport.byte_channel import ByteChannel, binding_of, certified_of
@@ -242,12 +242,15 @@ class StreamTransport:
         certified = certified_of(sock)
         with self._lock:
             full = sum(c.certified == certified for c in self._connections.values()) >= MOST_EACH
-        return f"its certificate ({certified.name}) has {MOST_EACH} data connections already" if certified and full else ""
+        if certified is None or not full:
+            return ""
+        return coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {MOST_EACH} data connections already")
 
     def _judge(self, hello: Hello, name: str) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
         if not reason and name != (its := self.named(hello.rank) or name):
-            reason = f"shows the certificate of {name}, but {peer_name(hello.rank)} has joined with that of {its}"
+            reason = coded("E-RANK", f"shows the certificate of {name}, but {peer_name(hello.rank)} has joined with that "
+                           f"of {its}")
         with self._lock:
             if not reason and hello.session in self._barred:
                 reason = f"was dropped: {self._barred[hello.session]}"
@@ -256,10 +259,10 @@ class StreamTransport:
             former.end(PeerLost("came back on another connection", peer=peer_name(hello.rank)), broken=True)
         with self._lock:
             if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_S):
-                reason = Later(f"{peer_name(hello.rank)} is connected already: give each process its own rank or end the old "
-                               "one")
+                reason = Later(coded("E-RANK", f"{peer_name(hello.rank)} is connected already: give each process its own rank "
+                                     "or end the old one"))
             if not reason and hello.rank == self.rank:
-                reason = f"{peer_name(self.rank)} is this end itself: give each process its own rank"
+                reason = coded("E-RANK", f"{peer_name(self.rank)} is this end itself: give each process its own rank")
             if not reason:
                 self._taken.add(hello.rank)
                 self._mailbox.admit(hello.rank)  # before the welcome: who was welcomed counts as connected
@@ -293,7 +296,8 @@ class StreamTransport:
                 over = [c for c in self._connections.values() if c.certified is not None and c.certified.serial in revoked]
             for connection in over:
                 assert connection.certified is not None
-                reason = Refused(f"its certificate ({connection.certified.name}) was revoked", peer=peer_name(connection.peer))
+                reason = Refused(f"its certificate ({connection.certified.name}) was revoked", peer=peer_name(connection.peer),
+                                 code="E-CERTIFICATE-REVOKED")
                 self._settings.refused(connection.certified.name, reason.what)
                 connection.end(reason)
 
@@ -313,7 +317,7 @@ class StreamTransport:
             sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume)
         with self._lock:
             if self._closed.is_set():
-                raise PeerLost("this end of the transport was closed", peer=peer_name(peer))
+                raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
             self._connections[peer] = connection
             self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only what it can join
@@ -326,7 +330,7 @@ class StreamTransport:
             self._ending = {c for c in self._ending if c.alive()} | {connection}
             over = connection.over
             if connection.session and over is not None and not (connection.broken or self._closed.is_set()):
-                self._barred[connection.session] = over.what
+                self._barred[connection.session] = coded(over.code, over.what)
             if connection.broken and connection.by_peer:
                 self._missed.add(connection.peer)
         if connection.broken and over is not None and not self._closed.is_set():
@@ -385,7 +389,7 @@ class StreamTransport:
         for listener in listeners:
             wake(listener)
             drop(listener)
-        reason = CommError("this end of the transport was closed")
+        reason = CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
         self._mailbox.abort(reason)
         deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
         bye = Header(Kind.BYE, sender=self.rank)

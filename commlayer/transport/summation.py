@@ -170,7 +170,7 @@ class Summation:
             begun = cell.open or cell.awaited is not None
             state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
         # Which step that is may be what another member said first, or a state or a view that it brought.
-        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}")
+        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", "E-STEPS-DIFFER")
 
     def _catch_up(self, cell: Cell, h: Header) -> None:
         """The first contribution since a former process ended tells whether that wrote down all that it had answered."""
@@ -199,7 +199,8 @@ class Summation:
             first = cell.next == 0
             if not first and h.undone != cell.undone:
                 raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
-                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike")
+                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike",
+                              "E-STEPS-DIFFER")
             if first and r == 0:
                 if h.undone:
                     cell.undo(h.undone)  # before `add`, which overwrites what was summed in that step
@@ -377,5 +378,5 @@ def as_float32(weight: float) -> float:
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
-def _breach(message: Message, what: str) -> CorruptFrame:
-    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket)
+def _breach(message: Message, what: str, code: str = "") -> CorruptFrame:
+    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket, code=code)

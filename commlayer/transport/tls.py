@@ -27,12 +27,13 @@ LINGER_S = 0.5
 """For so long a refused dialler may still send: a connection that is closed over unread bytes loses the reason, too."""
 _LATE, _EARLY, _REVOKED, _PURPOSE, _LIST = 10, 9, 23, 26, 3
 _VERIFIED = {
-    _LATE: "its certificate has expired by this machine's clock ({now}): make a new one with `commlayer keys add NAME "
-           "--again`, or mend the clock",
-    _EARLY: "its certificate is not valid yet by this machine's clock ({now}): mend the clock, here or where it was made",
-    _REVOKED: "its certificate was revoked",
-    _PURPOSE: "its certificate is not for this end (made with --dials-only)",
-    _LIST: "its certificate is of another CA than this job's",
+    _LATE: ("E-CERTIFICATE-DATE", "its certificate has expired by this machine's clock ({now}): make a new one with `commlayer "
+            "keys add NAME --again`, or mend the clock"),
+    _EARLY: ("E-CERTIFICATE-DATE", "its certificate is not valid yet by this machine's clock ({now}): mend the clock, here or "
+             "where it was made"),
+    _REVOKED: ("E-CERTIFICATE-REVOKED", "its certificate was revoked"),
+    _PURPOSE: ("E-CERTIFICATE-USE", "its certificate is not for this end (made with --dials-only)"),
+    _LIST: ("E-CERTIFICATE-CA", "its certificate is of another CA than this job's"),
 }
 _REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate: set keys (COMMLAYER_KEYS) there",
@@ -43,13 +44,13 @@ _REASONS = {
 _FOR = {DATA: "data", CONTROL: "control calls"}
 _NO_TLS = frozenset(_REASONS) - {"PEER_DID_NOT_RETURN_A_CERTIFICATE"}
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": "it asks for a certificate",
-    "CERTIFICATE_EXPIRED": "{me} has expired by its clock: make a new one with `commlayer keys add NAME --again`, or mend "
-                           "the clock",
-    "CERTIFICATE_REVOKED": "{me} was revoked",
-    "UNKNOWN_CA": "{me} is of another CA than its job's: copy the folder of keys of that job",
-    "BAD_CERTIFICATE": "{me} is not valid by its clock: mend the clock, there or here",
-    "UNSUPPORTED_CERTIFICATE": "{me} is not for this end (made with --dials-only)",
+    "CERTIFICATE_REQUIRED": ("E-TLS", "it asks for a certificate"),
+    "CERTIFICATE_EXPIRED": ("E-CERTIFICATE-DATE", "{me} has expired by its clock: make a new one with `commlayer keys add NAME "
+                            "--again`, or mend the clock"),
+    "CERTIFICATE_REVOKED": ("E-CERTIFICATE-REVOKED", "{me} was revoked"),
+    "UNKNOWN_CA": ("E-CERTIFICATE-CA", "{me} is of another CA than its job's: copy the folder of keys of that job"),
+    "BAD_CERTIFICATE": ("E-CERTIFICATE-DATE", "{me} is not valid by its clock: mend the clock, there or here"),
+    "UNSUPPORTED_CERTIFICATE": ("E-CERTIFICATE-USE", "{me} is not for this end (made with --dials-only)"),
 }
 
 
@@ -101,10 +102,11 @@ class TlsSocket(socket.socket):
             self._part(deadline)
             what = _FOR.get(self._protocol, self._protocol)
             raise Refused(f"{self.peer.name} speaks TLS there, but not for {what}: check the port (`commlayer serve` prints "
-                          "both; that of data is the coordinator's and 1)")
+                          "both; that of data is the coordinator's and 1)", code="E-ADDRESS")
         if self.peer.serial in self._keys.revoked():
             self._part(deadline)
-            raise Refused(_VERIFIED[_REVOKED], code="E-KEYS")
+            code, text = _VERIFIED[_REVOKED]
+            raise Refused(text, code=code)
         return self.peer
 
     @property
@@ -161,18 +163,22 @@ class TlsSocket(socket.socket):
                 return Unsaid()
             return PeerLost("connection closed in the TLS handshake: are keys (COMMLAYER_KEYS) set there, too?")
         if isinstance(error, ssl.SSLCertVerificationError):
-            line = _VERIFIED.get(error.verify_code)
-            return Refused(line.format(now=now) if line else f"{_VERIFIED[_LIST]} ({error.verify_message})", code="E-KEYS")
+            code, text = _VERIFIED.get(error.verify_code, _VERIFIED[_LIST])
+            more = "" if error.verify_code in _VERIFIED else f" ({error.verify_message})"
+            return Refused(text.format(now=now) + more, code=code)
         if line := _REASONS.get(error.reason or ""):
             # A byte that is another on the way looks like it, too: who has had a connection there tries again.
-            return (NotYet if error.reason in _NO_TLS else Refused)(line)
+            return (NotYet if error.reason in _NO_TLS else Refused)(line, code="E-TLS")
         return self._told(error) or Damaged(f"bytes that break TLS in its handshake ({error.reason or error})")
 
     def _told(self, error: ssl.SSLError) -> CommError | None:
         """The reason that the other end gave in an alert."""
         words = (error.reason or "").partition("_ALERT_")
         mine = f"the certificate of {self._keys.me.name} in {self._keys.folder}"
-        return Refused(_ALERTS[words[2]].format(me=mine), code="E-KEYS") if words[2] in _ALERTS else None
+        if words[2] not in _ALERTS:
+            return None
+        code, text = _ALERTS[words[2]]
+        return Refused(text.format(me=mine), code=code)
 
     # ---- bytes
 

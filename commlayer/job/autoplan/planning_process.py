@@ -18,7 +18,7 @@ from typing import IO
 
 import msgspec
 
-from commlayer.errors import InvalidState
+from commlayer.errors import InvalidInput, InvalidState
 from commlayer.job.autoplan.plan_search import SearchOrder, SearchResult, search
 from commlayer.records import Record
 
@@ -68,10 +68,10 @@ class PlanningProcess:
             data = _read(process.stdout)
         except (OSError, ValueError, EOFError):  # ended, or closed here meanwhile
             self.stop()
-            raise InvalidState("E-SESSION-CLOSED", f"the process that plans has ended (exit code {process.wait()})") from None
+            raise InvalidState("E-PLANNER-ENDED", f"the process that plans has ended (exit code {process.wait()})") from None
         answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.found is None:
-            raise (ValueError if answer.wrong else RuntimeError)(answer.error)
+            raise InvalidInput("E-PLAN-INPUT", answer.error) if answer.wrong else RuntimeError(answer.error)
         return answer.found
 
     def close(self) -> None:

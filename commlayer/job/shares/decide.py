@@ -73,7 +73,8 @@ def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[Sh
     odd = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
     if odd:
         raise CommError(f"decided on other shares than rank 0 at step {state.row_step}: the ranks differ in the arguments of "
-                        "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(odd)}")
+                        "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(odd)}",
+                        code="E-RANKS-DIFFER")
     balancer = state.balancer.copy()
     lead = now + int(max(row.lookahead for row in rows)) - state.row_step
     balancer.policy = structs.replace(state.policy, lead=lead)

@@ -92,7 +92,7 @@ def _exchanged(
                                f"the sampler of rank {rank} is for rank {number:.0f} with batch {batch:.0f}, allowed: its own "
                                f"rank and the batch of this one, {sampler.batch}")
         if not finished:
-            raise CommError("its profile broke off, the error is in its own output", peer=peer_name(rank))
+            raise CommError("its profile broke off, the error is in its own output", peer=peer_name(rank), code="E-OTHER-RANK")
         points = tuple((rung, time_s) for rung, time_s in zip(rungs, seconds, strict=True) if time_s)
         found.append(WorkerProfile(points, int(cap), bool(ended)))
     return found, max(int(row[3]) for row in told)

@@ -28,7 +28,7 @@ def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
     if count == 1:
         return [list(range(len(buckets)))]
     if len(buckets) < count:
-        raise InvalidInput("E-PLAN-INPUT", f"fragments={count}: the plan's buckets make {len(buckets)} at most")
+        raise InvalidInput("E-SYNC-FRAGMENTS", f"fragments={count}: the plan's buckets make {len(buckets)} at most")
     done = list(accumulate([b.numel for b in buckets], initial=0))
     cuts = [0]
     for part in range(1, count):

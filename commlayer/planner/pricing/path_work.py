@@ -136,7 +136,7 @@ class Walk:
         group, held = self.groups[g], self.held[g]
         if op.where == "gpu":
             if group.node.device == "cpu":
-                raise InvalidInput("E-PLAN-INPUT",
+                raise InvalidInput("E-PLAN-PATH",
                                    f"path {spell(self.path)!r}: {op}, but node {group.name} has no GPU; code on cpu")
             return f"compute:{group.name}"
         alone = held.flows == 1 and group.node.ranks > 1

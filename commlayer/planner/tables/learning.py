@@ -54,7 +54,7 @@ def read(path: Path) -> LearningTable:
             raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}", "E-LEARNING-TABLE")
         table = decode(data, LearningTable, what)
     except RecordError as error:
-        raise RecordError(f"{error}; make it anew with {remedy}", "E-LEARNING-TABLE") from None
+        raise RecordError(f"{error.what}; make it anew with {remedy}", "E-LEARNING-TABLE") from None
     for row in table.rows:
         if wrong := row_problem(row):
             raise RecordError(f"{what}: {wrong}", "E-LEARNING-TABLE")
