@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from bench import report
+from commlayer.autotune.measure.virtual_workers import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo import proxies
-from commlayer.measure.virtual_workers import VirtualWorkers
+from commlayer.engine.model_job import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORKERS, SAMPLES = 4, 16
 """Of each worker in a step."""

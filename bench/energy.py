@@ -16,11 +16,11 @@ from msgspec import structs
 
 from bench import energy_models, report
 from commlayer import planner
+from commlayer.autotune.measure.virtual_workers import VirtualWorkers
 from commlayer.compressors import payload
 from commlayer.compressors.wrapper import Wrapper
-from commlayer.measure.virtual_workers import VirtualWorkers
-from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.model_job import job_of
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.model_job import job_of
 
 WORKERS, CUT_NBYTES, RATIO = 4, 1 << 14, 0.01
 CODEC = f"error_feedback(topk(ratio={RATIO}))"

@@ -13,13 +13,13 @@ import msgspec
 import torch
 
 from commlayer import planner, records
+from commlayer.cluster import membership, messages, plan_parts, server_codecs, summation, summation_server
+from commlayer.cluster.proved_calls import Judge, Unproved
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
-from commlayer.control import membership, messages, plan_parts, server_codecs
-from commlayer.control.proved_calls import Judge, Unproved
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.records import Job, Plan, ServerInfo, Spec, TensorInfo, View
-from commlayer.transport import framing, hello, summation, summation_server
+from commlayer.transport import framing, hello
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.hello import Hello

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from bench import Unmeasurable
 from bench.learning_run import Way
-from commlayer.measure import learning_costs
-from commlayer.measure.learning_costs import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
+from commlayer.autotune.measure import learning_costs
+from commlayer.autotune.measure.learning_costs import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 
 __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",

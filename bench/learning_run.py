@@ -1,4 +1,4 @@
-"""One training of `bench learning`: the package's own method (commlayer/measure/learning.py), of the bench's own tasks."""
+"""One training of `bench learning`: the package's method (autotune/measure/learning.py) on the bench's tasks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import nn
 
 from bench import Unmeasurable
 from bench.learning_tasks import TASKS, Task
-from commlayer.measure import learning
-from commlayer.measure.learning import LOOKS, OUTERS, STEPS, WARMUP, Way, plan_of
+from commlayer.autotune.measure import learning
+from commlayer.autotune.measure.learning import LOOKS, OUTERS, STEPS, WARMUP, Way, plan_of
 
 __all__ = ["LOOKS", "OUTERS", "STEPS", "WARMUP", "Task", "Way", "optimizer_of", "plan_of", "train"]
 

@@ -17,9 +17,9 @@ from bench import Unmeasurable, learning, learning_factors, report
 from bench.learning_factors import Cost, Foretold
 from bench.learning_run import STEPS, Way
 from bench.learning_store import Store
+from commlayer.autotune.measure import learning_costs
+from commlayer.autotune.measure.learning_costs import EARLY, Curve
 from commlayer.files import between, write_whole
-from commlayer.measure import learning_costs
-from commlayer.measure.learning_costs import EARLY, Curve
 from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 

@@ -19,10 +19,10 @@ import commlayer
 from bench.baselines import launch_hosts
 from bench.overhead_worker import DEADLINE, Way, many, paired, trained
 from bench.report import Result
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan, lower
 from commlayer.planner.model.shards import together
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of
 
 RANKS, PER_NODE = 4, 2
 LAYERS, WIDTH, BATCH = 6, 1024, 16

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from commlayer.compressors import parse, wrap
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.sparse_averages import joined, make_sparse
 from commlayer.records import Bucket, Job, Slice, TensorInfo
-from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.sparse_averages import joined, make_sparse
 
 CODEC = "topk(ratio=0.01)"
 FACTOR = 0.25

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from commlayer.cluster.server_codecs import ops_of, senders_of
+from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of
-from commlayer.control.server_codecs import ops_of, senders_of
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.model_job import job_of
 from commlayer.transport.protocol import Header, Kind, Message
-from commlayer.transport.summation import Summation
 
 WORLD = 4
 FLOATS = 4 << 20

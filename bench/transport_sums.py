@@ -24,9 +24,9 @@ from bench.as_rank import as_rank
 from bench.baselines import launch_hosts
 from bench.wire_worker import Gradients
 from bench.worker import DEADLINE, host_config
+from commlayer.engine.model_job import job_of
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.stream_transport import StreamTransport

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from bench.as_rank import as_rank
-from commlayer.job.autoplan.driver import AutoPlan
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 DEADLINE = timedelta(seconds=120)
 

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from commlayer import compressors as compressors
     from commlayer import optim as optim
     from commlayer import planner as planner
+    from commlayer.autotune.shares.driver import Controller as Controller
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
     from commlayer.errors import CommError as CommError
-    from commlayer.job.shares.driver import Controller as Controller
     from commlayer.session import Session as Session
     from commlayer.session import attach as attach
     from commlayer.session import switch as switch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
-    "Controller": "commlayer.job.shares.driver",
+    "Controller": "commlayer.autotune.shares.driver",
     "HookState": "commlayer.ddp",
     "Session": "commlayer.session",
     "attach": "commlayer.session",
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"commlayer.{name}")
     if name == "__version__":
-        return importlib.import_module("commlayer.control.messages").version()
+        return importlib.import_module("commlayer.cluster.messages").version()
     if name in _MODULE_OF:
         return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'commlayer' has no attribute {name!r}")

@@ -19,26 +19,26 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from commlayer.config import Config, read_config
+from commlayer.engine import checkpoint
+from commlayer.engine.accepted_models import Claim
+from commlayer.engine.attached_model import AttachedModel
+from commlayer.engine.connection import Connection
+from commlayer.engine.ddp_buffers import DDPBuffers
+from commlayer.engine.ddp_ways import DDPWays
+from commlayer.engine.hooks import COMPILED, TAKEN, in_compiled_autograd
+from commlayer.engine.lanes import Lane
+from commlayer.engine.model_job import check_dense
+from commlayer.engine.observers import Observers
+from commlayer.engine.optimizer_settings import settings_of
+from commlayer.engine.rendezvous import Start, group_of
+from commlayer.engine.start import connect
+from commlayer.engine.step_guard import WITH_DDP, StepGuard
+from commlayer.engine.step_loop import StepLoop
+from commlayer.engine.ways import read_ways
+from commlayer.engine.wrapped_module import found_in, name_of, wrapper_of
+from commlayer.engine.write_gradients import write_gradient
 from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
-from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim
-from commlayer.job.attached_model import AttachedModel
-from commlayer.job.connection import Connection
-from commlayer.job.ddp_buffers import DDPBuffers
-from commlayer.job.ddp_ways import DDPWays
-from commlayer.job.observers import Observers
-from commlayer.job.optimizer_settings import settings_of
-from commlayer.job.rendezvous import Start, group_of
-from commlayer.job.start import connect
-from commlayer.job.step_guard import WITH_DDP, StepGuard
-from commlayer.job.step_loop import StepLoop
-from commlayer.job.ways import read_ways
-from commlayer.job.wrapped_module import found_in, name_of, wrapper_of
 from commlayer.optim import family_of
-from commlayer.runtime.hooks import COMPILED, TAKEN, in_compiled_autograd
-from commlayer.runtime.lanes import Lane
-from commlayer.runtime.model_job import check_dense
-from commlayer.runtime.write_gradients import write_gradient
 
 CLOSING_S = 1.0
 """How long the end of a session waits for its thread."""

@@ -1,4 +1,4 @@
-"""attach() and what it returns: a PyTorch model trains through commlayer. Public methods; each step is job/step_loop.py's."""
+"""attach() and what it returns: a PyTorch model trains through commlayer. engine/step_loop.py runs the steps."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
+from commlayer.engine import checkpoint
+from commlayer.engine.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
+from commlayer.engine.allowed_ways import check_local, check_overlap, forbids_of
+from commlayer.engine.clipping import Clipping, checked, clipping
+from commlayer.engine.connection import Connection
+from commlayer.engine.ddp_ways import DDPWays
+from commlayer.engine.inspection import Inspected, Inspection
+from commlayer.engine.model_job import job_of, parameters_of
+from commlayer.engine.module_driver import ModuleDriver
+from commlayer.engine.observers import Observers, Place
+from commlayer.engine.optimizer_settings import settings_of
+from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable, silenceable
+from commlayer.engine.rendezvous import Start, group_of
+from commlayer.engine.replica import Replica
+from commlayer.engine.start import connect
+from commlayer.engine.switch import switch as go_over
+from commlayer.engine.ways import read_ways
 from commlayer.errors import InvalidInput, cause_of
-from commlayer.job import checkpoint
-from commlayer.job.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
-from commlayer.job.allowed_ways import check_local, check_overlap, forbids_of
-from commlayer.job.clipping import Clipping, checked, clipping
-from commlayer.job.connection import Connection
-from commlayer.job.ddp_ways import DDPWays
-from commlayer.job.inspection import Inspected, Inspection
-from commlayer.job.module_driver import ModuleDriver
-from commlayer.job.observers import Observers, Place
-from commlayer.job.optimizer_settings import settings_of
-from commlayer.job.quiet_ddp import QuietDDP, check_silenceable, silenceable
-from commlayer.job.rendezvous import Start, group_of
-from commlayer.job.replica import Replica
-from commlayer.job.start import connect
-from commlayer.job.switch import switch as go_over
-from commlayer.job.ways import read_ways
 from commlayer.optim import Outer, family_of, usual
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of, parameters_of
 
 log = logging.getLogger("commlayer")
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from commlayer.job.autoplan import decide_rank0
-from commlayer.job.autoplan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, TellPace, Word
-from commlayer.job.autoplan.candidate import Candidate
-from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
-from commlayer.job.autoplan.facts import (
+from commlayer.autotune.plan import decide_rank0
+from commlayer.autotune.plan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, TellPace, Word
+from commlayer.autotune.plan.candidate import Candidate
+from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
+from commlayer.autotune.plan.facts import (
     Due,
     Fact,
     Heard,

@@ -12,12 +12,12 @@ import torch
 from runtime_kit import job, step
 
 from commlayer import records
+from commlayer.cluster import messages, uplink
 from commlayer.compressors import codec_of
 from commlayer.config import read_config
-from commlayer.control import messages, uplink
+from commlayer.engine.worker import Worker
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.worker import Worker
 
 
 def plan() -> Plan:

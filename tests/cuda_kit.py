@@ -22,9 +22,9 @@ import torch
 from native_kit import bits, core
 
 from commlayer.compressors import device, reference
+from commlayer.engine.bucket import WorkerBucket
 from commlayer.gpu import launch
 from commlayer.gpu.kernel_call import Argument, Launcher
-from commlayer.runtime.bucket import WorkerBucket
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIM = ROOT / "tests" / "cuda_shim"

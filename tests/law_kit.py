@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
 from commlayer.planner.model.shards import together
 from commlayer.records import Job, Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, STEPS = 2, 8
 SIZES: list[tuple[int, ...]] = [(300,), (40, 50), (7,)]

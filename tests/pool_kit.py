@@ -159,9 +159,9 @@ class Servers:
     """A coordinator and its servers as threads of this process: what `commlayer serve` runs, with their state in reach."""
 
     def __init__(self, workers: int, servers: int = 1, **fields: Any) -> None:
+        from commlayer.cluster.coordinator import Coordinator
+        from commlayer.cluster.serving import Serving
         from commlayer.config import read_config
-        from commlayer.control.coordinator import Coordinator
-        from commlayer.control.serving import Serving
 
         self._config = read_config(quick(**fields), environ={}, cwd="/nonexistent")
         self._ended = threading.Event()
@@ -174,7 +174,7 @@ class Servers:
             thread.start()
 
     def _serve(self, serving: Any) -> None:
-        from commlayer.control import client, messages
+        from commlayer.cluster import client, messages
 
         request = messages.server(serving.address)
         try:

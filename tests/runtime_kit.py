@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from commlayer.cluster.server_codecs import ops_of, senders_of
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer, follow_stalls
 from commlayer.compressors import codec_of
-from commlayer.control.server_codecs import ops_of, senders_of
+from commlayer.engine.worker import Worker
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
-from commlayer.runtime.worker import Worker
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import SumServer, follow_stalls
 
 SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]
 

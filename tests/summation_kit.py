@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
+from commlayer.cluster.summation import Summation
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import Header, Kind, Message
-from commlayer.transport.summation import Summation
 
 
 class Doubles:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from commlayer.job.accuracy import decide
-from commlayer.job.accuracy.codec_level import AccuracyLimits
-from commlayer.job.accuracy.loss_trend import LossRise
-from commlayer.job.accuracy.own_measurements import OwnMeasurements
-from commlayer.job.accuracy.state import (
+from commlayer.autotune.quality import decide
+from commlayer.autotune.quality.codec_level import AccuracyLimits
+from commlayer.autotune.quality.loss_trend import LossRise
+from commlayer.autotune.quality.own_measurements import OwnMeasurements
+from commlayer.autotune.quality.state import (
     DRAINING,
     FEWEST,
     MOST,
@@ -29,8 +29,8 @@ from commlayer.job.accuracy.state import (
     PlanLevels,
     Tell,
 )
+from commlayer.engine import codec_floor
 from commlayer.observe.fidelity import Dots, Fidelity
-from commlayer.runtime import codec_floor
 
 GOOD = Dots(1.0, 0.6, 1.0, 1.0)
 """Cosine 0.6, norm 1, a residual of one gradient: well within 5 %."""
@@ -53,7 +53,7 @@ def decided(state: AccuracyState, *rows: GradientError, now: int = 4, acts: bool
 
 
 def test_decisions_load_no_torch() -> None:
-    look = "import sys, commlayer.job.accuracy.decide; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
+    look = "import sys, commlayer.autotune.quality.decide; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -12,14 +12,14 @@ from fidelity_kit import compare, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlayer.autotune.quality import codec_level
+from commlayer.autotune.quality.codec_level import AccuracyLimits, LevelDecision, LevelState
+from commlayer.autotune.quality.loss_trend import LossRise, LossTrend
 from commlayer.compressors import parse, wrap
-from commlayer.job.accuracy import codec_level
-from commlayer.job.accuracy.codec_level import AccuracyLimits, LevelDecision, LevelState
-from commlayer.job.accuracy.loss_trend import LossRise, LossTrend
-from commlayer.job.spacing import steps_between, steps_until_paid
+from commlayer.engine.gradient_comparison import dots
+from commlayer.engine.spacing import steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 from commlayer.records import Spec
-from commlayer.runtime.gradient_comparison import dots
 
 GOOD = Fidelity(0.6, 1.0, 2.0)
 

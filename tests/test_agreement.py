@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.job import agreement
-from commlayer.job.agreement import Found, Standing, Word
+from commlayer.engine import agreement
+from commlayer.engine.agreement import Found, Standing, Word
 from commlayer.records import Member, ServerInfo, View
 
 

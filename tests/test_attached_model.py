@@ -16,10 +16,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.attached_model import AttachedModel
+from commlayer.engine.model_job import job_of, parameters_of
 from commlayer.errors import CommError
-from commlayer.job.attached_model import AttachedModel
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of, parameters_of
 
 WORLD = 2
 BOTH, ONE = (0, 1), (1,)

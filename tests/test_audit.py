@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from control_kit import Failures, quick
 
-from commlayer.control import client, messages
-from commlayer.control import coordinator as coordinator_module
-from commlayer.control.audit import MOST_REFUSED, Audit
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_channel import CoordinatorChannel
+from commlayer.cluster import client, messages
+from commlayer.cluster import coordinator as coordinator_module
+from commlayer.cluster.audit import MOST_REFUSED, Audit
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
 from commlayer.errors import RecordError, Refused
 from commlayer.transport.unproved_connections import Probe
 
@@ -84,7 +84,7 @@ def test_what_is_there_stays_and_many_may_write(tmp_path: Path) -> None:
 
 def test_a_flood_of_refusals_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, now = tmp_path / "audit.jsonl", 6000.0
-    monkeypatch.setattr("commlayer.control.audit.time.monotonic", lambda: now)
+    monkeypatch.setattr("commlayer.cluster.audit.time.monotonic", lambda: now)
     audit = Audit(str(path))
     for _ in range(MOST_REFUSED + 50):
         audit.refused("1.2.3.4:5", "plain text")

@@ -15,9 +15,9 @@ from autoplan_kit import (
     trying,
 )
 
-from commlayer.job.autoplan.actions import StartPlanning, Word
-from commlayer.job.autoplan.decide_rank0 import SHARES_WORTH, TO_WIN, TRIED, to_win
-from commlayer.job.autoplan.facts import Meanwhile, Measured, Planned, SharesMoved
+from commlayer.autotune.plan.actions import StartPlanning, Word
+from commlayer.autotune.plan.decide_rank0 import SHARES_WORTH, TO_WIN, TRIED, to_win
+from commlayer.autotune.plan.facts import Meanwhile, Measured, Planned, SharesMoved
 from commlayer.observe.link_watch import SETTLED
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.observe.reprobe_schedule import COST_MOST, EXPECTED_S, FIRST_S

@@ -11,8 +11,8 @@ import pytest
 from autoplan_kit import FIRST_PLANNING, LINKS, START, Rank, candidate, pick, plan_of, planning, proposing, row, said
 from msgspec import structs
 
-from commlayer.job.autoplan import decide as decide_module
-from commlayer.job.autoplan.actions import (
+from commlayer.autotune.plan import decide as decide_module
+from commlayer.autotune.plan.actions import (
     Action,
     Afresh,
     AwaitPlan,
@@ -28,18 +28,9 @@ from commlayer.job.autoplan.actions import (
     TellPace,
     Word,
 )
-from commlayer.job.autoplan.decide import LINKS_HOLD, MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
-from commlayer.job.autoplan.facts import (
-    Awaited,
-    Due,
-    Meanwhile,
-    Measured,
-    PaceTold,
-    Planned,
-    Probed,
-    StepOver,
-)
-from commlayer.job.autoplan.state import Proposing, Warming, Watching
+from commlayer.autotune.plan.decide import LINKS_HOLD, MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
+from commlayer.autotune.plan.facts import Awaited, Due, Meanwhile, Measured, PaceTold, Planned, Probed, StepOver
+from commlayer.autotune.plan.state import Proposing, Warming, Watching
 from commlayer.observe import Rates
 from commlayer.observe.link_watch import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Link
@@ -71,7 +62,7 @@ def test_decisions_are_pure() -> None:
         imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert {each.split(".")[0] for each in imported} <= allowed, name
-    look = "import sys, commlayer.job.autoplan.decide; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
+    look = "import sys, commlayer.autotune.plan.decide; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

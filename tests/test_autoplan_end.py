@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from autoplan_kit import JOB, LINKS, START
 
-from commlayer.job.autoplan.actions import StartPlanning
-from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.measuring import Measurements
-from commlayer.job.connection import Connection
-from commlayer.measure.collective_costs import Grouped
+from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.plan.actions import StartPlanning
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.plan.measuring import Measurements
+from commlayer.engine.connection import Connection
 from commlayer.planner.model.cluster import Line
 
 

@@ -7,18 +7,18 @@ from typing import Any
 from autoplan_kit import JOB, LINKS, Rank, candidate, pick, plan_of, said, trying
 from msgspec import structs
 
+from commlayer.autotune.plan.actions import StartPlanning
+from commlayer.autotune.plan.decide_rank0 import HARDER, TRIED
+from commlayer.autotune.plan.facts import Meanwhile, Planned, StepOver
+from commlayer.autotune.plan.replan import harder_by
 from commlayer.compressors import parse
-from commlayer.job.autoplan.actions import StartPlanning
-from commlayer.job.autoplan.decide_rank0 import HARDER, TRIED
-from commlayer.job.autoplan.facts import Meanwhile, Planned, StepOver
-from commlayer.job.autoplan.replan import harder_by
+from commlayer.engine import codec_floor
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 from commlayer.planner.search.plan import plan as planned
 from commlayer.planner.tables.learning import rows as shipped_rows
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
-from commlayer.runtime import codec_floor
 
 BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""

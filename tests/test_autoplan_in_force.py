@@ -17,10 +17,10 @@ from autoplan_kit import (
 )
 from msgspec import structs
 
-from commlayer.job.autoplan.actions import Describe, StartPlanning, Word
-from commlayer.job.autoplan.decide_rank0 import TRIED
-from commlayer.job.autoplan.facts import Measured, Planned
-from commlayer.job.autoplan.state import Planning
+from commlayer.autotune.plan.actions import Describe, StartPlanning, Word
+from commlayer.autotune.plan.decide_rank0 import TRIED
+from commlayer.autotune.plan.facts import Measured, Planned
+from commlayer.autotune.plan.state import Planning
 from commlayer.observe.link_watch import IN_A_ROW
 from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
 from commlayer.planner.model.learning import LearningRow

@@ -17,15 +17,15 @@ from autoplan_kit import whatever_steps_take
 from pool_kit import pool
 from torch import nn
 
-from commlayer.job.autoplan import link_probes
-from commlayer.job.autoplan.step_reports import StepReports
-from commlayer.measure import collective_costs
-from commlayer.measure.collective_costs import Grouped
+from commlayer.autotune.measure import collective_costs
+from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.plan import link_probes
+from commlayer.autotune.plan.step_reports import StepReports
+from commlayer.cluster.members import Members
+from commlayer.cluster.rank_rows import RowChannel
 from commlayer.observe.link_watch import PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Line
 from commlayer.records import digest
-from commlayer.transport.members import Members
-from commlayer.transport.rank_rows import RowChannel
 
 WORLD, SERVERS = 2, 2
 HIGH_BPS, LOW_BPS = 8e7, 5e6

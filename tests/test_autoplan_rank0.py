@@ -26,17 +26,17 @@ from autoplan_kit import (
 )
 from msgspec import structs
 
-from commlayer.job.autoplan.actions import Describe, Measure, Report, Say, StartPlanning, Suggest, Switch, TellPace, Word
-from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, ReplanVerdict
-from commlayer.job.autoplan.decide import begin, decide
-from commlayer.job.autoplan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
-from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.facts import InForce, Measured, PaceTold, Planned, Probed
-from commlayer.job.autoplan.measuring import Measurements
-from commlayer.job.autoplan.state import Planning, Proposing, Settling, Steady, Trial
-from commlayer.job.connection import Connection
-from commlayer.job.ways import WAYS
-from commlayer.measure.collective_costs import Grouped
+from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.plan.actions import Describe, Measure, Report, Say, StartPlanning, Suggest, Switch, TellPace, Word
+from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, ReplanVerdict
+from commlayer.autotune.plan.decide import begin, decide
+from commlayer.autotune.plan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.plan.facts import InForce, Measured, PaceTold, Planned, Probed
+from commlayer.autotune.plan.measuring import Measurements
+from commlayer.autotune.plan.state import Planning, Proposing, Settling, Steady, Trial
+from commlayer.engine.connection import Connection
+from commlayer.engine.ways import WAYS
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner.model.cluster import Line

@@ -6,8 +6,8 @@ from autoplan_kit import FIRST_PLANNING, START, Rank, basis_of, candidate, pick,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.job.autoplan import state as state_module
-from commlayer.job.autoplan.actions import (
+from commlayer.autotune.plan import state as state_module
+from commlayer.autotune.plan.actions import (
     COLLECTIVE,
     Action,
     AwaitPlan,
@@ -19,7 +19,7 @@ from commlayer.job.autoplan.actions import (
     Tell,
     TellPace,
 )
-from commlayer.job.autoplan.facts import (
+from commlayer.autotune.plan.facts import (
     Awaited,
     Due,
     Fact,
@@ -36,7 +36,7 @@ from commlayer.job.autoplan.facts import (
     StepReport,
     Switched,
 )
-from commlayer.job.autoplan.state import Proposing
+from commlayer.autotune.plan.state import Proposing
 from commlayer.planner.model.cluster import Link
 
 

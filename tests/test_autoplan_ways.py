@@ -9,13 +9,13 @@ from autoplan_kit import JOB, candidate, plan_of
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.autotune.plan import loss_limits, plan_search
+from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, steps_of
+from commlayer.autotune.plan.link_probes import RankMeasurement
 from commlayer.codec_name import named
-from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
-from commlayer.job.autoplan import loss_limits, plan_search
-from commlayer.job.autoplan.candidate import LEAVES, MOST_STEPS, steps_of
-from commlayer.job.autoplan.link_probes import RankMeasurement
-from commlayer.job.connection import Connection
-from commlayer.job.ways import Asked, read_ways, stepping
+from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
+from commlayer.engine.connection import Connection
+from commlayer.engine.ways import Asked, read_ways, stepping
 from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.jobs import published

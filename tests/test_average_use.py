@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from commlayer.runtime.average_use import AverageUse
+from commlayer.engine.average_use import AverageUse
 
 TENSORS = 3
 

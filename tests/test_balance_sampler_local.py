@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sampler_kit import Left, Noted
 
+from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Sampler
-from commlayer.job.shares.driver import Controller
 from commlayer.records import Plan
 
 

@@ -16,12 +16,12 @@ from pool_kit import pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from commlayer.autotune.shares.driver import Controller
+from commlayer.autotune.shares.state import latest
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
+from commlayer.engine.spacing import row_spacing
+from commlayer.engine.stopwatch import Lap
 from commlayer.errors import InvalidInput
-from commlayer.job.shares.driver import Controller
-from commlayer.job.shares.state import latest
-from commlayer.job.spacing import row_spacing
-from commlayer.runtime.stopwatch import Lap
 
 WORLD = 3
 EPOCHS = 3

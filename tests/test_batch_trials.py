@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
+from commlayer.autotune.measure import memory
+from commlayer.autotune.measure.batch_trials import Trial, batches_of, out_of_memory
 from commlayer.balance import Decision, Sampler
 from commlayer.balance.profiling import profile
-from commlayer.measure import memory
-from commlayer.measure.batch_trials import Trial, batches_of, out_of_memory
 
 
 def model() -> nn.Sequential:

@@ -8,9 +8,9 @@ import pytest
 
 from bench import fuzz
 from bench.fuzz_targets import CODECS, Target, targets
+from commlayer.cluster import messages
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.payload import CODEC_IDS
-from commlayer.control import messages
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 

@@ -20,10 +20,10 @@ from bench import Unmeasurable, learning, learning_campaign, learning_run
 from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
-from commlayer.measure import learning as learning_steps
-from commlayer.measure.learning import Task, outer_of
-from commlayer.runtime.local_steps import LocalSteps, StepWeights
-from commlayer.runtime.model_job import job_of
+from commlayer.autotune.measure import learning as learning_steps
+from commlayer.autotune.measure.learning import Task, outer_of
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.model_job import job_of
 
 RATE, STEPS, WORKERS = 0.01, 10, 2
 

@@ -20,10 +20,10 @@ from control_kit import WAIT_S, Failures, quick
 from transport_kit import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
+from commlayer.cluster import carriers, client, grpc_port, messages, uplink
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.serving import Serving
 from commlayer.config import host_port
-from commlayer.control import carriers, client, grpc_port, messages, uplink
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.serving import Serving
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from commlayer import records
 from commlayer.cli import plan_tables
-from commlayer.job.regroup import unfit
+from commlayer.engine.regroup import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.model.learning import ALONE

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from control_kit import ROOT, WAIT_S, Failures, quick
 
-from commlayer.control import client, messages
+from commlayer.cluster import client, messages
 
 COMMAND = [sys.executable, "-m", "commlayer.cli.main"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {"COMMLAYER_CONFIG": ""}
@@ -96,7 +96,7 @@ def test_an_unknown_option_or_command_is_exit_code_2() -> None:
 
 
 def test_keys_that_only_dial_serve_nothing_and_no_line_is_printed_to_copy(tmp_path: Path) -> None:
-    authority = pytest.importorskip("commlayer.control.authority", reason="cryptography is not installed")
+    authority = pytest.importorskip("commlayer.cluster.authority", reason="cryptography is not installed")
     authority.init(tmp_path / "keys")
     folder = authority.add(tmp_path / "keys", "anna", dials_only=True)
     done = ended("serve", "--no-server", "--keys", str(folder))
@@ -173,7 +173,7 @@ def test_it_ends_on_request(served: Any, sent: signal.Signals, code: int) -> Non
 
 IN_A_LOCK = """
 import os, signal, threading
-from commlayer.control.server_process import on_signal
+from commlayer.cluster.server_process import on_signal
 end = threading.Event()
 on_signal(signal.SIGTERM, end.set, 15.0)
 with end._cond:  # as within end.wait(), for a moment

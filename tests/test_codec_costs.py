@@ -11,11 +11,11 @@ from msgspec import structs
 from planner_kit import DENSE, PROFILE, SHARED, flat, tall
 from pool_kit import pool
 
-from commlayer.measure import bucket_overheads, codec_costs, collective_costs
+from commlayer.autotune.measure import bucket_overheads, codec_costs, collective_costs
+from commlayer.cluster.groups import Groups
 from commlayer.planner.model.cluster import Line, Profile
 from commlayer.planner.pricing.collectives import moves
 from commlayer.planner.pricing.path_cost import Prices
-from commlayer.transport.groups import Groups
 
 BUDGET_S = 0.2
 

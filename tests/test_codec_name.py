@@ -9,14 +9,14 @@ import pytest
 from commlayer.codec_name import RULES, misspelled, named
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.parse import FACTORIES
+from commlayer.engine.codec_floor import level
+from commlayer.engine.plan_check import promise_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.search.plan import plan
 from commlayer.planner.tables.machines import node, profile_from_tables
 from commlayer.records import Spec
-from commlayer.runtime.codec_floor import level
-from commlayer.runtime.plan_check import promise_of
 
 NUMEL = 1 << 20
 PRICED = (

@@ -8,9 +8,9 @@ from runtime_kit import job
 
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
+from commlayer.engine.bucket import WorkerBucket
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Slice
-from commlayer.runtime.bucket import WorkerBucket
 
 CODECS = ["int4()", "topk(ratio=0.2)", "onebit()", "int8()"]
 SHAPES = [(6, 50), (40,)]

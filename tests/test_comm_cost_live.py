@@ -11,12 +11,12 @@ from pool_kit import pool
 from torch import nn
 from torch.utils.data import DataLoader
 
+from commlayer.autotune.plan import decide_rank0
+from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler
-from commlayer.job.autoplan import decide_rank0
-from commlayer.job.autoplan.decide import MEASURED_STEPS, WARM_STEPS
-from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.observers import Place
-from commlayer.job.shares.driver import Controller
+from commlayer.engine.observers import Place
 from commlayer.observe import link_watch
 
 WORLD, BATCH = 2, 24

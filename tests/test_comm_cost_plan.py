@@ -6,8 +6,8 @@ import pytest
 from planner_kit import PROFILE, flat, home
 
 from commlayer import planner
+from commlayer.autotune.shares.comm_cost import communication
 from commlayer.balance import solve
-from commlayer.job.shares.comm_cost import communication
 from commlayer.planner.model.cluster import Cluster, Link, Policy
 from commlayer.planner.tables.jobs import published
 from commlayer.records import Job, Plan

@@ -12,7 +12,7 @@ from pool_kit import pool, quick, ranks_first
 from torch import nn
 
 import commlayer
-from commlayer.runtime.hooks import uncompiled
+from commlayer.engine.hooks import uncompiled
 
 WORLD, STEPS = 2, 3
 _ranks = ranks_first(WORLD)

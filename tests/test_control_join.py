@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
-from commlayer.control import client, coordinator_channel, membership, messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.control.home import Attendance
+from commlayer.cluster import client, coordinator_channel, membership, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.home import Attendance
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, Refused, cause_of
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE

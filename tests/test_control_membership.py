@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.control import membership
-from commlayer.control.membership import State
-from commlayer.control.messages import ANY, FINISHED, PROTOCOL, Heartbeat, Join, Seat, digest_of
+from commlayer.cluster import membership
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import ANY, FINISHED, PROTOCOL, Heartbeat, Join, Seat, digest_of
 from commlayer.transport.protocol import SERVER_BASE
 
 PLAN = b'{"a": "plan"}'

@@ -17,18 +17,18 @@ from control_kit import WAIT_S, Failures, all_opened, quick, until  # noqa: F401
 from transport_kit import FAR
 
 from commlayer import records
+from commlayer.cluster import client, messages, uplink
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.embedded import Embedded
+from commlayer.cluster.serving import Serving
+from commlayer.cluster.summation_server import Stalled
 from commlayer.config import host_port
-from commlayer.control import client, messages, uplink
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.embedded import Embedded
-from commlayer.control.serving import Serving
 from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from commlayer.transport.stream_transport import StreamTransport
-from commlayer.transport.summation_server import Stalled
 
 JOB = Job((TensorInfo("weight", (100,)),))
 PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
@@ -152,7 +152,7 @@ class Pair:
 def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
         exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
-    monkeypatch.setattr("commlayer.transport.summation_server.REPEAT_S", 0.05)
+    monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
     job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")

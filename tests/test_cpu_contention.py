@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.job.autoplan.cpu_contention import MOST, dearer, factor
+from commlayer.autotune.plan.cpu_contention import MOST, dearer, factor
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.tables.jobs import builtin

@@ -12,12 +12,12 @@ from msgspec import structs
 from runtime_kit import Rig, job, on_ranks, step
 
 from commlayer.compressors import block_threshold, codec_of, error_feedback, identity, int8, parse, runs_on
+from commlayer.engine.device_codecs import device_buckets
+from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.gpu import launch, launch_cupy
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.device_codecs import device_buckets
-from commlayer.runtime.worker import Worker
 
 SHAPES = [(150, 200), (64,), (4000,), (1,)]
 CODECS = [

@@ -11,9 +11,9 @@ from pool_kit import pool
 from runtime_kit import step
 from test_runtime_staged import PER_NODE, SHAPES, WORLD, gradients, job, plan
 
+from commlayer.cluster.groups import Groups
 from commlayer.compressors import parse, wrap
-from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import Groups
+from commlayer.engine.worker import Worker
 
 PATHS = [
     "encode@gpu all.allgather decode@gpu",

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
+from commlayer.engine.observers import Observer, Place
 from commlayer.errors import code_of
-from commlayer.job.observers import Observer, Place
 
 WORLD = 2
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from commlayer.cluster.messages import Told
 from commlayer.config import Config
-from commlayer.control.messages import Told
 from commlayer.doctor import machine_checks, machine_facts, network_checks, node_checks, screen, security_checks, server_checks
 from commlayer.doctor.examination import Look, examine
 from commlayer.doctor.finding import Finding, fail, of_error, ok, usable, warn

@@ -23,10 +23,11 @@ from lab_kit import needs_lab
 from ranks_kit import clean_environment
 
 from bench.lab import Lab
-from commlayer.control import client, coordinator, messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.serving import Serving
+from commlayer.cluster import client, coordinator, journal, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.journal import Folder
+from commlayer.cluster.serving import Serving
 from commlayer.doctor import (
     machine_facts,
     network_checks,
@@ -38,8 +39,7 @@ from commlayer.doctor import (
 )
 from commlayer.doctor.finding import Finding
 from commlayer.errors import code_of
-from commlayer.transport import framing, journal, own_address
-from commlayer.transport.journal import Folder
+from commlayer.transport import framing, own_address
 
 SECRET = "correct-horse-battery"
 LIMIT_S = 60.0

@@ -19,19 +19,19 @@ from test_summation_server import hub, next_stalled, served  # noqa: F401  (hub 
 from transport_kit import soon
 
 from commlayer import records
+from commlayer.cluster import client, membership, messages, regrouping
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.messages import FINISHED, Gone, Heartbeat
+from commlayer.cluster.serving import Serving
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import Stalled
+from commlayer.cluster.view_change import ViewChange, wire_generation
 from commlayer.config import host_port
-from commlayer.control import client, membership, messages, regrouping
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.messages import FINISHED, Gone, Heartbeat
-from commlayer.control.serving import Serving
 from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import Stalled
-from commlayer.transport.view_change import ViewChange, wire_generation
 
 DATA = records.encode(PLAN)
 WRONG_CODEC = "codec 99 with weight 1.0 of 0.0"

@@ -12,19 +12,19 @@ import runtime_kit as kit
 import torch
 from msgspec.structs import replace
 
+from commlayer.autotune.plan.driver import AutoPlan
 from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
 from commlayer.compressors.allotted import CAP, Allotted, allotted
 from commlayer.compressors.checkpoint import number
 from commlayer.compressors.warmup import FIRST
-from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.connection import Connection
-from commlayer.job.stale_plan import StalePlanWatch
+from commlayer.engine.connection import Connection
+from commlayer.engine.plan_check import unsuited
+from commlayer.engine.plan_handover import hand_over
+from commlayer.engine.stale_plan import StalePlanWatch
+from commlayer.engine.worker import Worker
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
-from commlayer.runtime.plan_check import unsuited
-from commlayer.runtime.plan_handover import hand_over
-from commlayer.runtime.worker import Worker
 
 SHAPES: list[tuple[int, ...]] = [(40_000,), (20_000,), (6000,), (6000,), (500,)]
 SCALES = [0.2, 1.0, 3.0, 0.05, 1.0]

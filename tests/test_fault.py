@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from commlayer.engine.fault import FaultVerdict
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.job.fault import FaultVerdict
 from commlayer.transport.pending import GROUP
 
 MET = PeerLost("connection lost", peer="server 1", step=4, bucket=2)

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.job.finite_steps import MOST
+from commlayer.engine.finite_steps import MOST
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, STEPS = 2, 12
 NAN = float("nan")

@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORLD = 2
 _ranks = pool_kit.ranks_first(WORLD)

@@ -17,9 +17,9 @@ from msgspec import structs
 from pool_kit import pool
 from torch import nn
 
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, STEPS = 2, 5
 _ranks = pool_kit.ranks_first(WORLD)

@@ -17,22 +17,22 @@ from pool_kit import pool
 from torch import nn
 
 import commlayer
+from commlayer.autotune.plan import loss_limits
+from commlayer.autotune.quality import decide
+from commlayer.autotune.quality.state import SETTLE
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
-from commlayer.job.accuracy import decide
-from commlayer.job.accuracy.state import SETTLE
-from commlayer.job.autoplan import loss_limits
-from commlayer.job.connection import Connection
-from commlayer.job.observers import Place
+from commlayer.engine import codec_floor, gradient_comparison
+from commlayer.engine.connection import Connection
+from commlayer.engine.model_job import job_of
+from commlayer.engine.observers import Place
+from commlayer.engine.plan_check import unsuited
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime import codec_floor, gradient_comparison
-from commlayer.runtime.model_job import job_of
-from commlayer.runtime.plan_check import unsuited
 
 WORLD, SERVERS = 2, 2
 LATEST = 260

@@ -12,9 +12,9 @@ from pool_kit import pool
 from torch import nn
 
 import commlayer
-from commlayer.job.accuracy import decide
+from commlayer.autotune.quality import decide
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, SERVERS = 2, 2
 

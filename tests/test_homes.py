@@ -18,13 +18,13 @@ import torch.distributed as dist
 from control_kit import all_opened, quick  # noqa: F401  (a fixture)
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.control import client, home, homes, meeting_store, messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.home import Attendance, Desk
-from commlayer.control.meeting_store import Writer
+from commlayer.cluster import client, home, homes, meeting_store, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.home import Attendance, Desk
+from commlayer.cluster.meeting_store import Writer
+from commlayer.cluster.relayed_group import AHEAD, PART_NBYTES, RelayedGroup
+from commlayer.cluster.world_store import WorldStore
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport.relayed_group import AHEAD, PART_NBYTES, RelayedGroup
-from commlayer.transport.world_store import WorldStore
 
 HOMES = 3
 

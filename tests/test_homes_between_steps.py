@@ -18,7 +18,7 @@ import torch
 from homes_kit import WAIT_S, Homes, ended
 from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, flat, owed_of, reference, slopes, unheard
 
-from commlayer.job import checkpoint_files
+from commlayer.engine import checkpoint_files
 
 EVERY = 3
 """Local steps to a round: behind every fourth step there is one to drain."""
@@ -36,9 +36,9 @@ class Death:
         self.silent = bool(found)
 
     def arm(self, made: Any, directory: str) -> None:
-        from commlayer.control.uplink import Uplink
-        from commlayer.runtime.local_steps import LocalSteps
-        from commlayer.transport.groups import Groups
+        from commlayer.cluster.groups import Groups
+        from commlayer.cluster.uplink import Uplink
+        from commlayer.engine.local_steps import LocalSteps
 
         self._members, self._waits_at = made.members, waits_at(directory)
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (LocalSteps, "drain"),
@@ -90,8 +90,8 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
 
     import commlayer
     from commlayer.compressors import parse, wrap
-    from commlayer.job.observers import Observer, Place
-    from commlayer.job.switch import switch as go_over
+    from commlayer.engine.observers import Observer, Place
+    from commlayer.engine.switch import switch as go_over
 
     home = int(os.environ["RANK"])
     death, model = Death(home, deaths), Given()

@@ -18,12 +18,12 @@ from control_kit import Failures, all_opened, quick, until  # noqa: F401  (a fix
 from homes_kit import WAIT_S, Homes, ended
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.control import client, messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_journal import NAME as SEATS
-from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.control.home import Attendance, Desk
-from commlayer.control.meeting_journal import NAME
+from commlayer.cluster import client, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_journal import NAME as SEATS
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.home import Attendance, Desk
+from commlayer.cluster.meeting_journal import NAME
 
 KILLS = 2
 BEHIND = 3

@@ -19,7 +19,7 @@ from homes_kit import Homes, ended, let_in
 from test_homes_regroup import KILLED, SIZES, Given, flat, slopes
 from test_homes_training import digest
 
-from commlayer.runtime.matched_length import scale_of, square_of
+from commlayer.engine.matched_length import scale_of, square_of
 
 DEAD_AT, MORE, PAUSE_S, MOST = 3, 5, 0.05, 2400
 """The step in which one home dies, how many come with it again, what each takes at least, and the last if nobody comes."""
@@ -28,7 +28,7 @@ RATE, MOMENTUM, DECAY = 1.0, 0.5, 0.999
 
 def main(home: str, how: str, *more: str) -> None:
     import commlayer
-    from commlayer.job.replica import Replica
+    from commlayer.engine.replica import Replica
 
     mine, model = int(home) + int(os.environ["LOCAL_RANK"]), Given()
     full = 4 if "pair" in more else 3

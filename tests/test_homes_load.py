@@ -38,10 +38,10 @@ def dies(owner: Any, name: str, number: int) -> None:
 def main(victim: int, name: str, number: int, directory: str) -> None:
     """Trains, saves and goes back to that, in which one home dies."""
     import commlayer
-    from commlayer.control.uplink import Uplink
+    from commlayer.cluster.groups import Groups
+    from commlayer.cluster.uplink import Uplink
+    from commlayer.engine import checkpoint
     from commlayer.errors import CommError
-    from commlayer.job import checkpoint
-    from commlayer.transport.groups import Groups
 
     home, model = int(os.environ["RANK"]), Given()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -17,7 +17,7 @@ from lab_kit import needs_lab
 from nat_kit import SERVER, Nat, public
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
-from commlayer.control import authority
+from commlayer.cluster import authority
 
 pytestmark = needs_lab
 COMMAND = [sys.executable, "-m", "commlayer.cli.main"]

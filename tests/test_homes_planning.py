@@ -20,7 +20,7 @@ HOMES, VICTIM, AT = 3, 2, 5 * EVERY
 
 def main() -> None:
     import commlayer
-    from commlayer.job.observers import Place
+    from commlayer.engine.observers import Place
 
     home = int(os.environ["RANK"])
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ import pytest
 from homes_kit import WAIT_S, Homes, ended
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.job import wait_notices
+from commlayer.engine import wait_notices
 
 SLOW_STEP = 3
 

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
-from commlayer.control import client, homes, meeting_store, messages
-from commlayer.control.audit import Audit
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.gathering import Gathering
-from commlayer.control.home import Attendance, Desk
+from commlayer.cluster import client, homes, meeting_store, messages
+from commlayer.cluster.audit import Audit
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.gathering import Gathering
+from commlayer.cluster.home import Attendance, Desk
+from commlayer.cluster.relayed_group import PART_NBYTES
 from commlayer.errors import CommError, CorruptFrame, PeerLost
-from commlayer.transport.relayed_group import PART_NBYTES
 
 PART = bytes(PART_NBYTES)
 

@@ -17,17 +17,17 @@ from test_regrouping import elastic, members
 from test_summation_server import hub  # noqa: F401  (a fixture)
 
 from commlayer import records
-from commlayer.control import client, coordinator_journal, membership, messages, regrouping
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.membership import State
-from commlayer.control.messages import Heartbeat, Overdue
-from commlayer.control.serving import Serving
+from commlayer.cluster import client, coordinator_journal, membership, messages, regrouping
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import Heartbeat, Overdue
+from commlayer.cluster.serving import Serving
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer
+from commlayer.engine.connection import Connection
+from commlayer.engine.regroup import Regrouping
 from commlayer.errors import CorruptFrame
-from commlayer.job.connection import Connection
-from commlayer.job.regroup import Regrouping
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import SumServer
 
 WHY = ("was dropped: sent nothing for 300 s while others waited (step 7, said by server 0): it hangs, or its machine is far "
        "too slow for deadline_s")

@@ -12,14 +12,14 @@ from torch import nn
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.tensors import give_back
+from commlayer.engine import worker as worker_module
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.worker import Worker
 from commlayer.errors import CommError
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Slice
-from commlayer.runtime import worker as worker_module
-from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.local_steps import LocalSteps, StepWeights
-from commlayer.runtime.worker import Worker
 
 NUMEL = 1 << 20
 PAGE = 4096

@@ -11,11 +11,11 @@ from pool_kit import pool
 from runtime_kit import job
 from torch.distributed import distributed_c10d
 
+from commlayer.cluster.groups import Groups
 from commlayer.compressors import codec_of
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.paths.in_node import Shards, in_node
 from commlayer.records import Bucket, Slice
-from commlayer.runtime.bucket import WorkerBucket
-from commlayer.runtime.routes.in_node import Shards, in_node
-from commlayer.transport.groups import Groups
 
 RANKS = 4
 

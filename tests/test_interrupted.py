@@ -19,7 +19,7 @@ import torch
 from attach_kit import mlp
 
 import commlayer
-from commlayer.job import interrupted
+from commlayer.engine import interrupted
 
 WORLD, LIMIT_S = 2, 100.0
 

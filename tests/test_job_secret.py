@@ -20,11 +20,11 @@ from pool_kit import quick as small
 from transport_kit import PATIENCE_S, exchange_pair, soon
 
 import commlayer
+from commlayer.cluster import client, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.embedded import Embedded
+from commlayer.cluster.proved_calls import Asker, Judge, Unproved
 from commlayer.config import read_config
-from commlayer.control import client, messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.embedded import Embedded
-from commlayer.control.proved_calls import Asker, Judge, Unproved
 from commlayer.errors import RecordError, Refused
 from commlayer.transport import hello
 from commlayer.transport.framing import Reader

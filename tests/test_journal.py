@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.journal import Entry, Folder, Journal
+from commlayer.cluster.server_codecs import ops_of, senders_of
+from commlayer.cluster.server_journal import About, ServerJournal
+from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of, seed
-from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.control.server_codecs import ops_of, senders_of
-from commlayer.control.server_journal import About, ServerJournal
 from commlayer.errors import CorruptFrame, RecordError
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, ServerInfo, TensorInfo, View
 from commlayer.records import Member as MemberRecord
 from commlayer.transport import framing
-from commlayer.transport.journal import Entry, Folder, Journal
 from commlayer.transport.protocol import Flag, Header, Kind, Message
-from commlayer.transport.summation import Summation
 
 JOB = Job((TensorInfo("a", (24, 20)), TensorInfo("b", (9,))))
 WORLD, STEPS = 2, 6

@@ -12,10 +12,10 @@ from control_kit import Failures, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from transport_kit import exchange_pair, soon
 
-from commlayer.control import authority, client, messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.tls_front import Front
+from commlayer.cluster import authority, client, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.tls_front import Front
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import tls
 from commlayer.transport.hello import Hello

@@ -16,8 +16,8 @@ from control_kit import WAIT_S, Failures, Process, quick
 from keys_kit import Bare, Folders, made_folders  # noqa: F401  (a fixture)
 from transport_kit import GrpcEnd, exchange_pair, soon
 
-from commlayer.control import client, coordinator_channel, messages
-from commlayer.control.coordinator import Coordinator
+from commlayer.cluster import client, coordinator_channel, messages
+from commlayer.cluster.coordinator import Coordinator
 from commlayer.errors import CommError, Damaged, PeerLost, Refused
 from commlayer.transport import hello, tls
 from commlayer.transport.framing import Reader
@@ -266,7 +266,7 @@ def read_frames(sock: socket.socket, heard: bytearray) -> None:
 
 def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     """Recorded on one connection and said on another, or passed on by a member with its own certificate."""
-    from commlayer.control.coordinator_channel import CoordinatorChannel
+    from commlayer.cluster.coordinator_channel import CoordinatorChannel
 
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     mine, other = (CoordinatorChannel(coordinator.address, SECRET, Keys(f)) for f in (folders.worker, folders.second))
@@ -287,7 +287,7 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
 
 def test_a_channel_is_closed_when_nobody_watches_it_any_more(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's thread, finding it closed, would end with an exception that Python prints."""
-    from commlayer.control.coordinator_channel import CoordinatorChannel
+    from commlayer.cluster.coordinator_channel import CoordinatorChannel
 
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
@@ -321,7 +321,7 @@ def test_a_flood_of_handshakes_holds_nobody_up(end: End, folders: Folders) -> No
 
 
 def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_path: Path) -> None:
-    from commlayer.control import authority
+    from commlayer.cluster import authority
 
     authority.init(tmp_path / "job")
     here, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))

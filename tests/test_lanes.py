@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from runtime_kit import Rig, on_ranks
 
-from commlayer.runtime.lanes import Lane
+from commlayer.engine.lanes import Lane
 from commlayer.transport.protocol import Kind
 
 WORLD = 2

@@ -16,12 +16,12 @@ import torch
 from ranks_kit import ROOT, clean_environment
 from torch import nn
 
+from commlayer.autotune.measure.virtual_workers import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo.problem import batches, digits, mlp
-from commlayer.measure.virtual_workers import VirtualWorkers
+from commlayer.engine.model_job import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 Vector = list[float]
 

@@ -18,11 +18,11 @@ from msgspec.structs import replace
 
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
+from commlayer.engine import checkpoint
+from commlayer.engine.connection import Connection
+from commlayer.engine.worker import Worker
 from commlayer.errors import StepAbandoned
-from commlayer.job import checkpoint
-from commlayer.job.connection import Connection
 from commlayer.planner import default_plan
-from commlayer.runtime.worker import Worker
 
 WORLD, STEPS = 3, 6
 SHAPES: list[tuple[int, ...]] = [(40, 30), (40,), (5, 3, 3, 3), (1,), (700,)]
@@ -145,7 +145,7 @@ def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Acco
 
 
 def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
-    """As job/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
+    """As engine/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
     words, *_ = [worker.undone() for worker in r.workers]
     servers = []
     for server in r.servers:

@@ -12,7 +12,7 @@ from law_kit import EVENTS, LEFT_OUT, SIZES, STEPS, WORLD, Given, Script, applie
 from pool_kit import pool
 
 import commlayer
-from commlayer.runtime.model_job import job_of
+from commlayer.engine.model_job import job_of
 
 
 def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str) -> list[tuple[str, dict[str, Any]]]:

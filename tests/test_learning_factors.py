@@ -28,9 +28,9 @@ from bench.learning_factors import (
 )
 from bench.learning_run import LOOKS, STEPS, Way
 from bench.learning_store import Run, Store
+from commlayer.autotune.measure.learning_costs import alone_rows
 from commlayer.codec_name import named
 from commlayer.errors import RecordError
-from commlayer.measure.learning_costs import alone_rows
 from commlayer.planner.model.learning import ALONE, Recipe, excess
 from commlayer.planner.tables import learning as tables
 

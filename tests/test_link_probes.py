@@ -10,20 +10,10 @@ import pytest
 from attach_kit import Run, Setting, mlp, play
 from pool_kit import pool
 
-from commlayer.job.autoplan import link_probes
-from commlayer.job.autoplan.link_probes import (
-    BUSY,
-    DRAINED,
-    LONGEST_S,
-    OPENING,
-    TOLD_BPS,
-    Seen,
-    probed,
-    sustained,
-    turns_of,
-)
-from commlayer.job.autoplan.measuring import held_up
-from commlayer.measure import link_rates
+from commlayer.autotune.measure import link_rates
+from commlayer.autotune.plan import link_probes
+from commlayer.autotune.plan.link_probes import BUSY, DRAINED, LONGEST_S, OPENING, TOLD_BPS, Seen, probed, sustained, turns_of
+from commlayer.autotune.plan.measuring import held_up
 from commlayer.observe import Direction, Rates, RecordedStep, Throughput
 from commlayer.observe.link_watch import PAYLOAD
 

@@ -12,7 +12,7 @@ from commlayer import loss_budget
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.cli.main import run
-from commlayer.job.requested_plan import FINE, LEAST_RATIO, SPARSE
+from commlayer.engine.requested_plan import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.tables import machines

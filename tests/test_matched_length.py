@@ -12,12 +12,12 @@ import torch
 from runtime_kit import Rig, ToldRows, on_ranks
 from torch import nn
 
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.matched_length import scale_of, square_of
 from commlayer.optim import Outer, usual
 from commlayer.planner import default_plan
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Job, TensorInfo
-from commlayer.runtime.local_steps import LocalSteps, StepWeights
-from commlayer.runtime.matched_length import scale_of, square_of
 
 SHAPES, EVERY, STEPS = [(30, 20), (500,), (40, 10), (700,)], 4, 13
 INF, NAN = math.inf, math.nan

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_kit import Rig
 
+from commlayer.autotune.measure import codec_costs, link_rates
+from commlayer.autotune.measure.model_times import timing_of
+from commlayer.cluster import summation_server
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
-from commlayer.measure import codec_costs, link_rates
-from commlayer.measure.model_times import timing_of
 from commlayer.observe import RecordedStep
-from commlayer.transport import summation_server
 from commlayer.transport.loopback import Hub
 from commlayer.transport.mailbox import sending
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import SumServer
 
 
 def step(shift: float) -> RecordedStep:

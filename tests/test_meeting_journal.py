@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from commlayer.control import homes, meeting_journal, messages
-from commlayer.control.audit import Audit
-from commlayer.control.coordinator_journal import NAME as SEATS
-from commlayer.control.coordinator_journal import CoordinatorJournal
-from commlayer.control.gathering import Gathering
-from commlayer.control.meeting_journal import NAME, Known, MeetingJournal
-from commlayer.control.meeting_store import Added, Change, Dropped, MeetingStore, Put, Writer
+from commlayer.cluster import homes, meeting_journal, messages
+from commlayer.cluster.audit import Audit
+from commlayer.cluster.coordinator_journal import NAME as SEATS
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.gathering import Gathering
+from commlayer.cluster.meeting_journal import NAME, Known, MeetingJournal
+from commlayer.cluster.meeting_store import Added, Change, Dropped, MeetingStore, Put, Writer
 
 BY = Writer("home a (pid 1)"), Writer("gpu-1", view=3)
 
@@ -188,7 +188,7 @@ def home(name: str, workers: int = 1) -> messages.Attend:
 @pytest.fixture
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
-    monkeypatch.setattr("commlayer.control.gathering.version", lambda: "1.0")
+    monkeypatch.setattr("commlayer.cluster.gathering.version", lambda: "1.0")
     return Meeting(tmp_path)
 
 

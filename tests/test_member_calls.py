@@ -15,9 +15,9 @@ import pytest
 from control_kit import WAIT_S, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.control import messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_channel import CoordinatorChannel
+from commlayer.cluster import messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
 from commlayer.errors import Refused
 from commlayer.records import Record
 from commlayer.transport.key_folder import Keys
@@ -90,7 +90,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
 def test_a_flood_of_requests_that_are_refused_fills_neither_log(
     kind: str, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("commlayer.control.audit.MOST_REFUSED", 5)
+    monkeypatch.setattr("commlayer.cluster.audit.MOST_REFUSED", 5)
     made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=1)
     mine = channel(made)
     with caplog.at_level(logging.WARNING, "commlayer"):

@@ -10,9 +10,9 @@ from attach_kit import Run, Setting, coordinators, data, play
 from pool_kit import pool
 from torch import nn
 
+from commlayer.engine.sparse_averages import joined
+from commlayer.engine.sparse_result import SparseResult
 from commlayer.optim import SparseAdamW, SparseSGD
-from commlayer.runtime.sparse_averages import joined
-from commlayer.runtime.sparse_result import SparseResult
 
 WORLD, STEPS = 2, 6
 FIRST, SPARE = 0, 2
@@ -48,7 +48,7 @@ def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False, looks: bool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SparseResult, "whole", counted)
         if looks:
-            patch.setattr("commlayer.job.module_driver.keep_entries", lambda *_: None)
+            patch.setattr("commlayer.engine.module_driver.keep_entries", lambda *_: None)
         return trained(run, kind, lazy=lazy, cleared=cleared) | {"wholes": len(wholes)}
 
 

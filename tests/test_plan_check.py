@@ -10,10 +10,10 @@ from attach_kit import mlp
 from pool_kit import pool, quick
 
 import commlayer
+from commlayer.engine.model_job import job_of
+from commlayer.engine.plan_check import unsuited
 from commlayer.planner import verify, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime.model_job import job_of
-from commlayer.runtime.plan_check import unsuited
 
 JOB = Job((TensorInfo("a", (64,)),))
 GATHERED, REDUCED = "encode@cpu all.allgather decode@cpu", "encode@cpu all.allreduce decode@cpu"

@@ -9,12 +9,12 @@ import torch
 from pool_kit import pool
 from runtime_kit import Rig, job, step
 
+from commlayer.cluster.groups import Groups
 from commlayer.compressors import codec_of
+from commlayer.engine.plan_handover import hand_over
+from commlayer.engine.worker import Worker
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.plan_handover import hand_over
-from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import Groups
 
 SHAPES: list[tuple[int, ...]] = [(400,), (30,), (5,)]
 

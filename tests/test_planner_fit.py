@@ -10,9 +10,10 @@ from codecs_kit import NAMED
 from msgspec import structs
 from plan_kit import toy_job
 
+from commlayer.autotune.measure import codec_costs
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
-from commlayer.measure import codec_costs
+from commlayer.engine.plan_check import promise_of, unsuited
 from commlayer.planner import lower, verify
 from commlayer.planner.model.cluster import Cluster, Line, Node, Policy, Profile
 from commlayer.planner.model.codec_fit import Promise, misfits
@@ -24,7 +25,6 @@ from commlayer.planner.search.plan import plan
 from commlayer.planner.tables import machines
 from commlayer.planner.verbs.lint import lint
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime.plan_check import promise_of, unsuited
 
 FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "powersgd(rank=2)")
 """Beside one of each codec: ratios, so that there is something to choose by node and both ways."""

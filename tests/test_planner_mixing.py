@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 from plan_kit import cluster, toy_job
 
+from commlayer.engine.plan_check import unsuited
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Policy, Profile
 from commlayer.planner.model.paths import parse, spell
@@ -16,7 +17,6 @@ from commlayer.planner.search.mixing import SIZES, WORTH, mixed
 from commlayer.planner.search.plan import plan
 from commlayer.planner.search.prune import alone_s, lane_s
 from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.runtime.plan_check import unsuited
 
 GPUS = cluster(4, "1g", device="rtx3090")
 CODEC = "int8()"

@@ -18,6 +18,7 @@ from plan_kit import cluster, toy_job
 from schedule_kit import chain
 
 from commlayer import records
+from commlayer.engine.plan_check import unsuited
 from commlayer.plan_file import misread
 from commlayer.planner.model.cluster import Cluster, Line, Link, Policy
 from commlayer.planner.model.option import DENSE
@@ -34,7 +35,6 @@ from commlayer.planner.simulation.timeline import simulate
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.lint import lint
 from commlayer.records import Job
-from commlayer.runtime.plan_check import unsuited
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
 

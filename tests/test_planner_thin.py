@@ -10,8 +10,9 @@ from learning_kit import learnt
 from msgspec import structs
 from test_planner_to_loss import at
 
+from commlayer.autotune.plan.measuring import _nonzero, filled_of
 from commlayer.compressors import codec_of
-from commlayer.job.autoplan.measuring import _nonzero, filled_of
+from commlayer.engine.worker import Worker
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.model.default_plan import default_plan, fused
 from commlayer.planner.model.thin import MOST, full, is_thin, keeps_zeros, sent_numel, travels
@@ -19,7 +20,6 @@ from commlayer.planner.search.plan import plain as plain_found
 from commlayer.planner.search.plan import plan
 from commlayer.planner.simulation.timeline import exact_s, simulate
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
-from commlayer.runtime.worker import Worker
 
 EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
 ROWS, WIDTH, DENSE = 1 << 16, 64, 1 << 20

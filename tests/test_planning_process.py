@@ -12,9 +12,9 @@ import pytest
 from autoplan_kit import JOB, plan_of
 from msgspec import structs
 
+from commlayer.autotune.plan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
+from commlayer.autotune.plan.planning_process import PlanningProcess
 from commlayer.errors import InvalidInput, InvalidState
-from commlayer.job.autoplan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
-from commlayer.job.autoplan.planning_process import PlanningProcess
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
 from commlayer.planner.model.learning import measured_local_steps
 from commlayer.planner.search.plan import plain, plan

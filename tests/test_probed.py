@@ -16,10 +16,10 @@ import pytest
 from control_kit import WAIT_S, quick, until
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
+from commlayer.cluster import messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.serving import Serving
 from commlayer.config import host_port
-from commlayer.control import messages
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.serving import Serving
 from commlayer.doctor import server_facts
 from commlayer.errors import Unsaid
 from commlayer.transport import framing, tls

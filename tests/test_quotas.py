@@ -15,18 +15,18 @@ from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from summation_kit import VALUES, Doubles, push, service
 from transport_kit import exchange_pair, soon
 
-from commlayer.control import client, coordinator, messages, tls_front
-from commlayer.control.call_quota import MOST_KNOWN, CallQuota
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.farewell import goaway, reason_of
+from commlayer.cluster import client, coordinator, messages, tls_front
+from commlayer.cluster.call_quota import MOST_KNOWN, CallQuota
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.farewell import goaway, reason_of
+from commlayer.cluster.summation_cell import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
 from commlayer.errors import CommError, CorruptFrame, Refused
 from commlayer.transport import stream_transport
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag
 from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.summation_cell import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
 
 SECRET = "correct-horse-battery"
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.optimizer_settings import differences, settings_of
 from commlayer.errors import code_of
-from commlayer.job.optimizer_settings import differences, settings_of
 
 WORLD = 2
 

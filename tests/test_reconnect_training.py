@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.cluster import messages
 from commlayer.config import host_port, join_host
-from commlayer.control import messages
-from commlayer.job.switch import switch
+from commlayer.engine.model_job import job_of
+from commlayer.engine.switch import switch
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, STEPS = 2, 9
 _ranks = pool_kit.ranks_first(WORLD)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
-from commlayer.runtime.hooks import REENTRANT
+from commlayer.engine.hooks import REENTRANT
 
 WORLD, STEPS = 2, 4
 _ranks = ranks_first(WORLD)

@@ -15,16 +15,16 @@ from test_control_membership import DEAD_AFTER_S, PLAN, running, worker
 from test_homes import met, options, together
 from test_service_sums import push, service
 
+from commlayer.cluster import membership, regrouping
+from commlayer.cluster.coordinator_journal import Kept, packed, unpacked
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import FINISHED, Heartbeat, Join, pack
+from commlayer.cluster.relayed_group import RelayedGroup
+from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config
-from commlayer.control import membership, regrouping
-from commlayer.control.coordinator_journal import Kept, packed, unpacked
-from commlayer.control.membership import State
-from commlayer.control.messages import FINISHED, Heartbeat, Join, pack
-from commlayer.control.uplink import Uplink
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
-from commlayer.transport.relayed_group import RelayedGroup
 
 
 def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:

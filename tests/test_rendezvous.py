@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer import planner
 from commlayer.config import read_launch
+from commlayer.engine.model_job import job_of
+from commlayer.engine.rendezvous import Arrival, problem_of, ranks_per_node
 from commlayer.errors import RecordError
-from commlayer.job.rendezvous import Arrival, problem_of, ranks_per_node
-from commlayer.runtime.model_job import job_of
 
 WORLD = 3
 AT_ONCE_S = 10.0
@@ -73,7 +73,7 @@ def a_mistake_on_one(rank: int) -> tuple[str, float]:
 
 
 def another_version(rank: int) -> tuple[str, float]:
-    from commlayer.control import messages
+    from commlayer.cluster import messages
 
     theirs, messages.PROTOCOL = messages.PROTOCOL, messages.PROTOCOL + (rank == 1)
     try:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from commlayer import planner
-from commlayer.job.autoplan.link_probes import RankMeasurement, server_nodes_of
-from commlayer.job.autoplan.plan_search import on_hosts, on_servers
-from commlayer.job.autoplan.replan import cluster_of
-from commlayer.measure import collective_costs
+from commlayer.autotune.measure import collective_costs
+from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
+from commlayer.autotune.plan.plan_search import on_hosts, on_servers
+from commlayer.autotune.plan.replan import cluster_of
+from commlayer.engine.plan_check import unsuited
 from commlayer.planner.model.cluster import Line, Link, Policy, Profile
 from commlayer.planner.tables.jobs import published
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.records import ServerInfo, View
-from commlayer.runtime.plan_check import unsuited
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]

@@ -9,11 +9,12 @@ import pytest
 from msgspec import structs
 from plan_kit import toy_job
 
+from commlayer.cluster.server_codecs import CodecOps
 from commlayer.codec_name import named
 from commlayer.compressors import codec_of, identity, int8, parse, topk, two_way, wrap
 from commlayer.config import Config
-from commlayer.control.server_codecs import CodecOps
-from commlayer.job import requested_plan
+from commlayer.engine import plan_check, requested_plan
+from commlayer.engine.plan_check import unsuited
 from commlayer.plan_file import basis_of, written
 from commlayer.planner import verify, verify_alone
 from commlayer.planner.model.cluster import CodecCost, Line, Policy
@@ -26,8 +27,6 @@ from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.lint import lint
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime import plan_check
-from commlayer.runtime.plan_check import unsuited
 
 
 def job_of(*shapes: tuple[int, ...]) -> Job:

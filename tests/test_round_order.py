@@ -9,8 +9,8 @@ import torch
 from runtime_kit import Rig
 from torch import nn
 
+from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.optim import Outer
-from commlayer.runtime.local_steps import LocalSteps, StepWeights
 from commlayer.transport import mailbox
 from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind

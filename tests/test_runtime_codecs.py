@@ -10,9 +10,9 @@ import torch
 
 from commlayer.compressors import parse, restore, snapshot, wrap
 from commlayer.compressors.parse import FACTORIES
+from commlayer.engine.model_job import learning_rate
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.runtime.model_job import learning_rate
 
 WORLD = 3
 SHAPES = [(40, 30), (40,), (5, 3, 3, 3), (1,), (700,)]

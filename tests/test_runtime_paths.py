@@ -9,13 +9,13 @@ import torch
 from pool_kit import pool
 from runtime_kit import job, step
 
+from commlayer.cluster.groups import Groups
 from commlayer.compressors import codec_of
+from commlayer.engine.worker import Worker
 from commlayer.planner import lower
 from commlayer.planner.model import grammar
 from commlayer.planner.model.paths import spell
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import Groups
 
 WORLD, PER_NODE, STEPS = 4, 2, 3
 PATHS = [p for kind in ("flat", "two-level", "sum") for p in grammar.kind(kind, ("cpu",))]  # type: ignore[arg-type]

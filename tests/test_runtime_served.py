@@ -12,8 +12,8 @@ import torch
 from pool_kit import Servers, pool, quick
 from runtime_kit import job, step
 
-from commlayer.job.rendezvous import Start
-from commlayer.job.start import connect
+from commlayer.engine.rendezvous import Start
+from commlayer.engine.start import connect
 from commlayer.planner import lower
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster

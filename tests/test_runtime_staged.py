@@ -9,10 +9,10 @@ import torch
 from pool_kit import pool
 from runtime_kit import job, step
 
+from commlayer.cluster.groups import Groups
 from commlayer.compressors import parse, wrap
+from commlayer.engine.worker import Worker
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import Groups
 
 WORLD, PER_NODE = 4, 2
 SHAPES: list[tuple[int, ...]] = [(64, 33), (64,), (5, 3, 3, 3), (1,), (3,), (4001,), (7,)]

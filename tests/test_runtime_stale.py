@@ -9,10 +9,10 @@ import pytest
 import torch
 from runtime_kit import Rig, job, on_ranks, step
 
+from commlayer.engine.plan_check import unsuited
 from commlayer.errors import DeadlineExceeded
 from commlayer.planner import default_plan
 from commlayer.records import Plan
-from commlayer.runtime.plan_check import unsuited
 
 WORLD, STEPS = 3, 6
 CODECS = ["identity()", "int8(block=64)", "topk(ratio=0.1)", "qsgd(levels=7)", "powersgd(rank=2)"]

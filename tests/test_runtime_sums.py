@@ -9,14 +9,14 @@ import torch
 from pool_kit import pool
 from runtime_kit import job, step
 
+from commlayer.cluster.groups import Groups
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.reducing import Reduced, adds_up, stands_alone
+from commlayer.engine.worker import Worker
 from commlayer.errors import CorruptFrame
 from commlayer.planner.model import grammar
 from commlayer.planner.model.paths import spell
 from commlayer.records import Bucket, Plan, Slice, Spec
-from commlayer.runtime.worker import Worker
-from commlayer.transport.groups import Groups
 
 WORLD, PER_NODE, STEPS = 4, 2, 4
 PATHS = [spell(p) for p in grammar.kind("sum", ("cpu",))]

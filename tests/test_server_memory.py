@@ -9,8 +9,8 @@ import pytest
 import torch
 from runtime_kit import Rig, job, on_ranks, step
 
+from commlayer.cluster.server_codecs import CodecOps
 from commlayer.compressors import codec_of
-from commlayer.control.server_codecs import CodecOps
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 

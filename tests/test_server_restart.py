@@ -22,15 +22,15 @@ from control_kit import ROOT, WAIT_S, Failures, quick
 from runtime_kit import Rig, job, on_ranks, step
 
 from commlayer import records
+from commlayer.cluster import messages, uplink
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.server_journal import About, ServerJournal
+from commlayer.cluster.serving import Serving
 from commlayer.compressors import codec_of
 from commlayer.config import join_host
-from commlayer.control import messages, uplink
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.server_journal import About, ServerJournal
-from commlayer.control.serving import Serving
+from commlayer.engine.worker import Worker
 from commlayer.planner import default_plan
 from commlayer.records import Member, Plan, ServerInfo, View
-from commlayer.runtime.worker import Worker
 
 WORLD, STEPS, TOKEN = 2, 30, "a-job's-secret"
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {

@@ -14,11 +14,11 @@ import torch
 from control_kit import WAIT_S, quick
 
 from commlayer import records
+from commlayer.cluster import messages, uplink
+from commlayer.cluster.embedded import Embedded
+from commlayer.cluster.server_codecs import CodecOps, ops_of
 from commlayer.compressors import kernels, seed, tensors
 from commlayer.compressors.twoway import codec_of
-from commlayer.control import messages, uplink
-from commlayer.control.embedded import Embedded
-from commlayer.control.server_codecs import CodecOps, ops_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key

@@ -12,15 +12,15 @@ from test_control_serving import JOB, PLAN, changed, view_of
 from transport_kit import soon
 
 from commlayer import records
+from commlayer.cluster import messages
+from commlayer.cluster.serving import Serving
+from commlayer.cluster.view_change import ViewChange, amiss, wire_generation
 from commlayer.config import host_port
-from commlayer.control import messages
-from commlayer.control.serving import Serving
 from commlayer.errors import CommError
 from commlayer.records import Member, View
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 from commlayer.transport.stream_transport import StreamTransport
-from commlayer.transport.view_change import ViewChange, amiss, wire_generation
 
 DATA = records.encode(PLAN)
 

@@ -14,10 +14,10 @@ from pool_kit import pool
 from torch import nn
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD = 2
 

@@ -18,9 +18,9 @@ from attach_kit import Run, Setting, data, mlp, play
 from pool_kit import pool
 from torch import nn
 
+from commlayer.autotune.measure import collective_costs
+from commlayer.autotune.measure.collective_costs import Grouped
 from commlayer.codec_name import named
-from commlayer.measure import collective_costs
-from commlayer.measure.collective_costs import Grouped
 from commlayer.planner.model.cluster import Line
 
 WORLD, SERVERS = 2, 2

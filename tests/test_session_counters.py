@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, STEPS, H = 2, 9, 4
 KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "guard_s", "reconnects",

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.config import read_config
+from commlayer.engine.model_job import job_of
+from commlayer.engine.observers import Place
+from commlayer.engine.parameter_drift import LEAST, spacing
+from commlayer.engine.tensor_digests import EXACT_BITS, Digests, pieces
 from commlayer.errors import RecordError, code_of
-from commlayer.job.observers import Place
-from commlayer.job.parameter_drift import LEAST, spacing
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
-from commlayer.runtime.tensor_digests import EXACT_BITS, Digests, pieces
 
 WORLD, STEPS = 2, 14
 

@@ -31,8 +31,8 @@ def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
     from torch import nn
 
     import commlayer
+    from commlayer.engine.model_job import job_of
     from commlayer.planner import default_plan
-    from commlayer.runtime.model_job import job_of
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -122,8 +122,8 @@ def forked(rank: int, address: str) -> int:
 
     import commlayer
     from commlayer.balance import Sampler
+    from commlayer.engine.model_job import job_of
     from commlayer.planner import default_plan
-    from commlayer.runtime.model_job import job_of
 
     gc.collect()
     gc.disable()

@@ -19,9 +19,9 @@ from torch import nn
 import commlayer
 from commlayer import planner, records
 from commlayer.compressors import parse
+from commlayer.engine.model_job import job_of
 from commlayer.errors import RecordError
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
 WORLD = 2

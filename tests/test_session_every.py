@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, H, ROUNDS = 2, 4, 3
 

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.optim import Outer
 from commlayer.planner import default_plan, verify_alone
 from commlayer.records import Job, Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, SERVERS, H = 3, 2, 4
 NESTEROV = Outer(lr=0.7, momentum=0.9)

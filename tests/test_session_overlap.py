@@ -19,11 +19,11 @@ from pool_kit import Servers, pool
 from torch import nn
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
 from commlayer.planner.model.fragments import fragments_of, ranges_of
 from commlayer.records import Bucket, Plan, Slice
-from commlayer.runtime.model_job import job_of
 
 WORLD, H, TENSORS, SIZE = 2, 4, 4, 600
 NESTEROV = Outer(lr=0.7, momentum=0.9)

@@ -29,7 +29,7 @@ def main(how: str, fail_on: int) -> None:
     from torch.utils.data import DataLoader
 
     import commlayer
-    from commlayer.transport.rank_rows import RowChannel
+    from commlayer.cluster.rank_rows import RowChannel
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -64,8 +64,8 @@ def staged(model: Any) -> Any:
     """Two exchanges of payloads a bucket, so that a step breaks off in the middle of a path."""
     import msgspec
 
+    from commlayer.engine.model_job import job_of
     from commlayer.planner import default_plan
-    from commlayer.runtime.model_job import job_of
 
     made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=2048, cut_nbytes=4096)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from attach_kit import Run, Setting, loss_of, mlp
 from pool_kit import PoolError, Servers, pool
 
+from commlayer.engine import checkpoint, checkpoint_files
 from commlayer.errors import code_of
-from commlayer.job import checkpoint, checkpoint_files
 
 WORLD, SERVERS = 2, 2
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"

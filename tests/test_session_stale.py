@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, SERVERS, STEPS = 2, 2, 7
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -17,10 +17,10 @@ from pool_kit import pool
 from torch import nn
 
 import commlayer
+from commlayer.engine.model_job import job_of
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, SERVERS = 2, 2
 STEPS = 4

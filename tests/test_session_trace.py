@@ -13,16 +13,16 @@ from pool_kit import Servers, pool, quick
 from torch import nn
 
 import commlayer
+from commlayer.engine import trace
+from commlayer.engine.connection import Connection
+from commlayer.engine.model_job import job_of
+from commlayer.engine.observers import Observers, Place
 from commlayer.errors import code_of
-from commlayer.job import trace
-from commlayer.job.connection import Connection
-from commlayer.job.observers import Observers, Place
 from commlayer.observe import read_comparison
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Basis, PlanInputs
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Job, Timing
-from commlayer.runtime.model_job import job_of
 
 WORLD = 2
 

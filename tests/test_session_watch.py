@@ -13,9 +13,10 @@ from pool_kit import Servers, pool, quick
 from torch import nn
 
 import commlayer
-from commlayer.job import stale_plan
-from commlayer.job.connection import Connection
-from commlayer.job.requested_plan import with_server_nodes
+from commlayer.engine import stale_plan
+from commlayer.engine.connection import Connection
+from commlayer.engine.model_job import job_of
+from commlayer.engine.requested_plan import with_server_nodes
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
@@ -23,7 +24,6 @@ from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Plan
-from commlayer.runtime.model_job import job_of
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlayer.autotune.shares import decide
+from commlayer.autotune.shares.own_times import OwnTimes
+from commlayer.autotune.shares.state import Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
 from commlayer.balance.first_shares import opening
 from commlayer.balance.profiling import WorkerProfile
 from commlayer.errors import CommError
-from commlayer.job.shares import decide
-from commlayer.job.shares.own_times import OwnTimes
-from commlayer.job.shares.state import Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 
 WORLD, BATCH = 3, 24
 LINES = [Line(0.001, 0.002), Line(0.002, 0.002), Line(0.006, 0.002)]
@@ -52,7 +52,7 @@ def announced(actions: list[Any]) -> list[Decision]:
 
 
 def test_decisions_load_no_torch() -> None:
-    look = "import sys, commlayer.job.shares.decide; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
+    look = "import sys, commlayer.autotune.shares.decide; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from bench.chaos.simulated_agreement import Agreement
 from bench.chaos.simulated_member import Member
-from commlayer.control import regrouping
-from commlayer.control.membership import State
-from commlayer.job import agreement
-from commlayer.job.agreement import Found, Standing, Word
+from commlayer.cluster import regrouping
+from commlayer.cluster.membership import State
+from commlayer.cluster.summation_cell import Cell
+from commlayer.engine import agreement
+from commlayer.engine.agreement import Found, Standing, Word
 from commlayer.records import View
-from commlayer.transport.summation_cell import Cell
 
 LEAST = 150
 

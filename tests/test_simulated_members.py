@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from bench.chaos.simulated_members import Members
-from commlayer.control import coordinator_journal, membership, regrouping
-from commlayer.control.coordinator_journal import Kept
-from commlayer.control.membership import State
+from commlayer.cluster import coordinator_journal, membership, regrouping
+from commlayer.cluster.coordinator_journal import Kept
+from commlayer.cluster.membership import State
 
 LEAST = 120
 

@@ -9,10 +9,10 @@ from codecs_kit import decoded, encode, noise, room
 from commlayer.compressors import parse, topk, two_way, wrap
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.sparse_results import reader_of
+from commlayer.engine import sparse_result
+from commlayer.engine.bucket import WorkerBucket
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Slice, Spec, TensorInfo
-from commlayer.runtime import sparse_result
-from commlayer.runtime.bucket import WorkerBucket
 
 N = 5000
 READ: list[Codec] = [two_way(wrap(parse("int8()")), wrap(topk(0.1))), *(wrap(parse(text)) for text in (

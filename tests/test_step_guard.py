@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 import commlayer
-from commlayer.job.attached_model import AttachedModel
-from commlayer.job.step_guard import StepGuard
+from commlayer.engine.attached_model import AttachedModel
+from commlayer.engine.model_job import job_of
+from commlayer.engine.step_guard import StepGuard
 from commlayer.planner import default_plan
-from commlayer.runtime.model_job import job_of
 
 WORLD, EVERY, STEPS = 2, 4, 12
 _ranks = ranks_first(WORLD)

@@ -10,7 +10,7 @@ from attach_kit import Run, Setting, coordinators, mlp, play
 from pool_kit import pool, quick
 
 import commlayer
-from commlayer.job.observers import Observer, Observers, Place
+from commlayer.engine.observers import Observer, Observers, Place
 
 WORLD = 2
 PLACES = (Place.AUTO_PLAN, Place.TRACE, Place.OTHER)

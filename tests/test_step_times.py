@@ -17,12 +17,12 @@ from pool_kit import pool
 from torch import nn
 
 import commlayer
-from commlayer.job.autoplan.actions import RecordSteps
-from commlayer.job.autoplan.candidate import ReplanVerdict
-from commlayer.job.autoplan.driver import AutoPlan
-from commlayer.job.autoplan.facts import Fact, StepOver
-from commlayer.job.connection import Connection
-from commlayer.job.observers import Observer, Place
+from commlayer.autotune.plan.actions import RecordSteps
+from commlayer.autotune.plan.candidate import ReplanVerdict
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.plan.facts import Fact, StepOver
+from commlayer.engine.connection import Connection
+from commlayer.engine.observers import Observer, Place
 from commlayer.observe import Recorder
 
 WORLD = 2
@@ -125,9 +125,9 @@ class Clock:
 def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step ends behind its backward pass, is looked at 0.03 s into the next one, and one look takes 5 s."""
     clock, seconds, connection = Clock(), list[float](), Connection()
-    monkeypatch.setattr("commlayer.job.autoplan.driver.time", SimpleNamespace(
+    monkeypatch.setattr("commlayer.autotune.plan.driver.time", SimpleNamespace(
         perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
-    monkeypatch.setattr("commlayer.job.connection.time", clock)
+    monkeypatch.setattr("commlayer.engine.connection.time", clock)
     connection.plan, connection.terms.auto = START, True
     connection.worker = SimpleNamespace(step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, exchanges=0))  # type: ignore[assignment]
     auto = AutoPlan(connection, JOB)

@@ -20,8 +20,8 @@ from pool_kit import pool, quick, tree
 from torch import nn
 
 import commlayer
+from commlayer.cluster.members import Members
 from commlayer.errors import CommError
-from commlayer.transport.members import Members
 
 WAIT_S = 1.0
 END_S = 30.0

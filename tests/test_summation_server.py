@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from summation_kit import Doubles, ask, push
 
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import Stalled, SumServer, stalled_key
 from commlayer.errors import PeerLost
 from commlayer.transport.loopback import Hub, Loopback
 from commlayer.transport.protocol import SERVER_BASE, Kind, key
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import Stalled, SumServer, stalled_key
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ class Broken(Doubles):
 def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
     hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("commlayer.transport.summation_server.FAREWELL_S", 0.0)
+    monkeypatch.setattr("commlayer.cluster.summation_server.FAREWELL_S", 0.0)
     members = served(hub, Broken())
     waiting = [m.recv(SERVER_BASE, key(push(0, 0.0).header._replace(kind=Kind.RESULT))) for m in members]
     for m, transport in enumerate(members):
@@ -79,7 +79,7 @@ def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub
 
 def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The missing one may leave in order after it was first said; who waits learns of it with the next time."""
-    monkeypatch.setattr("commlayer.transport.summation_server.REPEAT_S", 0.0)
+    monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.0)
     members = served(hub, Doubles(), stall_s=0.0)
     members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
     assert [next_stalled(members[0]) for _ in range(3)] == [Stalled(5, 0, (1, 2))] * 3

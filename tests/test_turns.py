@@ -19,11 +19,11 @@ from test_planner_to_loss import at, price
 from test_ways_switch import WORLD, Training
 from test_ways_switch import plan as plan_for
 
-import commlayer.job.switch as by_itself
+import commlayer.engine.switch as by_itself
+from commlayer.autotune.plan import loss_limits, plan_search
 from commlayer.cli import plan_tables
-from commlayer.job.autoplan import loss_limits, plan_search
-from commlayer.job.connection import Connection
-from commlayer.job.ways import Asked, stepping
+from commlayer.engine.connection import Connection
+from commlayer.engine.ways import Asked, stepping
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.fragments import fragments_of

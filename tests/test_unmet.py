@@ -16,23 +16,22 @@ from test_homes_store import joined, met
 from test_hung_members import PATIENCE_S, several
 
 from commlayer import config
-from commlayer.control import membership, regrouping, unmet
-from commlayer.control.coordinator import Coordinator
-from commlayer.control.membership import State
-from commlayer.control.messages import Overdue
-from commlayer.control.unmet import Meetings, Unmet
+from commlayer.cluster import home_world, membership, regrouping, unmet
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import Overdue
+from commlayer.cluster.relayed_group import RelayedGroup
+from commlayer.cluster.unmet import Meetings, Unmet
+from commlayer.cluster.world_store import WorldStore
+from commlayer.engine import home_process, regroup
+from commlayer.engine.agreement import Word
+from commlayer.engine.connection import Waits
+from commlayer.engine.regroup import Regrouping
+from commlayer.engine.state_relay import Relay
+from commlayer.engine.step import Regroup
+from commlayer.engine.view_words import Newer, ViewWords
 from commlayer.errors import CommError, PeerLost
-from commlayer.job import home_process, regroup
-from commlayer.job.agreement import Word
-from commlayer.job.connection import Waits
-from commlayer.job.regroup import Regrouping
-from commlayer.job.state_relay import Relay
-from commlayer.job.view_words import Newer, ViewWords
 from commlayer.records import Member, Plan, View
-from commlayer.runtime.step import Regroup
-from commlayer.transport import home_world
-from commlayer.transport.relayed_group import RelayedGroup
-from commlayer.transport.world_store import WorldStore
 
 LIMIT_S = 300.0
 

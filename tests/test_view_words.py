@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from commlayer.cluster import home_world
+from commlayer.engine.agreement import Word
+from commlayer.engine.view_words import Newer, ViewWords
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.job.agreement import Word
-from commlayer.job.view_words import Newer, ViewWords
 from commlayer.records import Member, View
-from commlayer.transport import home_world
 
 VIEW = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
 AWAY = PeerLost("not reachable: refused", peer="coordinator 10.99.0.1:7000"), \

@@ -15,11 +15,11 @@ from pool_kit import Servers, pool
 
 import commlayer
 from commlayer import plan_file, records
+from commlayer.engine.model_job import job_of
+from commlayer.engine.ways import Asked, read_ways, stepping, ways_of
 from commlayer.errors import RecordError
-from commlayer.job.ways import Asked, read_ways, stepping, ways_of
 from commlayer.planner import default_plan, diff, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
-from commlayer.runtime.model_job import job_of
 
 _ranks = pool_kit.ranks_first(2)
 JOB = Job((TensorInfo("a", (64,)), TensorInfo("b", (64,))))

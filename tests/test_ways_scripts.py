@@ -13,9 +13,9 @@ import torch
 from pool_kit import Servers, pool
 from test_ways_switch import WORLD, Training, plan
 
-from commlayer.job.allowed_ways import allowed_ways
-from commlayer.job.observers import Observer, Place
-from commlayer.job.switch import switch as go_over
+from commlayer.engine.allowed_ways import allowed_ways
+from commlayer.engine.observers import Observer, Place
+from commlayer.engine.switch import switch as go_over
 
 _ranks = pool_kit.ranks_first(WORLD)
 STEPS, PATIENCE = 42, 3

@@ -22,10 +22,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.job.allowed_ways import allowed_ways, forbidden_ways
-from commlayer.job.observers import Observer, Place
-from commlayer.job.switch import switch as go_over
-from commlayer.runtime.model_job import job_of
+from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
+from commlayer.engine.model_job import job_of
+from commlayer.engine.observers import Observer, Place
+from commlayer.engine.switch import switch as go_over
 
 _ranks = pool_kit.ranks_first(WORLD)
 PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}

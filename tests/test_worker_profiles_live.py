@@ -18,9 +18,9 @@ from pool_kit import PoolError, pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Outcome, Sampler, shares, solve
 from commlayer.errors import CommError
-from commlayer.job.shares.driver import Controller
 
 WORLD = 3
 BATCH, LENGTH = 12, 67

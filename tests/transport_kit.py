@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 import pytest
 from faulty import faulty
 
-from commlayer.control import carriers, grpc_channel
-from commlayer.control.coordinator_channel import fingerprint, shown
-from commlayer.control.grpc_port import GrpcPort, stream_port
+from commlayer.cluster import carriers, grpc_channel
+from commlayer.cluster.coordinator_channel import fingerprint, shown
+from commlayer.cluster.grpc_port import GrpcPort, stream_port
 from commlayer.transport import framing, grpc_ends, hello, tls
 from commlayer.transport.byte_channel import ByteChannel, binding_of
 from commlayer.transport.crc import crc32c
@@ -139,7 +139,7 @@ WIRES = {
 def keys() -> Keys:
     """A node's, made once."""
     pytest.importorskip("cryptography", reason="cryptography is not installed")
-    from commlayer.control import authority
+    from commlayer.cluster import authority
 
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)

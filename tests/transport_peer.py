@@ -12,8 +12,8 @@ import threading
 import time
 from typing import Any
 
-from commlayer.control import carriers
-from commlayer.control.grpc_port import stream_port
+from commlayer.cluster import carriers
+from commlayer.cluster.grpc_port import stream_port
 from commlayer.errors import CommError
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import Header, Kind, key

@@ -26,8 +26,8 @@ from bench.chaos.proxy import Link, Proxy
 from bench.chaos.reports import Began, Ended, Finding, Stepped, Task
 from bench.chaos.trials import STEPS, Trial
 from bench.chaos.wire import Seen
+from commlayer.cluster import authority
 from commlayer.config import home_environment
-from commlayer.control import authority
 from commlayer.errors import CommError
 
 HERE, THERE, CONTROL = "127.0.0.1", "127.0.0.2", "127.0.1.{}"

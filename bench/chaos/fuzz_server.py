@@ -11,14 +11,14 @@ from typing import Any
 
 from bench.fuzz_targets import JOB, SECRET
 from commlayer import planner
+from commlayer.cluster import server_codecs
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer
 from commlayer.config import join_host, read_config
-from commlayer.control import server_codecs
-from commlayer.control.coordinator import Coordinator
 from commlayer.transport.hello import Hello
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import SumServer
 
 HONEST = 2
 """Members whose sums must go on; all other ranks are let in, too, and may break whatever they can."""

@@ -29,10 +29,10 @@ from bench.chaos.fuzz_server import HONEST, PLAN
 from bench.fuzz_mutate import mutated, resealed
 from bench.fuzz_targets import SECRET, Target, targets
 from bench.report import Result
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.proved_calls import Unproved
 from commlayer.compressors import codec_of, seed
 from commlayer.config import host_port
-from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.proved_calls import Unproved
 from commlayer.errors import CommError
 from commlayer.transport import hello
 from commlayer.transport.framing import Reader

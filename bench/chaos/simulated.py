@@ -9,9 +9,9 @@ import random
 import struct
 from collections import Counter
 
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_cell import Reply
 from commlayer.transport.protocol import Flag, Header, Kind, Message
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_cell import Reply
 from commlayer.transport.unanswered import Unanswered
 
 WORLD, BUCKETS, STEPS = 3, 2, 3

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from bench.chaos.simulated_desk import Desk
 from bench.chaos.simulated_member import Member
 from bench.chaos.simulated_service import Books, Ledger, Service, Waits
-from commlayer.control.messages import FINISHED, Ask
+from commlayer.cluster.messages import FINISHED, Ask
+from commlayer.cluster.view_change import wire_generation
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
 from commlayer.transport.protocol import Header, Message
-from commlayer.transport.view_change import wire_generation
 
 CALM, MOST_EVENTS = 1_000, 60_000
 """After so many events nothing breaks any more, and beyond so many nobody gets any further: a schedule takes some hundreds."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.control import membership, messages, regrouping
-from commlayer.control.audit import Audit
-from commlayer.control.gathering import Gathering
-from commlayer.control.homes import Door
-from commlayer.control.membership import State
-from commlayer.control.messages import FINISHED, Ask, Heartbeat, Join, Kept, Pulse
+from commlayer.cluster import membership, messages, regrouping
+from commlayer.cluster.audit import Audit
+from commlayer.cluster.gathering import Gathering
+from commlayer.cluster.homes import Door
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import FINISHED, Ask, Heartbeat, Join, Kept, Pulse
 from commlayer.records import View
 
 PLAN = b"a plan"

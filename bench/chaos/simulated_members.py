@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from commlayer.control import coordinator_journal, membership, messages, regrouping
-from commlayer.control.coordinator_journal import Kept
-from commlayer.control.membership import State
-from commlayer.control.messages import FINISHED, Heartbeat, Join, Overdue, Pulse, Seat
+from commlayer.cluster import coordinator_journal, membership, messages, regrouping
+from commlayer.cluster.coordinator_journal import Kept
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import FINISHED, Heartbeat, Join, Overdue, Pulse, Seat
 from commlayer.records import View
 
 BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_cell import EVERY_SLICE, Reply
+from commlayer.cluster.view_change import ViewChange, amiss, read_change, wire_generation
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
 from commlayer.transport.protocol import Flag, Kind, Message, peer_name
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_cell import EVERY_SLICE, Reply
-from commlayer.transport.view_change import ViewChange, amiss, read_change, wire_generation
 
 _NUMBER = struct.Struct("<q")
 

@@ -26,8 +26,8 @@ from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped
 from bench.chaos.wire import weights
 from commlayer.balance import Sampler
 from commlayer.config import read_launch
+from commlayer.engine.home_process import begin_world
 from commlayer.errors import CommError
-from commlayer.job.home_process import begin_world
 from commlayer.session import Session, attach, switch
 
 PAYS = "error_feedback(fp16())"

@@ -1,4 +1,4 @@
-"""`commlayer keys`: what control/authority.py does, said so that the next step is on the screen."""
+"""`commlayer keys`: what cluster/authority.py does, said so that the next step is on the screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def init(
     days: Annotated[int, typer.Option(help="For how many days it is good.")] = 3650,
 ) -> None:
     """Make a job's CA. Who holds its folder decides who takes part: keep it on one machine."""
-    from commlayer.control import authority
+    from commlayer.cluster import authority
 
     until = authority.init(folder, days)
     print(f"made a CA in {folder}, good until {until:%Y-%m-%d}; keep that folder on this machine")
@@ -38,7 +38,7 @@ def add(
     again: Annotated[bool, typer.Option("--again", help="Make a new one, and revoke the one that it has.")] = False,
 ) -> None:
     """Make a node's certificate, and the folder to copy there."""
-    from commlayer.control import authority
+    from commlayer.cluster import authority
 
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
     until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
@@ -56,7 +56,7 @@ def add(
 @app.command()
 def revoke(name: Name, folder: Folder = Path("keys")) -> None:
     """End a node's certificates: nobody lets it in any more, and a running job drops it."""
-    from commlayer.control import authority
+    from commlayer.cluster import authority
 
     count = authority.revoke(folder, name)
     print(f"revoked {count} certificate{'' if count == 1 else 's'} of {name}" if count else f"{name} was revoked already")
@@ -66,7 +66,7 @@ def revoke(name: Name, folder: Folder = Path("keys")) -> None:
 @app.command("list")
 def list_(folder: Folder = Path("keys")) -> None:
     """Show who has a certificate, and until when."""
-    from commlayer.control import authority
+    from commlayer.cluster import authority
 
     if not (folder / authority.CA_KEY).exists():
         raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` makes one, --dir names another folder")

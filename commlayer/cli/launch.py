@@ -19,7 +19,7 @@ from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
 
 if TYPE_CHECKING:
-    from commlayer.control.home import Attendance
+    from commlayer.cluster.home import Attendance
 
 Child = subprocess.Popen[bytes]
 POLL_S = 0.1
@@ -50,8 +50,8 @@ def launch(
     if not script.is_file():
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     # Here, since they load grpc, which --help does without.
-    from commlayer.control import messages
-    from commlayer.control.home import Attendance
+    from commlayer.cluster import messages
+    from commlayer.cluster.home import Attendance
 
     attendance = Attendance(config.join, config, messages.attend(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
@@ -94,7 +94,7 @@ def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, 
     """A worker, in a session of its own: Ctrl-C comes to this process, which passes it on once."""
     joins = seat.first + local if seat.joins else -1
     mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
-    whole = [sys.executable, "-u", "-m", "commlayer.job.home_process", str(os.getpid()), *line]
+    whole = [sys.executable, "-u", "-m", "commlayer.engine.home_process", str(os.getpid()), *line]
     return subprocess.Popen(whole, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
 
 

@@ -15,7 +15,7 @@ from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
-from commlayer.control import messages
+from commlayer.cluster import messages
 from commlayer.errors import CommError, InvalidInput, line_of
 
 app = typer.Typer(

@@ -36,8 +36,8 @@ def profile(
         check_out(file)
     made = made_by(model) if model else None
     # Here, since it loads torch, which the help does not need.
+    from commlayer.autotune.measure import bucket_overheads, codec_costs
     from commlayer.compressors import kernels, parse
-    from commlayer.measure import bucket_overheads, codec_costs
 
     # Without compression is what everything else is compared with.
     names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
@@ -72,8 +72,8 @@ def _among_ranks() -> tuple[Line, Line] | None:
     import torch
     import torch.distributed as dist
 
-    from commlayer.measure import collective_costs
-    from commlayer.transport.groups import Groups
+    from commlayer.autotune.measure import collective_costs
+    from commlayer.cluster.groups import Groups
 
     dist.init_process_group("gloo")
     groups = Groups(launch.local_world, GROUPS_DEADLINE_S, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`commlayer serve`: what control/server_process.py runs, as the command line asks for it."""
+"""`commlayer serve`: what cluster/server_process.py runs, as the command line asks for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serve(
     if servers is None:
         servers = 0 if no_server else 1
     # Here, since it loads grpc, which --help does without.
-    from commlayer.control import server_process
+    from commlayer.cluster import server_process
 
     server_process.run(config, server_process.Part(workers, servers, -1 if no_server else number, not no_server, made=made))
 

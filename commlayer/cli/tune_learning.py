@@ -14,7 +14,7 @@ from commlayer.files import write_whole
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG
 
 if TYPE_CHECKING:
-    from commlayer.measure.learning import Task, Way
+    from commlayer.autotune.measure.learning import Task, Way
     from commlayer.planner.tables.learning import LearningTable
 
 CODECS = ("int4()", "topk(ratio={ratio})")
@@ -38,7 +38,7 @@ def run(
     if not out.absolute().parent.is_dir():
         raise InvalidInput("E-CLI-OPTION", f"{out}: the folder {out.absolute().parent} does not exist")
     make = maker(name)
-    from commlayer.measure.own_learning import measured, ways_of
+    from commlayer.autotune.measure.own_learning import measured, ways_of
     from commlayer.planner.tables.learning import written
 
     count = 0
@@ -107,7 +107,7 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 
 def _guarded(name: str, made: dict[str, Any]) -> Task:
     """What goes wrong in a user's functions is one line, and says in which."""
-    from commlayer.measure.learning import Task
+    from commlayer.autotune.measure.learning import Task
 
     def of(field: str) -> Callable[..., Any]:
         return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))

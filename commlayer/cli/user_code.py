@@ -135,7 +135,7 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     """`text` is how the user named it."""
     from torch import nn
 
-    from commlayer.measure.model_times import timed_job
+    from commlayer.autotune.measure.model_times import timed_job
 
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"batch of {text}: got {batch}, allowed: at least 1")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from commlayer.cluster import messages
 from commlayer.config import Config, check_plain_text, host_port, is_loopback, launcher_says, read_launch
-from commlayer.control import messages
 from commlayer.doctor import (
     machine_checks,
     machine_facts,

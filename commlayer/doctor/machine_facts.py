@@ -16,11 +16,11 @@ import msgspec
 from msgspec import structs
 
 from commlayer import native
-from commlayer.control import messages
+from commlayer.cluster import messages
+from commlayer.cluster.journal import LOCK, NAME
 from commlayer.errors import RecordError
 from commlayer.records import Record
 from commlayer.transport import framing
-from commlayer.transport.journal import LOCK, NAME
 
 CHILD_S = 12.0
 """For a process that loads torch and asks for its GPUs: a broken driver may hang it."""

@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from commlayer.autotune.measure import link_rates
+from commlayer.cluster.members import exchange
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer
 from commlayer.config import Config, host_port, join_host
 from commlayer.doctor import machine_facts
 from commlayer.doctor.node_checks import Node, Pair, limit_s, one_commlayer, turns
 from commlayer.errors import CommError, InvalidInput
-from commlayer.measure import link_rates
 from commlayer.records import Record
 from commlayer.transport import secret
 from commlayer.transport.hello import Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.members import exchange
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.summation import Summation
-from commlayer.transport.summation_server import SumServer
 
 JOB = "doctor"
 WAY_S = 0.5

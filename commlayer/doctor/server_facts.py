@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import structs
 
+from commlayer.autotune.measure import link_rates
+from commlayer.cluster import carriers, messages
+from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.messages import ABOUT_NBYTES, About, Told
+from commlayer.cluster.tls_check import check
 from commlayer.config import Config, host_port
-from commlayer.control import carriers, messages
-from commlayer.control.coordinator_channel import CoordinatorChannel
-from commlayer.control.messages import ABOUT_NBYTES, About, Told
-from commlayer.control.tls_check import check
 from commlayer.doctor.network_facts import Reached, reach
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.measure import link_rates
 from commlayer.records import Record, ServerInfo
 from commlayer.transport import tls
 from commlayer.transport.key_folder import Keys

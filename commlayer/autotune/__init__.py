@@ -1,0 +1,1 @@
+"""Measures while training runs, and changes the plan, its quality and the batch shares."""

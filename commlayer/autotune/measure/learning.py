@@ -1,0 +1,317 @@
+"""One training of a task in a way, by virtual workers in one thread, for what ways cost in steps. Knows no store, no table.
+
+What a way does to weights is the package's own: codecs, residuals, buckets and the server's sums (virtual_workers.py), local
+steps, overlapped rounds and the outer optimizer (engine/local_steps.py). A test trains the same over loopback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from msgspec import structs
+from torch import nn
+
+from commlayer import planner
+from commlayer.autotune.measure.virtual_workers import VirtualWorkers
+from commlayer.compressors import parse
+from commlayer.compressors.feedback import wrap
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.matched_length import Lengths
+from commlayer.engine.model_job import job_of
+from commlayer.errors import InvalidInput
+from commlayer.optim import Outer, usual
+from commlayer.planner.model.fragments import fragments_of
+from commlayer.records import Plan, Record
+
+STEPS, LOOKS = 240, 30
+WARMUP = 20
+"""Steps over which the rate rises from nothing; from then on it stays, so that each step of a curve
+means the same: factors are read from the second half."""
+CUT_NBYTES = 1 << 16
+OUTERS = {"plain": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
+"""Plain averaging; and what DiLoCo takes, with Nesterov's momentum. Without a name: see `outer_of`."""
+
+
+class Way(Record, frozen=True):
+    """What is trained, and how."""
+
+    task: str
+    optimizer: str
+    codec: str = "identity()"
+    """As plans spell it, without error feedback, which it gets where plans add it."""
+    codes: str = "gradients"
+    every: int = 1
+    overlap: str = ""
+    late: bool = False
+    workers: int = 4
+    seed: int = 0
+    ratio_over: Literal["bucket", "plan"] = "bucket"
+    fragments: int = 1
+    rate: float = 0.0
+    """The optimizer's; 0: the task's own."""
+    outer: str = ""
+    """What an exchange does with the mean change: one of `OUTERS`; or "", what it does under that optimizer by itself."""
+    batches: int = 1
+    """Of the task's, that a worker takes in a step: its batch is so many times as large."""
+
+    @property
+    def dense(self) -> Way:
+        """What it is compared with."""
+        return Way(self.task, self.optimizer, workers=self.workers, seed=self.seed, batches=self.batches)
+
+    @property
+    def updates(self) -> bool:
+        return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
+
+
+def outer_of(way: Way) -> Outer:
+    """Without a name what attach() takes by itself. ValueError for a name that there is not."""
+    if not way.outer:
+        return usual("adam" if way.optimizer == "adam" else "sgd")
+    if way.outer not in OUTERS:
+        raise InvalidInput("E-USER-CODE",
+                           f"outer: got {way.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's own")
+    return OUTERS[way.outer]
+
+
+class Task(NamedTuple):
+    """What is trained: equal for equal seeds, and made anew for each worker."""
+
+    model: nn.Module
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    """For a model like this one, at the rate that the user would take."""
+    batches: Callable[[int, int], Iterator[Any]]
+    """Of a rank among so many, without end."""
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    validation: Callable[[nn.Module], float]
+
+
+Make = Callable[[int], Task]
+"""By seed."""
+
+
+def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
+    """The validation loss at `looks` places. NaN where weights are no numbers. ValueError for a task that cannot be trained."""
+    task = make(way.seed)
+    if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
+                           "average; take a model without, such as one with LayerNorm or GroupNorm")
+    made = (_Local if way.updates else _Averaged)(way, task, make)
+    feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
+    curve: list[float] = []
+    for step in range(1, steps + 1):
+        made.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], min(1.0, step / WARMUP))
+        if step * looks % steps < looks:
+            curve.append(_validated(way, task.validation(made.learnt())))
+            if not math.isfinite(curve[-1]):
+                return curve + [math.nan] * (looks - len(curve))
+    return curve
+
+
+def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
+    drawn = list(islice(feed, way.batches))
+    if len(drawn) == way.batches:
+        return drawn
+    raise InvalidInput("E-USER-CODE",
+                       f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
+
+
+def _validated(way: Way, found: Any) -> float:
+    """As a number; one line if it is none."""
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        what = f"Tensor of {found.numel()}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise InvalidInput("E-USER-CODE", f"task {way.task}: validation returned {what}, needed is one number") from None
+
+
+def losses(task: Task, way: Way, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
+    """The mean loss of these batches."""
+    return torch.stack([_loss(task, way, model, batch) for batch in batches]).mean()
+
+
+def _loss(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
+    """One line if the task gives none."""
+    found: Any = task.loss(model, batch)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task} returned {type(found).__name__} as its loss, needed is one number with a gradient")
+    return found
+
+
+class _Optimizer:
+    """A task's, with its rates rising at the start."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self._inner = task.optimizer(model)
+        self._rates = [group["lr"] for group in self._inner.param_groups]
+
+    def step(self, part: float) -> None:
+        for group, rate in zip(self._inner.param_groups, self._rates, strict=True):
+            group["lr"] = rate * part
+        self._inner.step()
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+
+def plan_of(way: Way, model: nn.Module) -> Plan:
+    """Buckets of 64 kB over one server."""
+    codec = parse(way.codec)
+    made = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
+                                fuse_nbytes=CUT_NBYTES, cut_nbytes=CUT_NBYTES)
+    return structs.replace(made, ratio_over=way.ratio_over)
+
+
+class _Averaged:
+    """Gradients are averaged, and every worker takes the same step: one model stands for all."""
+
+    def __init__(self, way: Way, task: Task, make: Make) -> None:
+        del make
+        self._way, self._task, self._model = way, task, task.model
+        self._optimizer = _Optimizer(task, self._model)
+        self._workers = VirtualWorkers(job_of(self._model), plan_of(way, self._model), way.workers)
+        self._late: list[torch.Tensor] | None = None
+
+    def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
+        """`batches`: of each worker."""
+        parameters = list(self._model.parameters())
+        gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, each), parameters) for each in batches]
+        mean: list[torch.Tensor] | None = self._workers.average(gradients)[0]
+        if self._way.late:
+            mean, self._late = self._late, mean
+        for i, parameter in enumerate(parameters):
+            parameter.grad = None if mean is None else mean[i]
+        self._optimizer.step(part)
+
+    def learnt(self) -> nn.Module:
+        return self._model
+
+
+class _Local:
+    """Each worker has a model and an optimizer of its own, and their changes are averaged."""
+
+    def __init__(self, way: Way, task: Task, make: Make) -> None:
+        self._way, self._task = way, task
+        self._models = [make(way.seed).model for _ in range(way.workers)]
+        self._optimizers = [_Optimizer(task, model) for model in self._models]
+        plan = plan_of(way, task.model)
+        self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
+        # An exchange that is brought in right behind its beginning is one that does not overlap with steps.
+        self._locals = [LocalSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
+                                   fragments=way.fragments, overlap=True, lengths=self._sums.lengths(rank))
+                        for rank, model in enumerate(self._models)]
+
+    def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
+        """`batches`: of each worker."""
+        for model, optimizer, local, mine in zip(self._models, self._optimizers, self._locals, batches, strict=True):
+            optimizer.zero_grad()
+            losses(self._task, self._way, model, mine).backward()
+            local.count()
+            optimizer.step(part)
+        if self._locals[0].due:
+            for rank, local in enumerate(self._locals):
+                local.exchange(self._sums.worker(rank), [], 0.0)
+            if not self._way.overlap:
+                for rank, local in enumerate(self._locals):
+                    local.settle(self._sums.worker(rank), [], 0.0)
+
+    def learnt(self) -> nn.Module:
+        """The mean of all workers' weights."""
+        with torch.no_grad():
+            for mine, each in zip(self._task.model.parameters(), zip(*(m.parameters() for m in self._models), strict=True),
+                                  strict=True):
+                mine.copy_(torch.stack(each).mean(0))
+        return self._task.model
+
+
+class _Sums:
+    """What local steps ask of runtime.worker.Worker, of all workers in one thread: a turn is summed when the last begins it."""
+
+    def __init__(self, virtual: VirtualWorkers, plan: Plan, fragments: int) -> None:
+        self._virtual = virtual
+        self._places = fragments_of(plan.buckets, fragments)
+        self.turns = [[plan.buckets[place] for place in places] for places in self._places]
+        self._given: dict[int, Mapping[int, torch.Tensor]] = {}
+        """By rank, of the turn that is summed."""
+        self._mean: dict[int, torch.Tensor] = {}
+        self._telling: dict[int, tuple[float, float]] = {}
+        self.told: list[tuple[float, float]] = []
+        """By rank, what was told in the turn that is summed."""
+
+    def worker(self, rank: int) -> Any:
+        return _Rank(self, rank)
+
+    def lengths(self, rank: int) -> Lengths:
+        return _Told(self, rank)
+
+    def tell(self, rank: int, weight: float, square: float) -> None:
+        self._telling[rank] = weight, square
+        if len(self._telling) == self._virtual.world:
+            self.told = [self._telling.pop(each) for each in range(self._virtual.world)]
+
+    def give(self, rank: int, changes: Mapping[int, torch.Tensor], turn: int) -> None:
+        self._given[rank] = changes
+        if len(self._given) == self._virtual.world:
+            given = [self._given.pop(each) for each in range(self._virtual.world)]
+            self._mean = {t: torch.empty_like(change) for t, change in changes.items()}
+            for place in self._places[turn]:
+                self._virtual.exchange(place, given, self._mean)
+            if turn == len(self.turns) - 1:
+                self._virtual.end()
+
+    def write(self, targets: Sequence[torch.Tensor | None]) -> None:
+        for tensor, mean in self._mean.items():
+            target = targets[tensor]
+            assert target is not None
+            target.copy_(mean)
+
+
+class _Told:
+    """What workers tell each other, as local steps of one see it."""
+
+    def __init__(self, sums: _Sums, rank: int) -> None:
+        self._sums, self._rank = sums, rank
+
+    def start(self, weight: float, square: float) -> None:
+        self._sums.tell(self._rank, weight, square)
+
+    def read(self) -> list[tuple[float, float]]:
+        return self._sums.told
+
+
+class _Rank:
+    """One worker, as local steps see it."""
+
+    def __init__(self, sums: _Sums, rank: int) -> None:
+        self._sums, self._rank, self.turns = sums, rank, sums.turns
+        self.scale = self.rate = self.weight = 1.0
+        self.not_finite = -1
+
+    def send(self, changes: Mapping[int, torch.Tensor], turn: int = 0) -> None:
+        self._sums.give(self._rank, changes, turn)
+
+    def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
+        del turn  # the last that was summed
+        self._sums.write(targets)
+        return True
+
+    def weigh(self, weight: float, total: float | None) -> None:
+        """All batches weigh the same."""
+
+    def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """A round has begun."""
+
+    def wait(self, deadline_s: float, turn: int = 0) -> None:
+        """It is here."""
+
+    def end(self, *, finite: bool) -> None:
+        """Nothing is taken back."""
+
+    def applied(self, numbers: Sequence[int], turn: int) -> None:
+        """All of it."""

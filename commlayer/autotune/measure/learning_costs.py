@@ -1,0 +1,162 @@
+"""From curves of trainings to what each way costs in steps: rows of a learning table. Trains nothing, and knows no files.
+
+A way's factor at step N' is N' over the step at which dense training had the loss that the way has at N'. Its mean over the
+last half of a run is the way's: so no run is longer than another, and large factors are seen as small ones are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from commlayer.autotune.measure.learning import STEPS, Way
+from commlayer.errors import InvalidInput
+from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
+
+MOST = 20.0
+"""What has learnt as good as nothing costs so much."""
+CAUTIOUS = 0.8
+EARLY = (40, 80)
+"""Steps that are early in a run, behind its warm-up."""
+
+
+Curve = Sequence[float]
+
+
+class Cost(NamedTuple):
+    """Of one run against the dense one of the same task, optimizer, workers and seed. Noise may put it below 1, and below 0."""
+
+    steps: float
+    loss: float
+
+
+def smooth(curve: Curve) -> list[float]:
+    """Means over five looks, of what there is at the ends."""
+    return [fmean(curve[max(0, i - 2) : i + 3]) for i in range(len(curve))]
+
+
+def cost(curve: Curve, dense: Curve) -> Cost:
+    """`dense` was shown to be finite. Over what dense training costs against itself, which noise puts a little above 1."""
+    if not all(map(math.isfinite, curve)):
+        return Cost(MOST, MOST)
+    mine, best = smooth(curve), smooth(dense)
+    late = range(len(dense) // 2, len(dense))
+    return Cost(_over(mine, best, late), min(MOST, mine[-1] / best[-1] - 1))
+
+
+def early(curve: Curve, dense: Curve) -> float:
+    """The factor of early steps, unsmoothed: a mean over five looks blurs the first, steep steps of dense training."""
+    looks = range(EARLY[0] * len(dense) // STEPS, EARLY[1] * len(dense) // STEPS)
+    return _over(curve, dense, looks) if all(map(math.isfinite, curve)) else MOST
+
+
+def _over(mine: Curve, dense: Curve, looks: range) -> float:
+    """At these looks, over what dense training comes to against itself."""
+    return min(MOST, _factor(mine, dense, looks) / _factor(dense, dense, looks))
+
+
+def _factor(mine: Curve, dense: Curve, looks: range) -> float:
+    best, each = np.minimum.accumulate(dense), STEPS / len(dense)
+    return fmean(min(MOST, (look + 1) * each / max(_when(best, mine[look]) * each, 1.0)) for look in looks)
+
+
+def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
+    """In looks, from the beginning of the training: where that curve first was as low, on lines between looks."""
+    below = np.flatnonzero(falling <= loss)
+    if not len(below):
+        return float(len(falling))
+    i = int(below[0])
+    if i == 0:
+        return 0.5
+    return i + float((falling[i - 1] - loss) / (falling[i - 1] - falling[i]))
+
+
+def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
+    """Of all runs whose dense one is there, too."""
+    made = {}
+    for way, curve in curves.items():
+        dense = curves.get(way.dense)
+        if dense is None or way == way.dense or way.rate:
+            continue
+        if not all(map(math.isfinite, dense)):
+            raise InvalidInput("E-USER-CODE",
+                               f"task {way.task}: dense training with {way.optimizer} ends in a loss of nan: lower its rate")
+        made[way] = cost(curve, dense)
+    return made
+
+
+def rows(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+    """Of all that was measured on all tasks: for each number of workers, and where there are several, the worst of them.
+
+    Figures of fewer tasks would stand beside those of all as if they were of the same.
+    """
+    made: list[LearningRow] = []
+    tasks = {way.optimizer: {other.task for other in found if other.optimizer == way.optimizer} for way in found}
+    for key, by_workers in sorted(_grouped(found).items(), key=lambda item: repr(item[0])):
+        each = [_row(key, workers, runs) for workers, runs in sorted(by_workers.items())]
+        enough = [row for row in each if row.tasks >= max(least_tasks, len(tasks[key[0]]))]
+        if not enough:
+            continue
+        worst = {field: max(getattr(row, field) for row in enough) for field in ("steps", "steps_high", "loss", "loss_high")}
+        made.append(structs.replace(enough[0], workers=0, tasks=max(row.tasks for row in enough),
+                                    runs=sum(row.runs for row in enough), **worst))
+        made += enough if len(enough) > 1 else []
+    return tuple(made)
+
+
+def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
+    """What one worker costs by itself, against several."""
+    for way, curve in curves.items():
+        together = structs.replace(way, workers=ALONE_AMONG)
+        if way.workers == ALONE and together in curves:
+            yield way, cost(curve, curves[together])
+
+
+def alone_rows(curves: Mapping[Way, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+    """That, a row for each optimizer."""
+    found: dict[_Key, dict[str, list[Cost]]] = {}
+    for way, one in alone(curves):
+        found.setdefault(key_of(way), {}).setdefault(way.task, []).append(one)
+    return tuple(_row(key, ALONE, runs) for key, runs in sorted(found.items()) if len(runs) >= least_tasks)
+
+
+_Key = tuple[str, str, str, int, str, bool]
+
+
+def key_of(way: Way) -> _Key:
+    """The combination, as a row names it."""
+    return way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
+
+
+def told(way: Way) -> bool:
+    """Whether rows have words for it."""
+    return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer and way.batches == 1
+
+
+def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
+    """By combination, workers and task."""
+    groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
+    for way, one in found.items():
+        if told(way):
+            groups.setdefault(key_of(way), {}).setdefault(way.workers, {}).setdefault(way.task, []).append(one)
+    return groups
+
+
+def _row(key: _Key, workers: int, runs: Mapping[str, Sequence[Cost]]) -> LearningRow:
+    optimizer, codes, codec, every, overlap, late = key
+    # A task counts once, however many seeds it was measured with.
+    steps = [fmean(one.steps for one in of_task) for of_task in runs.values()]
+    losses = [fmean(one.loss for one in of_task) for of_task in runs.values()]
+    return LearningRow(optimizer, codes, codec, every, overlap, late, workers, *_spread(steps, 1.0), *_spread(losses, 0.0),
+                       len(runs), sum(map(len, runs.values())))
+
+
+def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
+    """What is better than dense is chance, and counts as dense; but only here, or chance would count on one side alone."""
+    cautious = float(np.quantile(values, CAUTIOUS))
+    return round(max(least, median(values)), 4), round(max(least, cautious), 4)

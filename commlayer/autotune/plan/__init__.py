@@ -1,0 +1,1 @@
+"""The automatic plan: when to plan again, trials, roll-back."""

@@ -1,0 +1,269 @@
+"""Rank 0's part of automatic planning: which plan is worth a change, what came of it, what it asks of all ranks.
+
+Pure functions of what rank 0 knows, called by decide.py on rank 0 alone. No thread, clock, torch, connection or log here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from statistics import median
+
+from msgspec import structs
+
+from commlayer.autotune.plan.actions import Action, Describe, Report, Say, StartPlanning, Suggest, Word
+from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, Candidate, ReplanVerdict
+from commlayer.autotune.plan.facts import InForce, Planned
+from commlayer.autotune.plan.state import Lead, Links, Planning, Proposing, Settling, Steady, Trial
+from commlayer.observe import LinkWatch, PredictionCheck, Rates, differ
+from commlayer.observe.prediction_check import LIMIT
+from commlayer.planner.model.cluster import Link
+from commlayer.records import Plan, digest
+
+WORTH = 0.02
+"""A plan must shorten the way to a loss by this fraction to be tried. Prices err by more, either way: a few steps tell."""
+FINER, AS_SOON = 0.01, 0.03
+"""So does one that needs so much fewer steps, if it is at the loss no more than this fraction later: what a codec costs a model
+in steps is known less well than what a step takes."""
+TO_WIN = 0.05
+"""Less is no reason to measure, to probe or to search again."""
+SHARES_WORTH = 0.1
+"""Work is measured again where a change of shares changes a step's computing by this fraction."""
+HARDER = 1.25
+"""Where a model's excess of steps is seen to be so many times what was planned with, another plan is looked for."""
+TRIED = 5
+"""Steps under a plan that tell its pace, after one that warms up."""
+SLOWER = 0.02
+"""Where the loss comes later than under the plan before by more than this fraction, all go back. Medians of so few steps under
+one plan differ by as much, and going back is not for nothing: servers drop what they owe."""
+PLAIN = 0.18
+"""The plan without compression is tried where the loss would come later by at most this fraction: in trials it took up to 16 %
+less than its prices, which know least of plans that go another way than what was measured.
+Local steps are where they would be taken, had it been known how slow averaged gradients are."""
+OFF = 10.0
+"""Where the plan in force takes so many times as long as it is priced at, or so small a part, prices say nothing."""
+STALE = LIMIT
+"""Relative error from which steps are not what was expected of the plan in force."""
+
+Decided = tuple[Lead, list[Action]]
+
+
+def planning(
+    lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
+) -> Decided:
+    """Looks for a plan in place of the current one. Whatever else was under way is given up.
+
+    `step_s`: as all ranks measured it; `pace_s`: what steps took here, by the clock that tells the pace of other plans.
+    `checks`: see Planning.
+    """
+    known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
+    order = StartPlanning(current, known, links, step_s)
+    lead = structs.replace(lead, phase=Planning(order, checks), check=None, stale=False, pace_s=pace_s or step_s,
+                           searched=links, beside=())
+    return lead, [order]
+
+
+def pace_since(lead: Lead, slow_s: float) -> float:
+    """Seconds of a step since steps became slow: rows are means over earlier steps, too. 0 where none has been slow here."""
+    slow = list(takewhile(lambda step_s: step_s > slow_s, reversed(lead.recent)))
+    return median(slow) if slow else 0.0
+
+
+def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
+    """Proposes what was found if it is worth a change; else the plan in force is kept, and its pace taken."""
+    if not isinstance(lead.phase, Planning) or lead.phase.order != fact.order:
+        return lead, []  # another planning has begun since
+    found, measured_s = fact.found, fact.order.step_s
+    if found is None:
+        return structs.replace(lead, phase=Settling()), [Say(f"no plan: {fact.why}")]
+    if in_force.plan != fact.order.current:
+        said = "found a plan, but meanwhile somebody has changed the one in force"
+        return structs.replace(lead, phase=Steady(), stale=True), [Say(said)]
+    if lead.phase.checks and max(found.current_s, lead.pace_s) >= OFF * min(found.current_s, lead.pace_s):
+        return _discarded(lead, found, keep=keep)
+    verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s, found.current_steps, found.steps)
+    lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, beside=() if keep else found.beside,
+                           verdicts=(*lead.verdicts, verdict), discarded=False)
+    said = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
+            f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
+    hint = [Suggest(found.hint)] if found.hint else []
+    enough = 1.0 + AS_SOON if found.steps <= found.current_steps - FINER else 1.0 - WORTH
+    later = found.plan.step_s * found.steps * lead.lateness > enough * found.current_s * found.current_steps
+    if keep or later or _hopeless(found, found.current_steps):
+        alone = _beside_alone(found, found.current_s * found.current_steps)
+        return structs.replace(lead, phase=Settling()), [
+            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force{alone}: found {said}"), *hint]
+    return structs.replace(lead, phase=Proposing(found, lead.pace_s)), [
+        Describe(in_force.basis, found.current_price),
+        Say(f"found {said}{_beside_alone(found, found.plan.step_s * found.steps)}"), *hint]
+
+
+def _discarded(lead: Lead, found: Candidate, *, keep: bool) -> Decided:
+    """Measures again, once: what was measured may be wrong, or what is made of it."""
+    again = not (lead.discarded or keep)
+    said = (f"kept the plan in force: priced at {_ms(found.current_s)} per step, measured at {_ms(lead.pace_s)}, so a search "
+            f"by these prices is discarded{'; measuring again' if again else ''}")
+    return structs.replace(lead, phase=Settling(), stale=again, discarded=True), [Say(said)]
+
+
+def _hopeless(found: Candidate, current_steps: float) -> bool:
+    """Whether it needs too many steps for any plan, and more than the plan in force."""
+    return found.steps >= MOST_STEPS and found.steps > current_steps
+
+
+def _beside_alone(found: Candidate, to_loss_s: float) -> str:
+    """What a plan is expected to bring: `to_loss_s` for each step of dense training."""
+    if not found.alone_s or not to_loss_s:
+        return ""
+    return f", expected to reach a loss {found.alone_s / to_loss_s:.2f} times as fast as one machine alone"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _needs(steps: float) -> str:
+    """Beside what steps take: how many of them a loss needs, against dense training."""
+    return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
+
+
+def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | None) -> Decided:
+    """Plans anew where topk loses so much more of this model's gradients than it usually does that another may be better."""
+    if links is None or not isinstance(lead.phase, Steady) or times <= HARDER * lead.harder or not lead.recent:
+        return lead, []
+    said = (f"topk loses more of these gradients than is usual: what it costs in steps beyond dense training is counted "
+            f"{times:.2f} times")
+    lead, actions = planning(structs.replace(lead, harder=times), in_force.plan, links.links, median(lead.recent))
+    return lead, [Say(said), *actions]
+
+
+def found_faster(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
+    """Plans anew, beside the training, where links have turned out to be so much faster than was planned with that another plan
+    may be better."""
+    if links is None or not isinstance(lead.phase, Steady) or not lead.searched or not lead.recent:
+        return lead, []
+    win = to_win(lead, links.watch)
+    if win is None or win < TO_WIN or not differ(rates_of(lead.searched), rates_of(links.links)):
+        return lead, []
+    return planning(lead, in_force.plan, links.links, median(lead.recent))
+
+
+def rates_of(links: Sequence[Link]) -> tuple[Rates, ...]:
+    return tuple(Rates(link.up_bps, link.down_bps) for link in links)
+
+
+def shares_moved(lead: Lead, part: float) -> Lead:
+    """Work is measured again where that matters."""
+    return structs.replace(lead, moved=True) if part >= SHARES_WORTH else lead
+
+
+def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decided:
+    """Takes the pace of a plan that is tried or kept; compares what steps take with what was expected."""
+    actions: list[Action] = []
+    lead = structs.replace(lead, recent=(*lead.recent[1 - TRIED :], step_s))
+    if isinstance(lead.phase, Trial | Settling):
+        lead = structs.replace(lead, phase=structs.replace(lead.phase, times=(*lead.phase.times, step_s)))
+        lead, actions = _judged(lead, in_force)
+    if lead.check is not None:
+        check, stale = lead.check.observe(median(lead.recent[-3:]), step)
+        slower = stale is not None and stale.slower
+        if stale is not None and not slower:  # a plan that does better is no reason to hold steps up
+            check = _expects(stale.measured_s, usual=True)
+        lead = structs.replace(lead, check=check, stale=lead.stale or slower)
+        actions += [Report(stale)] if stale is not None and slower else []
+        actions += [Say(stale.reason)] if stale is not None else []
+    return lead, actions
+
+
+def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead, Word]:
+    """What all ranks are to do once they have heard it."""
+    if isinstance(lead.phase, Planning):
+        return lead, Word.NOTHING
+    if isinstance(lead.phase, Proposing):
+        return lead, Word.SWITCH
+    win = to_win(lead, links.watch)
+    if lead.stale and not lead.moved and win is not None and win < TO_WIN:  # nothing can be won
+        check = _expects(median(lead.recent), usual=True) if lead.recent else None
+        lead = structs.replace(lead, stale=False, moved=False, check=check)
+    elif lead.stale or lead.moved:
+        return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
+    lost = differ(links.best, links.watch.planned)
+    if win is None or win < TO_WIN:  # whatever a probe finds, too little would follow from it
+        return lead, Word.NOTHING
+    due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
+    return lead, Word.PROBE if due else Word.NOTHING
+
+
+def to_win(lead: Lead, watch: LinkWatch) -> float | None:
+    """The part of the time to a loss that no plan can save more of, however fast links are: then no step waits, and none is
+    taken for what compressing loses. None before it is known what steps take."""
+    return 1.0 - (1.0 - watch.waited_s / watch.usual_s) / lead.steps if watch.settled and watch.usual_s > 0 else None
+
+
+def proposal(lead: Lead) -> Proposing | None:
+    return lead.phase if isinstance(lead.phase, Proposing) else None
+
+
+def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
+    """All ranks run under the plan that was proposed. `plan`: as they run it."""
+    proposed = proposal(lead)
+    assert proposed is not None, "rank 0 has no plan that others could go over to"
+    candidate = proposed.candidate.as_run(plan)
+    substituted = candidate is not proposed.candidate
+    # What was seen of steps is the plan's that all have left.
+    lead = structs.replace(lead, recent=(), stale=False, known=(plan, candidate.plan), steps=candidate.steps)
+    actions: list[Action] = [Describe(candidate.basis, candidate.price)]
+    if proposed.back:
+        return structs.replace(lead, phase=Settling()), actions
+    if candidate.leaves:
+        actions.append(Say(candidate.leaves, warning=True))
+    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace or substituted)
+    return structs.replace(lead, phase=trial, check=None if substituted else _expects(candidate.plan.step_s)), actions
+
+
+def refused(lead: Lead) -> Lead:
+    return structs.replace(lead, phase=Settling())
+
+
+def _judged(lead: Lead, in_force: InForce) -> Decided:
+    """What a plan's first steps say of it, once there are enough."""
+    phase, plan = lead.phase, in_force.plan
+    if not isinstance(phase, Trial | Settling) or len(phase.times) <= TRIED:
+        return lead, []
+    step_s = median(phase.times[1:])
+    if isinstance(phase, Settling):
+        return _another_tried(structs.replace(lead, check=_expects(step_s, usual=True)), step_s, in_force)
+    before = phase.before
+    worse = step_s * lead.steps > (1 + SLOWER) * phase.before_s * before.steps
+    said = (f"under plan {digest(plan)} steps take {_ms(step_s)}{_needs(lead.steps)}: {_ms(plan.step_s)} were predicted, "
+            f"{_ms(phase.before_s)}{_needs(before.steps)} were taken before{': back to that' if worse else ''}")
+    lead = structs.replace(lead, lateness=max(1.0, step_s / plan.step_s) if plan.step_s else 1.0)
+    if worse:
+        return structs.replace(lead, phase=Proposing(before, back=True), check=None), [Say(said)]
+    if phase.for_pace:  # it was tried whatever was predicted of it
+        lead = structs.replace(lead, check=_expects(step_s, usual=True))
+    lead, actions = _another_tried(lead, step_s, in_force)
+    return lead, [Say(said), *actions]
+
+
+def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
+    """Where prices cannot tell plans apart, a few steps can. `step_s`: under the plan in force."""
+    basis, beside, lead = in_force.basis, lead.beside, structs.replace(lead, phase=Steady(), beside=())
+    for place, other in enumerate(beside):
+        most = 1 + PLAIN if other.dense else LEAVES
+        if other.runnable == in_force.plan or (in_force.plan.steps_locally and not other.plan.steps_locally):
+            continue  # what was priced as steps on averaged gradients would not run as such any more
+        if _hopeless(other, lead.steps):
+            continue
+        if basis is not None and other.plan.step_s * other.steps <= most * step_s * lead.steps:
+            price = in_force.price or other.current_price
+            candidate: Candidate = other._replace(current=basis.plan, current_price=price, current_steps=lead.steps)
+            phase = Proposing(candidate, step_s, for_pace=other.dense)
+            what = "the plan without compression" if other.dense else "local steps, too"
+            said = f"tries {what}, {_ms(other.plan.step_s)}{_needs(other.steps)} by the same prices"
+            return structs.replace(lead, phase=phase, beside=beside[place + 1 :]), [Say(said)]
+    return lead, []
+
+
+def _expects(step_s: float, *, usual: bool = False) -> PredictionCheck:
+    return PredictionCheck(step_s, limit=STALE, usual=usual)

@@ -1,0 +1,83 @@
+"""What a running job may plan with: ways, and codecs by its loss budget and its guard's floor. Plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer import loss_budget
+from commlayer.autotune.plan.link_probes import RankMeasurement
+from commlayer.balance import tuner_loss
+from commlayer.balance.tuner_loss import LossModel
+from commlayer.compressors import parse
+from commlayer.engine import codec_floor
+from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
+from commlayer.engine.connection import Connection
+from commlayer.planner.model.cluster import Policy, Profile
+from commlayer.planner.model.learning import measured_local_steps
+
+YOUNG = 1000
+"""Training steps. In a job's first steps sparse codecs cost more than the table of trainings says."""
+
+
+class Limits(NamedTuple):
+    """What a search may find."""
+
+    policy: Policy
+    suggests: bool = False
+    """Whether it also says how much sooner local steps would be, which the script has not allowed."""
+    young: bool = False
+    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer where links leave that."""
+
+
+def codecs(connection: Connection) -> list[str]:
+    """Those that are worth measuring."""
+    return codec_floor.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
+
+
+def remembers(connection: Connection) -> bool:
+    """Whether its optimizer does: then local steps leave ranks with different states."""
+    return connection.stepped is not None and connection.stepped.remembers
+
+
+def limits_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> Limits:
+    """What its script allows, as rank 0 sees it, and as all ranks told when they measured. Where another sees it otherwise, it
+    refuses the plan."""
+    ways, terms = allowed_ways(connection), connection.terms
+    # Controllers refuse local steps; who weighs batches otherwise, as samplers do, weighs rounds of them, too.
+    balanced = terms.balanced or any(row.balanced for row in rows)
+    able = not balanced and {"updates", "local", "round"} <= ways
+    policy = Policy(
+        devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.asked.exact is False),
+        # Late results put old averages in place of what has gathered in `.grad`, which scripts add up.
+        forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
+    )
+    return Limits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
+
+
+def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+    """Within the budget, by losses that the user measured or else by the shipped ones; no codec below the guard's floor, and no
+    more local steps than were measured."""
+    if not policy.exact:
+        policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
+    model = _model(connection)
+    if model is not None or connection.terms.max_loss:
+        policy = structs.replace(policy, max_loss=_budget(connection))
+    if model is not None:
+        profile, policy = loss_budget.priced(profile, policy, model)
+    if not connection.terms.floor:
+        return profile, policy
+    known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    fine = tuple(name for name in known if codec_floor.level(parse(name)) >= connection.terms.floor * codec_floor.EQUAL)
+    return profile, structs.replace(policy, codecs=fine)
+
+
+def _budget(connection: Connection) -> float:
+    return connection.terms.max_loss or loss_budget.BUDGET
+
+
+def _model(connection: Connection) -> LossModel | None:
+    return tuner_loss.read(Path(connection.terms.loss)) if connection.terms.loss else None

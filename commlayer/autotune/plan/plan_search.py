@@ -1,0 +1,297 @@
+"""Finds a plan for a running job by its measured prices, and says what the one in force takes by them. Pure; loads no torch.
+
+planning_process.py runs it, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer import planner
+from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
+from commlayer.autotune.plan.cpu_contention import dearer, factor
+from commlayer.autotune.shares.comm_cost import communication
+from commlayer.codec_name import named
+from commlayer.engine.ways import in_updates
+from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
+from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
+from commlayer.planner.model.learning import Recipe, excess
+from commlayer.planner.model.option import DENSE
+from commlayer.planner.search.other_ways import Found
+from commlayer.planner.search.plan import plain as plain_found
+from commlayer.planner.verbs.baselines import by_itself
+from commlayer.records import Job, Plan
+
+NEARLY = 0.03
+"""A predicted step that is longer than the measured one by no more than this fraction is as good."""
+ROUNDS = 6
+"""Of bisection."""
+FASTER = 2.0
+"""Times the fastest node's measured rate up: no faster than this are nodes taken to send."""
+FINE = ("identity", "fp16", "bf16", "int8", "int4")
+"""Families of codecs that a young job stays with,"""
+NOTHING_ELSE = 2.0
+"""unless each of their plans takes more than so many times as long to a loss as the best plan of all codecs."""
+SOONER = 0.8
+"""Local steps that the script has not allowed are suggested where a loss comes in this part of the time, or sooner."""
+
+
+class SearchOrder(NamedTuple):
+    """What is searched, and for what."""
+
+    current: Plan
+    """In force, as workers run it."""
+    known: Plan | None
+    """The same as the planner has it, if it is the planner's."""
+    server_nodes: tuple[int, ...]
+    """The node of each server."""
+    inputs: PlanInputs
+    """By prices that know nothing of processes sharing processors."""
+    measured_s: float
+    """Seconds of a step under the plan in force."""
+    contention: float = 0.0
+    """How much dearer work on processors is than alone; 0: it is to be fitted to the measured step."""
+    apart: bool = False
+    """Whether optimizers' states have come to differ between ranks."""
+    suggests: bool = False
+    young: bool = False
+    """See loss_limits.Limits."""
+
+
+class SearchResult(NamedTuple):
+    candidate: Candidate
+    contention: float
+
+
+def search(order: SearchOrder) -> SearchResult:
+    """The best plan, and the one in force beside it."""
+    begin = time.perf_counter()
+    job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
+    assert alone is not None
+    as_planned = order.known or on_hosts(order.current, order.server_nodes)
+    # Recorded steps wait for their results, whatever the plan in force lets the next forward pass hide.
+    recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
+    if not order.contention:  # behind a measuring; what is known of links later is what steps carried
+        cluster = sped_up(cluster, lambda faster: step_s(recorded, PlanInputs(job, faster, alone, policy)), order.measured_s)
+
+    @functools.cache
+    def current_s(contention: float) -> float:
+        return step_s(as_planned, PlanInputs(job, cluster, dearer(alone, contention), policy))
+
+    contention = order.contention or factor(
+        order.measured_s, lambda times: step_s(recorded, PlanInputs(job, cluster, dearer(alone, times), policy)))
+    profile = dearer(alone, contention)
+    inputs = PlanInputs(job, cluster, profile, policy)
+    best = _best(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
+    current_price = _price(as_planned, job, cluster, profile, policy)
+
+    def candidate(plan: Plan, leaves: str) -> Candidate:
+        return Candidate(
+            Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention), current_s(1.0),
+            _price(plan, job, cluster, profile, policy), current_price, 0.0, steps_of(plan, inputs),
+            steps_of(as_planned, inputs), leaves)
+
+    assert job.timing is not None
+    machines = by_itself(job.timing, cluster, profile, policy) if policy is not None else []
+    found = candidate(best.plan, best.leaves)._replace(
+        alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
+    local = candidate(best.local, best.for_local) if best.local else None
+    beside = tuple(each for each in (local, _plain(found, apart=order.apart)) if each is not None)
+    return SearchResult(found._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
+
+
+def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
+    """With nodes that all send as fast as the measured step needs at least: short probes find too little rather than too much.
+    Unchanged where they already do, or where no rate explains the step."""
+
+    def sending(least_bps: float) -> Cluster:
+        return structs.replace(cluster, nodes=tuple(
+            structs.replace(node, link=structs.replace(node.link, up_bps=max(least_bps, node.link.up_bps)))
+            for node in cluster.nodes))
+
+    low, high = min(node.link.up_bps for node in cluster.nodes), FASTER * max(node.link.up_bps for node in cluster.nodes)
+    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(sending(high)) > measured_s:
+        return cluster
+    for _ in range(ROUNDS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_s(sending(middle)) > measured_s else (low, middle)
+    return sending(high)
+
+
+def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
+    """The plan with servers as the planner counts them: one for each node that has any. `server_nodes`: of each server."""
+    hosts = sorted(set(server_nodes[: plan.servers]))
+    buckets = tuple(structs.replace(b, server=hosts.index(server_nodes[b.server]) if hosts else 0) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
+
+
+def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
+    """The reverse: the planner's hosts as the numbers of servers that run."""
+    if not plan.servers:
+        return plan
+    hosts = plan.hosts or tuple(sorted(set(server_nodes))[: plan.servers])
+    number = [server_nodes.index(host) for host in hosts]
+    buckets = tuple(structs.replace(b, server=number[b.server]) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, servers=len(server_nodes), hosts=())
+
+
+def step_s(plan: Plan, made_from: PlanInputs) -> float:
+    """Seconds of a step, each of those that share an exchange bearing its part."""
+    timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
+    return timeline.step_s / plan.local_steps
+
+
+class Best(NamedTuple):
+    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them."""
+
+    plan: Plan
+    leaves: str = ""
+    local: Plan | None = None
+    """What averaged gradients are to be left for where they turn out slower than predicted, and `leaves` of that."""
+    for_local: str = ""
+    hint: str = ""
+    """See Candidate."""
+
+
+def _best(
+    made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
+) -> Best:
+    """Of codecs that need fewer than MOST_STEPS; of those that a young job stays with, where there are any."""
+    profile, policy = made_from.profile, made_from.policy
+    assert profile is not None
+    assert policy is not None
+    recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks)
+    allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
+    finely = _narrowed(allowed, lambda codec: named(codec).core.family in FINE)
+
+    def found(inputs: PlanInputs) -> tuple[Best, float]:
+        best = _of_ways(inputs, current, apart=apart, suggests=suggests)
+        return best, best.plan.step_s * steps_of(best.plan, inputs)
+
+    if not young or finely == allowed:
+        return found(allowed)[0]
+    fine, fine_s = found(finely)
+    if fine_s <= NOTHING_ELSE * _computing_s(made_from):  # no plan is sooner than steps that only compute
+        return fine
+    other, other_s = found(allowed)
+    return fine if fine_s <= NOTHING_ELSE * other_s else other
+
+
+def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
+    """With these codecs alone; unchanged where none of them is allowed."""
+    profile, policy = made_from.profile, made_from.policy
+    assert profile is not None
+    assert policy is not None
+    known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    kept = tuple(codec for codec in known if keeps(codec))
+    return structs.replace(made_from, policy=structs.replace(policy, codecs=kept)) if 0 < len(kept) < len(known) else made_from
+
+
+def _computing_s(made_from: PlanInputs) -> float:
+    """Of a step on the slowest node."""
+    assert made_from.job.timing is not None
+    timing = made_from.job.timing
+    return (timing.forward_s + timing.backward_s) / min(node.speed for node in made_from.cluster.nodes if node.ranks)
+
+
+def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: bool) -> Best:
+    """Averaged gradients are left for more than a plan that is a little better: what optimizer states mean changes with it.
+
+    `apart`: they have come to differ, so nothing goes back to averaged gradients, and what is found for them is counted as it
+    would run. `suggests`: where the policy keeps to averaged gradients, says how much sooner others would be.
+    """
+    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    assert policy is not None
+    searched = plain_found(job, cluster, profile, policy)
+
+    def timed(found: Found) -> Plan:
+        plan = _as_asked(found.plan, current)
+        return structs.replace(plan, step_s=step_s(plan, made_from))
+
+    def explained(found: Found) -> Plan:
+        return _as_asked(searched.explained(found), current)
+
+    averaged = searched.best(exact=True)
+    plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
+    plain_s = plain.step_s * steps_of(plain, made_from)
+    enough = SOONER if policy.exact else LEAVES
+    # Nothing is at the loss sooner than steps that only compute.
+    keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(made_from))
+    free = averaged if keeps_up else searched.best(exact=False)
+    other = timed(free)
+    other_s = other.step_s * steps_of(other, made_from)
+    if not other.steps_locally or other_s > plain_s or steps_of(other, made_from) >= MOST_STEPS:
+        return Best(_in_updates(explained(averaged), made_from) if apart else explained(averaged))
+    if policy.exact:
+        return Best(explained(averaged), hint=_hint(plain, other, made_from) if other_s <= SOONER * plain_s else "")
+    leaves = "" if apart or not exact(current) else _leaves(plain, other, made_from)
+    if apart or other_s <= LEAVES * plain_s:
+        return Best(explained(free), leaves)
+    return Best(explained(averaged), local=explained(free), for_local=leaves)
+
+
+def _how(other: Plan) -> str:
+    how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
+    if other.overlap == "round":
+        how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next "
+        how += "are taken" if other.local_steps > 1 else "is taken"
+    return how
+
+
+def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
+    (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, made_from)) for plan in (plain, other))
+    times = plain_s * plain_steps / (other_s * other_steps)
+    return (f"local steps would reach a loss {times:.1f} times as fast: {_how(other)}, {1e3 * other_s:.1f} ms per step and "
+            f"{other_steps:.2f} times as many steps, instead of {1e3 * plain_s:.1f} ms and {plain_steps:.2f} times; "
+            "attach(..., exact=False) allows them")
+
+
+def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
+    said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
+            for plan in (plain, other)]
+    return (f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {_how(other)} "
+            f"({said[1]}); attach() without exact=False keeps to averaged gradients")
+
+
+def exact(plan: Plan) -> bool:
+    """Whether each step is one on the average of its own gradients, up to coding."""
+    return not plan.steps_locally and not any(b.stale for b in plan.buckets)
+
+
+def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
+    """As it runs where optimizers remember different things, and what that takes."""
+    made = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
+    return structs.replace(made, step_s=step_s(made, made_from))
+
+
+def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
+    """The plan without compression by the same prices; None where that is in force, or no node reaches another."""
+    made_from = found.basis.inputs
+    if not made_from.cluster.reachable:
+        return None
+    inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    plain = planner.default_plan(
+        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
+        fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
+    )
+    if plain.buckets == found.current.buckets:
+        return None
+    plain = _in_updates(plain, made_from) if apart else structs.replace(plain, step_s=step_s(plain, made_from))
+    plain = _as_asked(plain, found.runnable)
+    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs),
+                          steps=steps_of(plain, made_from), leaves="")
+
+
+def _as_asked(plan: Plan, before: Plan) -> Plan:
+    """What a job was told of its ratios holds for all its plans."""
+    return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
+
+
+def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
+    priced = communication(plan, job, cluster, profile, policy)
+    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap

@@ -1,0 +1,157 @@
+"""What planning for a running job starts from: measured work, links and codecs. Knows a connection; searches nothing itself.
+
+Codecs of this machine are measured once behind each measuring of the job; plan_search.py then searches as often as asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec import structs
+
+from commlayer.autotune.measure import bucket_overheads, codec_costs
+from commlayer.autotune.measure.coding_slowdown import load_of, under
+from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.plan import loss_limits
+from commlayer.autotune.plan.candidate import Candidate
+from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
+from commlayer.autotune.plan.loss_limits import Limits
+from commlayer.autotune.plan.measuring import Measurements
+from commlayer.autotune.plan.plan_search import SearchOrder
+from commlayer.autotune.plan.planning_process import PlanningProcess
+from commlayer.codec_name import named
+from commlayer.compressors import build
+from commlayer.engine.connection import Connection
+from commlayer.errors import InvalidState
+from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Profile
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.pricing.path_cost import bare
+from commlayer.planner.tables.machines import learning_rows
+from commlayer.records import Plan
+
+T = TypeVar("T")
+
+OBSERVED = "topk"
+"""The codecs whose cosine was found to tell what they cost a model: no others' was fitted (decision 0127)."""
+
+
+class Replanner:
+    """Plans as often as asked, for what was measured last."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._measured: Measurements | None = None
+        self._profile: Profile | None = None
+        self._energy: tuple[float, ...] = ()
+        """As the first measuring saw it: under a sparse plan what comes back is no whole gradient."""
+        self._contention = 0.0
+        """How much dearer work on processors is than alone; 0 before it was fitted."""
+        self._process = PlanningProcess()
+        self._over = False
+
+    def start(self) -> None:
+        """Loads what planning needs, beside the training; without it the first planning does, and says why it cannot."""
+        with contextlib.suppress(OSError):
+            self._process.start()
+
+    def stop(self) -> None:
+        """Ends a search under way, which says so."""
+        self._process.stop()
+
+    def close(self) -> None:
+        """For good. Whoever is still in `find` comes back soon, with a RuntimeError."""
+        self._over = True
+        self._process.close()
+
+    def measured(self, measurements: Measurements) -> None:
+        """Under the plan in force; what was measured before is old."""
+        self._measured, self._profile, self._contention = measurements, None, 0.0
+        self._energy = self._energy or measurements.energy
+
+    @property
+    def rows(self) -> list[RankMeasurement]:
+        return self._begun().rows
+
+    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Limits) -> Candidate:
+        """The best plan for nodes with these links.
+
+        `current` is in force; `known`: the same as the planner has it, if it is the planner's. `allowed`: by the script.
+        """
+        made, measured = self._connection, self._begun()
+        if self._profile is None:
+            self._profile = structs.replace(self._measured_here(current, measured, loss_limits.codecs(made)),
+                                            energy=self._energy)
+        server_nodes, worker = tuple(server_nodes_of(made)), made.worker
+        cuda = worker is not None and worker.device.type == "cuda"
+        cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
+                             reachable=made.groups is None or made.groups.members.reachable)
+        rows = harder_by(learning_rows(made.terms.learning), made.terms.harder)
+        profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed.policy)
+        order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
+                            self._contention, current.steps_locally and loss_limits.remembers(made), allowed.suggests,
+                            allowed.young)
+        candidate, self._contention = self._process.search(order)
+        return candidate
+
+    def _measured_here(self, current: Plan, measured: Measurements, codecs: Sequence[str]) -> Profile:
+        """Costs on this machine, beside training; codecs as plans spell them, in full."""
+        used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
+        names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
+        alone = [cost for name in names for cost in self._go_on(functools.partial(codec_costs.measure, [name]))]
+        load = load_of(measured.steps, current, alone)
+        costs = tuple(under(load, cost) for cost in alone)
+        besides, copy = self._go_on(_overheads), _copies()
+        return Profile(costs, besides.server, besides.bucket.floor_s, copy or Line(0.0), across=measured.collectives.across,
+                       source="measured")
+
+    def _go_on(self, measure: Callable[[], T]) -> T:
+        if self._over:
+            raise InvalidState("E-SESSION-CLOSED", "the session is over")
+        return measure()
+
+    def _begun(self) -> Measurements:
+        assert self._measured is not None, "planning follows measuring"
+        return self._measured
+
+
+def cluster_of(
+    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, server_nodes: Sequence[int], *, cuda: bool = False,
+    reachable: bool = True,
+) -> Cluster:
+    """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best.
+
+    Speeds are against rank 0's, which plans with its own times of the model and its own costs of codecs.
+    """
+    per_node = len(rows) // len(links)
+    line = inside.inside
+    nodes = []
+    for number, link in enumerate(links):
+        mine = rows[number * per_node : (number + 1) * per_node]
+        nodes.append(Node(
+            f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
+            speed=rows[0].compute_s / max(row.compute_s for row in mine), server=number in server_nodes,
+        ))
+    best = max(links, key=lambda link: link.up_bps + link.down_bps)
+    nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(server_nodes, default=0) + 1)]
+    return Cluster(tuple(nodes), reachable)
+
+
+@functools.lru_cache(4)
+def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow, ...]:
+    """For a model that needs so many times the excess of steps that the median of models does, by what `OBSERVED` loses of it;
+    no less than is cautious for all. Of what other codecs and local steps cost such a model nothing was seen."""
+    if times <= 1.0:
+        return rows
+    return tuple(_harder(row, 1 + times * (row.steps - 1)) if named(row.codec).core.family == OBSERVED else row for row in rows)
+
+
+def _harder(row: LearningRow, steps: float) -> LearningRow:
+    return structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
+
+
+_overheads = functools.cache(bucket_overheads.measure)
+_copies = functools.cache(codec_costs.copies)
+"""Measured once in a process, for they are this machine's."""

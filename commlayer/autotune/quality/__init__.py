@@ -1,0 +1,1 @@
+"""The quality guard: the compression level that keeps the loss."""

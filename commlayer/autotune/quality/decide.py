@@ -1,0 +1,198 @@
+"""What the accuracy guard does when: decisions as functions of (state, rows, step). No thread, clock, torch or connection.
+
+All ranks hear the same rows at the same step, so they decide alike and go over to another plan together. `now` is the number of
+steps that are over, the only clock that ranks share; seconds come in rows. A driver calls `due` when a step's exchange is over
+and hands the rows that it gathers to `decide`; when the step is committed it calls `after_step`, tells `changed` or `kept` what
+came of a change that it was asked for, and asks `next_look` what to do in the step to come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from msgspec import structs
+
+from commlayer.autotune.quality import codec_level
+from commlayer.autotune.quality.codec_level import AccuracyLimits, LevelState
+from commlayer.autotune.quality.loss_trend import LossRise
+from commlayer.autotune.quality.state import (
+    FEWEST,
+    MOST,
+    AccuracyState,
+    Action,
+    BoundPlanner,
+    ChangeCodecs,
+    CodecChange,
+    GradientError,
+    Harder,
+    Look,
+    MadeChange,
+    PlanLevels,
+    Tell,
+)
+from commlayer.autotune.quality.usual_training import harder
+from commlayer.engine.spacing import TIME_PART, steps_between, steps_until_paid
+from commlayer.observe.fidelity import Dots, Fidelity, worst
+
+LOCALLY = 0.2
+"""Of the time that comparing may take: for looking at what a rank sends itself. The rest is for comparing over all ranks."""
+OFTEN, SELDOM = 8, 32
+"""Comparisons that may come again within so many steps look at more elements; those that must wait longer look at fewer."""
+FADE = 0.5
+"""Weight of what earlier comparisons saw, against the latest."""
+LONG_FADE, FEWEST_SEEN = 0.9, 6
+"""Where no budget is named and bounds are what is usual of whole models: these pieces must be many to speak for one."""
+EQUAL = 0.99
+"""Ratios are spelled with three digits: a level above this part of another counts as the same (as engine/codec_floor.py)."""
+
+
+def begin(limits: AccuracyLimits, plan: PlanLevels) -> AccuracyState:
+    """Before the first step. No plan is ever made coarser than the one that a job begins with, nor than `limits.lowest`."""
+    lowest = min(limits.lowest, plan.level)
+    return AccuracyState(_bounded(codec_level.begin(plan.level, structs.replace(limits, lowest=lowest)), plan), plan)
+
+
+def due(state: AccuracyState, now: int) -> bool:
+    """Whether all ranks compare in the step under way."""
+    # Where everything has been made exact there is nothing to look at, but time to see whether a coarser plan will do again.
+    concerned = state.plan.compared or state.plan.finer
+    return concerned and now - state.since >= state.plan.settle_steps and now >= state.compare_at
+
+
+def next_look(state: AccuracyState, now: int) -> tuple[AccuracyState, Look | None]:
+    """What a rank compares of its own in the step to come, if anything."""
+    settled = now - state.since - state.plan.settle_steps
+    between = settled >= 0 and settled % state.look_every == 0 and not state.plan.overlapped
+    if not state.plan.compared or not (due(state, now) or between):
+        return state, None
+    return structs.replace(state, looks=state.looks + 1), Look(state.looks, state.elements)
+
+
+def fade(state: AccuracyState) -> float:
+    """Weight of what was seen under the plan in force, against what is seen now."""
+    return LONG_FADE if state.plan.cosine else FADE
+
+
+def telling(rows: Sequence[GradientError]) -> bool:
+    """Whether the step compared tells anything: not one that the optimizer will skip, nor one that paid debts."""
+    return all(math.isfinite(x) for row in rows for x in row.summed)
+
+
+def decide(
+    state: AccuracyState, rows: Sequence[GradientError], now: int, *, acts: bool,
+) -> tuple[AccuracyState, tuple[Action, ...]]:
+    """What follows from a comparison. `acts`: whether the plan may be changed, or the user is only told."""
+    state = _scheduled(state, rows, now)
+    if not telling(rows):
+        return state, ()
+    summed, step_s = state.summed.plus(rows[0].summed, fade(state)), median(row.step_s for row in rows)
+    seen = worst([summed.fidelity(), *(row.sent.fidelity() for row in rows)])
+    loss = LossRise(fmean(row.loss.rise for row in rows), fmean(row.loss.noise for row in rows))
+    actions: list[Action] = []
+    if state.made is not None:
+        actions.append(Tell(_outcome(state.made, seen, step_s)))
+    state = structs.replace(state, summed=summed, step_s=step_s, made=None, compared=state.compared + 1)
+    if state.plan.cosine and state.compared < FEWEST_SEEN:
+        return state, tuple(actions)
+    if state.plan.typical and acts and state.compared >= FEWEST_SEEN:
+        own = Dots()
+        for row in rows:
+            own = own.plus(row.sent)
+        actions.append(Harder(round(harder(own.fidelity().cosine, state.plan.typical), 2)))
+    more: tuple[Action, ...]
+    state, more = _adjusted(state, seen, loss) if acts else _complained(state, seen, loss)
+    return state, (*actions, *more)
+
+
+def after_step(
+    state: AccuracyState, now: int, *, acts: bool, entered: PlanLevels | None = None,
+) -> tuple[AccuracyState, tuple[ChangeCodecs, ...]]:
+    """A step is committed. `entered`: the plan that somebody else has gone over to meanwhile."""
+    if entered is None:
+        change, state = state.pending, structs.replace(state, pending=None)
+        return state, () if change is None else (ChangeCodecs(change),)
+    state = structs.replace(_under(state, entered, now), pending=None, made=None)
+    floor = state.level.floor
+    if acts and state.level.complained and entered.level < floor * EQUAL:
+        change = CodecChange(entered.level, floor, "accuracy has not borne less", None, state.step_s)
+        return state, (ChangeCodecs(change),)
+    return structs.replace(state, level=codec_level.follow(state.level, entered.level)), ()
+
+
+def changed(
+    state: AccuracyState, change: CodecChange, now: int, *, entered: PlanLevels, nbytes_factor: float,
+) -> tuple[AccuracyState, tuple[Tell, ...]]:
+    """The codecs have been changed. `nbytes_factor`: what a step is expected to send, against before."""
+    state = structs.replace(_under(state, entered, now), made=MadeChange(now, change))
+    state = structs.replace(state, level=codec_level.settle(state.level))
+    finer = change.after > change.before
+    text = (f"{change.reason}: codecs are {'finer' if finer else 'coarser'} from here on, {change.before:.3g} -> "
+            f"{change.after:.3g} of the gradient; expected: {nbytes_factor:.1f} times the bytes, cosine "
+            f"{state.level.limits.least_cosine:.2f} or more")
+    return state, (Tell(text, warning=finer),)
+
+
+def kept(change: CodecChange, error: ValueError) -> Tell:
+    """The change was refused on all ranks."""
+    return Tell(f"{change.reason}, but the plan in force stays: {error}", warning=True)
+
+
+def _scheduled(state: AccuracyState, rows: Sequence[GradientError], now: int) -> AccuracyState:
+    """When to compare next, and how much at a time."""
+    step_s = max(median(row.step_s for row in rows), 1e-6)
+    # The last rank to come waits for nobody; the others would have waited for it in the next step.
+    cost_s, elapsed_s = min(row.everywhere_s for row in rows), min(row.elapsed_s for row in rows)
+    spent_s, part = state.spent_s + cost_s, TIME_PART * (1 - LOCALLY)
+    wait = max(state.plan.settle_steps, steps_until_paid(spent_s, cost_s, elapsed_s, step_s, part))
+    every, elements = steps_between(cost_s, step_s, part), state.elements
+    if every <= OFTEN:
+        elements = min(MOST, 2 * elements)
+    elif every > SELDOM and not state.plan.overlapped:  # which costs as much whatever is looked at
+        elements = max(FEWEST, elements // 2)
+    look_every = steps_between(max(row.here_s for row in rows), step_s, TIME_PART * LOCALLY)
+    return structs.replace(state, spent_s=spent_s, compare_at=now + wait, look_every=look_every, elements=elements)
+
+
+def _adjusted(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[AccuracyState, tuple[Action, ...]]:
+    """A finer plan where accuracy asks for it, a coarser one where it has borne the present one for long."""
+    level, decision = codec_level.observe(state.level, seen, loss, needed=state.plan.base_level)
+    # What was measured beforehand goes before what a job happened to begin with, but not before what it showed.
+    bound = BoundPlanner(level.floor if level.complained else 0.0)
+    pending = state.pending
+    if decision.changed:
+        before = state.plan.level
+        reason = decision.reason if decision.level > before else f"accuracy has borne {before:.3g} without complaint"
+        pending = CodecChange(before, decision.level, reason, seen, state.step_s)
+    return structs.replace(state, level=level, pending=pending), (bound,)
+
+
+def _complained(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[AccuracyState, tuple[Action, ...]]:
+    """Each kind of complaint once for each plan."""
+    level, complaint = codec_level.complaint_of(state.level, seen, loss)
+    state = structs.replace(state, level=level)
+    if complaint is None or complaint.kind in state.warned:
+        return state, ()
+    text = f'{complaint.text}; the plan stays as it was asked for (guard="act" would make its codecs finer)'
+    return structs.replace(state, warned=state.warned | {complaint.kind}), (Tell(text, warning=True),)
+
+
+def _under(state: AccuracyState, plan: PlanLevels, now: int) -> AccuracyState:
+    """From here on another plan is in force; what was seen of the one before tells nothing of it."""
+    return structs.replace(state, level=_bounded(state.level, plan), plan=plan, since=now, looks=0, compared=0, summed=Dots(),
+                           warned=frozenset())
+
+
+def _bounded(level: LevelState, plan: PlanLevels) -> LevelState:
+    """With the bounds that hold under that plan."""
+    if not (plan.cosine or plan.residual):
+        return level
+    return structs.replace(level, limits=structs.replace(level.limits, cosine=plan.cosine, residual=plan.residual))
+
+
+def _outcome(made: MadeChange, seen: Fidelity, step_s: float) -> str:
+    change = made.change
+    cosine, residual = ("?", "?") if change.seen is None else (f"{change.seen.cosine:.2f}", f"{change.seen.residual_ratio:.2g}")
+    return (f"the last change of codecs brought: cosine {cosine} -> {seen.cosine:.2f}, residual {residual} -> "
+            f"{seen.residual_ratio:.2g} gradients, {1e3 * change.step_s:.1f} -> {1e3 * step_s:.1f} ms a step")

@@ -1,0 +1,1 @@
+"""Batch shares that follow measured step times."""

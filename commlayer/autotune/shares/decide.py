@@ -1,0 +1,123 @@
+"""When ranks tell each other their times, and which shares follow. Pure functions; no clock, torch or connection.
+
+All ranks hear the same rows, feed them to the same balancer and come to the same decision, so there is no coordinator to wait
+for and nothing to distribute. `now` is the next step to train: a decision is for a step that no loader has drawn yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
+from commlayer.balance.balancer import Balancer, Policy
+from commlayer.balance.events import Decision, Joined, Measurement, Outcome
+from commlayer.balance.models import Cubic, Line
+from commlayer.balance.share_solver import FREE, Communication
+from commlayer.engine.spacing import row_spacing
+from commlayer.errors import CommError, InvalidInput
+
+if TYPE_CHECKING:
+    from commlayer.balance.first_shares import Opening
+    from commlayer.balance.published import Published
+
+
+def begin(
+    rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: Policy,
+    communication: Communication = FREE, every: int | None = None, opening: Opening | None = None, lbb: bool = False,
+) -> SharesState:
+    """From what all ranks start with. `shares`: the newest, announced for `from_step`; `opening`: what profiling found.
+
+    ValueError where the ranks' samplers do not belong together.
+    """
+    for rank, row in enumerate(rows):
+        if row.rank != rank:
+            raise InvalidInput("E-SAMPLER-RANKS", f"the sampler of rank {rank} is for rank {row.rank:.0f}, allowed: its own")
+        if (row.batch, row.step) != (rows[0].batch, rows[0].step):
+            raise InvalidInput("E-SAMPLER-RANKS",
+                               f"the sampler of rank {rank} stands at step {row.step:.0f} with batch {row.batch:.0f}, rank 0's "
+                               f"at step {rows[0].step:.0f} with batch {rows[0].batch:.0f}, allowed: the same on all")
+        if row.last_worker >= len(rows):
+            raise InvalidInput("E-SAMPLER-RANKS",
+                               f"the sampler of rank {rank} has a share for worker {row.last_worker:.0f}, allowed: 0 to "
+                               f"{len(rows) - 1}")
+    policy = structs.replace(policy, minimum=max(policy.minimum, *(int(row.least) for row in rows)))
+    joined = [Joined(rank, int(row.cap) or None, Line(row.slope_s, row.intercept_s) if row.known else None)
+              for rank, row in enumerate(rows)]
+    first = opening.decision if opening and opening.decision.from_step == from_step else None
+    total, step = int(rows[0].batch), int(rows[0].step)
+    balancer: Balancer | Published = Balancer(joined, total, policy, communication, shares=first or shares,
+                                              from_step=max(0, from_step))
+    if lbb:
+        balancer = _published(joined, total, balancer.latest, policy, opening)
+    return SharesState(balancer, policy, communication, every, every or 1, row_step=step, next_row=step)
+
+
+def due(state: SharesState, step: int) -> bool:
+    """Whether all ranks tell their times after this step."""
+    return step >= state.next_row
+
+
+def told(state: SharesState, step: int) -> SharesState:
+    """A row was sent after this step."""
+    return state._replace(row_step=step, next_row=step + state.every)
+
+
+def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[SharesState, tuple[Action, ...]]:
+    """What follows from what all measured. CommError where a rank believes other shares to hold than rank 0 does."""
+    odd = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
+    if odd:
+        raise CommError(f"decided on other shares than rank 0 at step {state.row_step}: the ranks differ in the arguments of "
+                        "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(odd)}",
+                        code="E-RANKS-DIFFER")
+    balancer = state.balancer.copy()
+    lead = now + int(max(row.lookahead for row in rows)) - state.row_step
+    balancer.policy = structs.replace(state.policy, lead=lead)
+    if isinstance(balancer, Balancer) and state.communication is FREE and rows[0].comm_s:
+        comm_s = rows[0].comm_s
+        balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
+    decision = balancer.decide(state.row_step, [
+        Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
+        for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
+    ])
+    step_s = max(row.step_s for row in rows)
+    events = [structs.replace(event, whole_s=step_s) if isinstance(event, Outcome) else event for event in balancer.events]
+    balancer.events.clear()
+    actions: list[Action] = [Say(event) for event in events]
+    if decision is not None:
+        actions.insert(0, Announce(decision))
+        state = state._replace(announced=(*state.announced, decision))
+    every = row_spacing(max(row.cost_s for row in rows), step_s) if state.every_given is None else state.every
+    return state._replace(balancer=balancer, every=every), tuple(actions)
+
+
+def step_begins(state: SharesState, step: int) -> tuple[SharesState, tuple[WorkMoves, ...]]:
+    """This step is trained next: decisions that were announced for it, or before, come into force."""
+    here = list(itertools.takewhile(lambda decision: decision.from_step <= step, state.announced))
+    moves = (WorkMoves(abs(d.gain_s) / d.before_s if d.before_s < math.inf else 1.0) for d in here)
+    return state._replace(announced=state.announced[len(here) :]), tuple(moves)
+
+
+def checksum(state: SharesState) -> float:
+    """Of the newest shares, so that ranks notice if they believe different ones to hold."""
+    decision: Decision = state.balancer.latest
+    return float(zlib.crc32(repr((decision.from_step, decision.by_worker)).encode()))
+
+
+def _published(
+    joined: Sequence[Joined], total: int, first: Decision, policy: Policy, opening: Opening | None,
+) -> Published:
+    """LBB as published, from the cubic models of profiles where there are any."""
+    from commlayer.balance.published import Published
+
+    if opening is not None:
+        curves = list(opening.cubics)
+    else:
+        lines = [one.line or Line(1.0) for one in joined]
+        curves = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in lines]
+    return Published(curves, total, [one.cap for one in joined], first, policy)

@@ -1,0 +1,245 @@
+"""Balances a job while it trains: measured times -> shares -> sampler. Feeds what is measured to autotune/shares/decide.py.
+
+Knows sessions and samplers. What a step measured is sent when the step is over and read when the next one is: its exchange
+hides behind a whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch.distributed as dist
+from msgspec import structs
+from torch import nn
+
+from commlayer.autotune.measure.batch_trials import LossOf
+from commlayer.autotune.shares import decide
+from commlayer.autotune.shares.own_times import OwnTimes
+from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
+from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
+from commlayer.balance.events import Event, said
+from commlayer.balance.profiling import LIMIT_S, WorkerProfile
+from commlayer.balance.share_solver import FREE
+from commlayer.cluster.rank_rows import RowChannel, Rows
+from commlayer.errors import CommError, InvalidInput
+from commlayer.session import Session
+
+if TYPE_CHECKING:  # it loads solvers, which jobs that do not profile do without
+    from commlayer.balance.first_shares import Opening
+
+TOGETHER = Policy(exclude_gain=1.0)
+"""A rank without share still takes part in the step, and the others wait for it: leaving one out gains nothing."""
+
+
+Mode = Literal["makespan", "lbb"]
+"""What decides: the default, or LBB as published, to compare with."""
+
+
+class Controller:
+    """Moves shares of the batch to where they are computed fastest, while training runs.
+
+    >>> controller = commlayer.Controller(session, sampler)         # doctest: +SKIP
+    >>> for x, y in controller.follow(loader):                      # in place of sampler.follow(loader, session)
+    ...     (loss_of(model(x), y) * sampler.fraction).backward()
+    ...     if sampler.last: optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self, session: Session, sampler: Sampler, *, policy: Policy = TOGETHER, communication: Communication = FREE,
+        line: Line | None = None, every: int | None = None, lookahead: int | None = None,
+        measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
+    ) -> None:
+        """All ranks make one with the same arguments, except for `line`: what is known of this rank's speed before training.
+
+        `every`: steps from one exchange to the next, None for as few as cost at most 1 % of the time. `lookahead`: batches
+        that a loader draws ahead; a DataLoader is asked. `measure(step, samples)`: this rank's compute seconds, in place of
+        the session's own measuring.
+        """
+        if every is not None and every < 1:
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
+        if mode not in get_args(Mode):
+            raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
+        _check_plan(session)
+        self.session, self.sampler = session, sampler
+        self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
+        self._communication, self._line, self._measure = communication, line, measure
+        self._lookahead, self._every, self._mode = lookahead, every, mode
+        self._rows: Rows | None = None
+        self._opening: Opening | None = None
+        self._state: SharesState | None = None
+        """None until the first step is over."""
+        self._own = OwnTimes()
+        self._ahead = 0
+        """How many batches the loader draws ahead."""
+        self.events: list[Event] = []
+        """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
+        if session is not None:  # as it is where somebody trains alone
+            session.inspect.connection.terms.balanced = True
+
+    @property
+    def shares(self) -> dict[int, int]:
+        """The newest, which may be for a step that is still to come."""
+        return self.sampler.announced[1]
+
+    def profile(
+        self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = LIMIT_S,
+    ) -> list[WorkerProfile]:
+        """Measures batches in powers of two until memory ends, on all ranks at once, and sets the first shares and the caps.
+
+        Before the first step that is followed; all ranks call it together. `loss_of(model, batch)`: a batch's loss, of the
+        model that is handed in (DDP's inner one); `batches`: the loader, or a function that gives a batch of so many samples.
+        It ends after `limit_s` and one more batch. Model, optimizer, gradients and random numbers are as before. Returns what
+        each rank found.
+
+        >>> controller.profile(model, lambda model, batch: loss(model(batch[0]), batch[1]), loader)   # doctest: +SKIP
+        """
+        if self._state is not None:
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               "profile: training follows measured times already, allowed: before its first step")
+        from commlayer.autotune.shares import worker_profiles
+        from commlayer.balance.published import Published
+
+        own, step = self._measure, self.sampler.step
+        found, self._opening = worker_profiles.together(
+            self.session, self.sampler, self._policy, self._communication, model, loss_of, batches, limit_s=limit_s,
+            measure=None if own is None else lambda samples: own(step, samples),
+            shares_of=Published.begin if self._mode == "lbb" else None,
+        )
+        self._line = self._opening.lines[self.sampler.rank]
+        for note in self._opening.notes:
+            self._say(note)
+        self._say(self._opening.decision)
+        return found
+
+    def follow(self, loader: Iterable[Any], *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
+        """As `sampler.follow`, balanced. All ranks call it together."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            yield from self.sampler.follow(loader, self.session, weigh=weigh)
+            return
+        self._read(self.sampler.step)  # before the loader draws: what follows is drawn with all decisions known
+        self._ahead = _lookahead(loader) if self._lookahead is None else self._lookahead
+        self._own.afresh()
+        first = True
+        with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
+            for batch in batches:
+                _check_plan(self.session)  # each step, for plans change
+                last, step = self.sampler.last, self.sampler.step  # asked for its state in the body, the sampler goes on
+                if last and not first:  # before an epoch's first step there may be evaluation, and workers that start
+                    self._own.begins(int(self.session.stats()["exchanges"]), self.sampler.computed)
+                first = first and not last
+                yield batch
+                if last:
+                    self._step_over(step)
+
+    # ---- after each step
+
+    def _step_over(self, step: int) -> None:
+        if self._state is None:  # not before: with DDP the first backward pass makes the connection
+            self._state = self._begin(step)
+        begin_s = time.perf_counter()
+        for lap in self.session.inspect.laps():
+            self._own.took(lap.step, lap.seconds)
+        # With shallow queues between sampler and loop that nobody told us of.
+        self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
+        exchanged = self._read(step + 1)
+        self._state, moves = decide.step_begins(self._state, step + 1)
+        self._carry_out(moves)
+        if decide.due(self._state, step):
+            self._state = self._send(self._state, step, begin_s)
+            exchanged = True
+        if exchanged:
+            self._own.costs(time.perf_counter() - begin_s)
+
+    def _send(self, state: SharesState, step: int, now_s: float) -> SharesState:
+        assert self._rows is not None
+        if self._measure is not None:
+            self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
+        price = self.session.inspect.connection.terms.price or (0.0, 0.0)
+        row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=decide.checksum(state))
+        with self._explained():
+            self._rows.start(*row)
+        return decide.told(state, step)
+
+    def _read(self, to_come: int) -> bool:
+        """Hears what all measured, if anything is on its way. `to_come`: the next step to train."""
+        if self._rows is None or self._state is None or not self._rows.under_way:
+            return False
+        with self._explained():
+            rows = [WorkerTime(*row) for row in self._rows.read()]
+        self._state, actions = decide.decide(self._state, rows, to_come)
+        self._carry_out(actions)
+        return True
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Announce(decision):
+                    self.sampler.announce(decision.from_step, decision.by_worker)
+                case WorkMoves(part):
+                    for hear in self.session.inspect.connection.on_shares:
+                        hear(part)
+                case Say(event):
+                    self._say(event)
+
+    def _say(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Decision | Outcome):
+            self.session.inspect.connection.say(said(event), logging.INFO)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A broken exchange does not say who broke it: the session knows."""
+        try:
+            yield
+        except CommError as error:
+            raise self.session.inspect.connection.explain(error) from None
+
+    # ---- at the start
+
+    def _begin(self, step: int) -> SharesState:
+        """All ranks tell each other what they start from. `step`: the one that is over."""
+        sampler, connection = self.sampler, self.session.inspect.connection
+        connection.terms.balanced = True  # under DDP the connection is not the one that was there before
+        assert connection.groups is not None
+        if connection.members is not None:
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               "Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
+                               "allowed: sampler.follow(loader, session), or a job in which all stay")
+        # Of its own: what a script calls stands in no order to what is told behind a step.
+        channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
+        connection.on_close.append(channel.close)
+        self._rows = channel.rows()
+        from_step, shares = sampler.announced
+        line = self._line or Line(1.0)
+        with self._explained():
+            self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
+                                        self._line is not None, line.slope_s, line.intercept_s))
+            rows = [RankStart(*row) for row in self._rows.read()]
+        return decide.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
+                            every=self._every, opening=self._opening, lbb=self._mode == "lbb")
+
+
+def _check_plan(session: Session | None) -> None:
+    """Refuses local steps and rounds of one: what is measured is the time from one averaging to the end of the next backward
+    pass, and there is none in most steps of such a plan, or it goes on beside the next."""
+    plan = None if session is None else session.inspect.plan
+    if plan is None or (plan.local_steps == 1 and plan.overlap != "round"):
+        return
+    how, remedy = f"averages weights every {plan.local_steps} steps (local_steps), allowed: 1", "with max_local_steps=1"
+    if plan.local_steps == 1:
+        how, remedy = "has overlap='round', allowed: updates that are waited for", "without overlap"
+    raise InvalidInput("E-SHARES-ARGUMENT",
+                       f"Controller: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
+                       "leave "
+                       "shares as they are: sampler.follow(loader, session)")
+
+
+def _lookahead(loader: Iterable[Any]) -> int:
+    """Batches that a DataLoader's workers have asked for beyond the one that is out."""
+    workers = int(getattr(loader, "num_workers", 0))
+    return workers * int(getattr(loader, "prefetch_factor", None) or 2)

@@ -1,0 +1,1 @@
+"""Membership, coordinator, summation servers, homes, keys."""

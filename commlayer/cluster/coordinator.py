@@ -1,0 +1,430 @@
+"""The gRPC server around the membership decisions: a lock, a clock and sockets. Decides nothing itself.
+
+Every call is answered at once; who waits, asks again. Calls are proved before they are read (sealed.py), small until then, and
+wait for their bytes on no thread: one that never comes whole holds nobody up.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from commlayer import config as settings
+from commlayer.cluster import about, membership, messages, plan_parts, regrouping
+from commlayer.cluster.audit import Audit
+from commlayer.cluster.call_quota import CallQuota, TooMany
+from commlayer.cluster.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
+from commlayer.cluster.gathering import Gathering
+from commlayer.cluster.grpc_port import GrpcPort, check_free
+from commlayer.cluster.homes import Door
+from commlayer.cluster.proved_calls import CHALLENGE, Judge, Unproved
+from commlayer.cluster.rpc_server import Answer, Host
+from commlayer.cluster.said import fit
+from commlayer.config import Config
+from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
+from commlayer.records import Record
+from commlayer.transport import event_loop
+from commlayer.transport.grpc_ends import Take
+from commlayer.transport.grpc_stream import GrpcStream
+from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.protocol import SERVER_BASE
+
+log = logging.getLogger("commlayer")
+
+TICK_S = 0.25
+PROVE_S = 2.0
+"""How long a connection whose call was refused may take to prove one, before that is logged."""
+EACH_WORKER = 8
+"""Control connections of one worker: its own, its heartbeat child's, a home's Desk and a gRPC stream; and as many that were cut
+off, until the kernel has missed them."""
+TOLD_HEARTBEATS = 3
+"""For how many of the others' heartbeats it outlives its parent, to tell of that end; after as many a process is silent."""
+Q = TypeVar("Q", bound=Record)
+
+
+class Coordinator:
+    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its homes
+    have gone: what they do behind training, they still do through here."""
+
+    def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
+                 ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
+                 journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
+        """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
+        `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
+        `embedded`: a training process has started it, so its members are of one cluster: silence there is death, and it
+        serves one job. Others are followed by a coordinator of the next job where their own has failed."""
+        if workers and config.min_workers > workers:
+            raise InvalidInput("E-SETTING",
+                               f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
+        for what, count in (("workers", workers), ("servers", servers)):
+            if not 0 <= count <= SERVER_BASE:
+                raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
+        self.over, self._empty = ended or threading.Event(), threading.Event()
+        self._journal, self._made, self._again = journal, made, not embedded
+        if journal is not None and journal.found is not None:
+            self._state = taken_up(journal.found, clock())
+            log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
+                        self._state.workers, config.journal)
+        else:
+            self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
+        self._lock = threading.Lock()
+        self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
+        self._deadline_s = config.deadline_s
+        self._late: dict[int, float] = {}
+        """Who hangs as it seems, and since when it does: others' words that lay unread here may tell otherwise."""
+        self._waited: dict[int, float] = {}
+        """By rank: when it was last seen to wait for others where homes meet."""
+        self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
+        self._closing = threading.Event()
+        self._judge, self._plans = Judge(config.token), plan_parts.Plans()
+        self._suspects: dict[str, tuple[str, str]] = {}
+        """By connection: where it comes from, and its call that was not proved, in the last PROVE_S and with no proved one
+        since."""
+        check_free(config.bind, config.port)
+        self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
+        self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
+        self._take: Take | None = None
+        self._quota = CallQuota()
+        self._expect(self._state.workers)
+        self._revoked: frozenset[int] = frozenset()
+        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door,
+                                    journal=None if journal is None else journal.meeting,
+                                    noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
+        if self._state.view is not None:
+            self._gathering.begin()
+        self._port.start(Host({
+            CHALLENGE: self._challenge,
+            "Attend": self._method("Attend", messages.Attend, self._attend, certified=self._named),
+            "Ask": self._awaited("Ask", messages.Ask, self._gathering.ask),
+            "Part": self._method("Part", messages.Part, self._part),
+            "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
+            "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
+            "Leave": self._method("Leave", messages.Leave, self._leave),
+            "About": self._method("About", messages.About, self._about),
+        }, [self._port.streams(self._stream)], self._broke))
+        port = self._port.number
+        self.address = settings.join_host(config.advertise or config.bind, port)
+        # What others reach need not be reachable from here: routers seldom turn a packet around.
+        self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
+        self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
+        self._ticker.start()
+
+    def close(self) -> None:
+        """Stops listening; whoever asks later finds nobody. Twice is once.
+
+        After the end of a job it first lets the servers elsewhere hear of it, for as long as one that is silent lives.
+        """
+        with self._lock:
+            over = membership.over(self._state)
+            if over and self._journal is not None:
+                self._journal.forget()
+                self._journal = None  # servers that leave from here on write no seats down
+        if over and not self._closing.is_set():
+            self._empty.wait(self._dead_after_s + self._heartbeat_s)
+        self._closing.set()
+        self._ticker.join(timeout=5.0)
+        self._port.close()
+        for peer in tuple(self._suspects):
+            self._refuse(peer)
+        self._audit.close()
+
+    def serve_streams(self, take: Take) -> None:
+        """Data streams that come to this port are for the summation server in this process: one port passes all."""
+        self._take = take
+
+    def _stream(self, stream: GrpcStream, where: str) -> bool:
+        if self._take is None:
+            raise LookupError("no data server is behind this port")
+        return self._take(stream, where)
+
+    @property
+    def failure(self) -> str:
+        """Why the job has ended, where that was not in order; "" otherwise."""
+        with self._lock:
+            return membership.failure(self._state)
+
+    def orphaned(self, pid: int) -> None:
+        """The process of this machine that started the job's embedded servers has ended: so have its seats."""
+        with self._lock:
+            before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
+            self._note_deaths(before)
+        self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
+
+    def _expect(self, workers: int) -> None:
+        """All of them may have one certificate."""
+        self._port.allow(EACH_WORKER * workers)
+        self._quota.expect(workers)
+
+    def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
+        name, serial = (caller.name, f"{caller.serial:x}") if caller else ("", "")
+        return msgspec.structs.replace(request, certificate=name, serial=serial,
+                                       dials_only=caller is not None and caller.dials_only)
+
+    def _named(self, request: messages.Attend, caller: Certified | None) -> messages.Attend:
+        if caller is not None and caller.serial in self._revoked:
+            raise Unproved
+        return msgspec.structs.replace(request, certificate=caller.name if caller else "")
+
+    def _lost(self) -> dict[int, str]:
+        """Workers that have died, or left with an error, and how they did. Who has finished may still go on beside the job."""
+        with self._lock:
+            return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
+                    if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
+                    and not membership.unjudged(self._state, p)}
+
+    def _staying(self) -> bool:
+        """Under the lock."""
+        places = self._state.places.values()
+        return self._gathering.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
+
+    def _door(self) -> Door:
+        with self._lock:
+            return regrouping.door(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
+                                   max(self._patience_s, self._dead_after_s))
+
+    def _attend(self, request: messages.Attend) -> messages.Attended:
+        """A home that was started again takes the place of its earlier process, which is dead from now on."""
+        with self._lock:
+            seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
+            still_s = membership.stood_still_s(self._state, self._clock())
+        ranks, why = self._gathering.supersede(request, seen_s, still_s)
+        if ranks:
+            with self._lock:
+                before = self._state
+                tokens = [t for t, p in before.places.items() if p.join.kind == "worker" and p.rank in ranks]
+                self._state = membership.cut(before, tokens, why)
+                self._note_deaths(before)
+        return self._gathering.attend(request)
+
+    def _challenge(self, _: bytes, peer: str) -> bytes:
+        caller = self._port.caller(peer)
+        self._count(caller.name if caller else peer, peer)
+        return self._judge.challenge(peer)
+
+    def _count(self, who: str, peer: str) -> None:
+        """TooMany, and the connection ends, for who makes too many calls; named once, until it makes fewer."""
+        if not (over := self._quota.over(who, self._clock())):
+            return
+        why = f"makes more than {self._quota.rate:g} calls a second"
+        if over == 1:
+            self._audit.refused(who, why)
+        self._port.end(peer)
+        raise TooMany(f"{who} {why}")
+
+    def _part(self, request: messages.Part) -> Record:
+        with self._lock:
+            self._plans.take(request)
+        return messages.Pulse()
+
+    def _join(self, request: messages.Join) -> Record:
+        with self._lock:
+            if _revoked(request, self._revoked):
+                raise Unproved
+            before, began = self._state, self._state.view is not None
+            if request.plan_digest and not request.plan:
+                request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
+            known = request.token in self._state.places
+            if self._again and not known and (why := membership.failure(self._state)):
+                return messages.Seat(missing=f"the job before has ended ({without_code(why)}), and another one begins")
+            late = began and not known and request.kind == "worker"
+            self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
+            self._tell_of(before)
+            if self._state.view is not None and not began:
+                self._gathering.begin()  # ahead of the seats: where those are found, what homes have left is, too
+            self._write_down(before)
+            self._expect(self._state.workers)
+            view = self._state.view
+            place = None if known else self._state.places.get(request.token)
+        reply = msgspec.structs.replace(reply, time_s=time.time())
+        if reply.error:
+            self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
+        if place is not None:
+            self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
+        if view is not None and not began:
+            self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
+            log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
+            if self._state.min_workers and (unable := regrouping.unable(self._state)):
+                log.warning("min_workers %d counts for nothing here: %s cannot go on without others, so all must stay",
+                            self._state.min_workers, ", ".join(unable))
+        return reply
+
+    def _heartbeat(self, request: messages.Heartbeat) -> Record:
+        with self._lock:
+            before = self._state
+            self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
+            self._state = regrouping.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
+            pulse = regrouping.explained(self._state, pulse)
+            self._note_deaths(before)
+            over = pulse.over and not self._staying()
+            settled = regrouping.settled(self._state)
+        self._gathering.forget(settled)
+        return msgspec.structs.replace(pulse, over=over)
+
+    def _leave(self, request: messages.Leave) -> Record:
+        with self._lock:
+            before, place = self._state, self._state.places.get(request.token)
+            if place is not None and place.here:
+                self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
+            self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
+            self._regroup(before)
+            self._write_down(before)
+            self._note_end()
+            # Who has finished hears who has not.
+            self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
+        return pulse
+
+    def _about(self, request: messages.About) -> Record:
+        with self._lock:
+            state = self._state
+        told = about.told(state, request, time.time())
+        if not told.begun:
+            return told
+        door, shut = self._door(), self._gathering.shut()
+        return msgspec.structs.replace(told, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
+
+    def _tick(self) -> None:
+        while not self._closing.wait(TICK_S):
+            with self._lock:
+                ended = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and not p.here}
+                still_s = membership.stood_still_s(self._state, self._clock())
+            self._gathering.tick(ended, still_s)
+            with self._lock:
+                before = self._state
+                self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
+                                              TOLD_HEARTBEATS * self._heartbeat_s)
+                self._drop_awaited()
+                self._note_deaths(before)
+                self._note_unheard(before)
+            try:
+                self._drop_revoked()
+            except Exception:  # without the ticker nobody who falls silent would be missed
+                log.exception("revoked certificates could not be dropped; the next tick tries again")
+
+    def _drop_awaited(self) -> None:
+        """Under the lock."""
+        if not self._state.min_workers:
+            return
+        now, meetings = self._clock(), self._gathering.unmet()
+        self._waited |= {rank: now for one in meetings for rank in one.waited_s}
+        ago_s = {rank: now - last for rank, last in self._waited.items()}
+        found = regrouping.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
+        self._late = {rank: self._late.get(rank, now) for rank in found}
+        for token, place in list(self._state.places.items()):
+            if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
+                self._state = membership.cut(self._state, [token], found[place.rank])
+
+    def _drop_revoked(self) -> None:
+        revoked = self._keys.revoked() if self._keys else self._revoked
+        if revoked == self._revoked:
+            return
+        self._port.drop(revoked)
+        with self._lock:
+            before = self._state
+            for token, place in before.places.items():
+                if _revoked(place.join, revoked):
+                    why = f"its certificate ({place.join.certificate}) was revoked"
+                    self._state = membership.cut(self._state, [token], why)
+            self._note_deaths(before)
+            self._revoked = revoked
+
+    def _write_down(self, before: membership.State) -> None:
+        """What has changed of seats, once the job has begun."""
+        if self._journal is not None and self._state.view is not None and seats(before) != seats(self._state):
+            self._journal.write(Kept(self.address, self._made, self._state))
+
+    def _regroup(self, before: membership.State) -> None:
+        """Who is left goes on, if they are enough. Under the lock under which somebody went: nobody hears of the one alone."""
+        self._state = regrouping.regrouped(self._state)
+        self._tell_of(before)
+
+    def _tell_of(self, before: membership.State) -> None:
+        """Another view."""
+        view, former = self._state.view, before.view
+        if view is None or former is None or view.generation == former.generation:
+            return
+        left = [m.rank for m in former.members if m not in view.members]
+        finished = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and p.left == messages.FINISHED}
+        gone = ", ".join(f"worker {rank}" for rank in left)
+        said = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
+        new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
+        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
+        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {said}", new and f", {new} among them")
+
+    def _note_deaths(self, before: membership.State) -> None:
+        self._regroup(before)
+        self._write_down(before)
+        self._note_end()
+        for token, place in self._state.places.items():
+            if place.dead and not before.places[token].dead:
+                log.warning("%s: %s", place.peer, place.dead)
+                self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
+
+    def _note_unheard(self, before: membership.State) -> None:
+        """Who has left, as a tick has found."""
+        for token, place in self._state.places.items():
+            if place.left and not before.places[token].left:
+                log.warning("%s: has ended while no coordinator was there, as its servers say", place.peer)
+                self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
+
+    def _note_end(self) -> None:
+        if membership.over(self._state) and not self._staying():
+            self.over.set()
+        if membership.empty(self._state):
+            self._empty.set()
+
+    def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record],
+                certified: Callable[[Q, Certified | None], Q] = lambda request, _: request) -> Answer:
+        """`certified`: what a request becomes that came with that certificate."""
+
+        def answer(data: bytes, peer: str) -> bytes:
+            request, caller = self._opened(name, kind, data, peer)
+            return self._judge.sealed(data, messages.pack(act(certified(request, caller))))
+
+        return answer
+
+    def _awaited(self, name: str, kind: type[Q], act: Callable[[Q], Awaitable[Record]]) -> Answer:
+        """As `_method`, of an answer that may be some time in coming."""
+
+        async def answer(data: bytes, peer: str) -> bytes:
+            request, _ = self._opened(name, kind, data, peer)
+            return self._judge.sealed(data, messages.pack(await act(request)))
+
+        return answer
+
+    def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
+        """A call that is proved, with what it says fit to be passed on, and whose certificate it came with."""
+        caller = self._port.caller(peer)
+        self._count(caller.name if caller else peer, peer)
+        try:
+            body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
+        except Unproved:
+            if peer not in self._suspects:
+                self._suspects[peer] = self._port.where(peer), name
+                event_loop.running().call_later(PROVE_S, self._refuse, peer)
+            raise
+        self._suspects.pop(peer, None)
+        return fit(messages.unpack(body, kind, peer)), caller
+
+    def _refuse(self, peer: str) -> None:
+        """Logs the refusal of a connection that has proved no call since. A member that reconnects proves its first calls by
+        the challenge of the connection before, is refused, and proves them again."""
+        if (suspect := self._suspects.pop(peer, None)) is not None:
+            where, name = suspect
+            self._audit.refused(where, f"its {name} does not prove the job's secret")
+
+    def _broke(self, peer: str, error: CorruptFrame) -> str:
+        """What whoever made a call that breaks the protocol hears ahead of the end of its connection."""
+        where = self._port.where(peer)
+        self._audit.refused(where, error.what)
+        self._port.let_go(peer)
+        return coded(error.code, f"{where}: {error.what}")
+
+
+def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
+    return bool(request.serial) and int(request.serial, 16) in serials

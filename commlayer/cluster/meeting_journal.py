@@ -1,0 +1,153 @@
+"""What homes have told a coordinator, in a file: who they are, what they left for each other. Knows no network and no clock.
+
+Each change is a record behind those before it, given to the kernel ahead of the answer to whoever made it. So a process that is
+killed loses nothing that anybody was told of; a machine that loses power may lose the last of it. Behind one that is not
+whole nothing is read. From time to time the file is written anew, with what there is then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from commlayer.cluster.homes import Homes
+from commlayer.cluster.meeting_store import Added, Change, Dropped, Put
+from commlayer.errors import one_line
+from commlayer.records import MALFORMED, Record
+from commlayer.transport.crc import crc32c
+
+log = logging.getLogger("commlayer")
+
+NAME = "meeting.log"
+MAGIC = b"CMLM0001"
+_HEAD = struct.Struct("<II")
+"""Of a record: its size, and the checksum of size and contents."""
+_SIZE = struct.Struct("<I")
+SLACK_NBYTES = 64 << 20
+"""The file is written anew when it has so much more than twice what it had behind the last time."""
+CHUNK_NBYTES = 1 << 20
+
+
+class Known(Record, frozen=True, tag=True):
+    """Who the homes are from now on. It holds no times."""
+
+    homes: Homes
+
+
+class MeetingJournal:
+    """Of one process, whose CoordinatorJournal holds the folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / NAME
+        self._lock = threading.RLock()
+        self._file, self._nbytes, self._most_nbytes = -1, 0, 0
+        self._closed = False
+        self._whole: Callable[[], Iterable[Known | Change]] = tuple
+
+    def read(self) -> Iterator[Known | Change]:
+        """What an earlier process has left, as far as it is whole; nothing is nothing."""
+        try:
+            with self._path.open("rb") as file:
+                left_nbytes = os.fstat(file.fileno()).st_size - len(MAGIC)
+                if file.read(len(MAGIC)) != MAGIC:
+                    log.warning("journal %s begins with something else: nothing of it is used", self._path)
+                    return
+                while left_nbytes:
+                    head = file.read(min(_HEAD.size, left_nbytes))
+                    nbytes, check = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+                    data = file.read(nbytes) if nbytes <= left_nbytes - _HEAD.size else b""
+                    if not data or len(data) < nbytes or crc32c(data, crc32c(_SIZE.pack(nbytes))) != check:
+                        log.warning("journal %s: its last %d bytes are not whole, and nothing of them is used", self._path,
+                                    left_nbytes)
+                        return
+                    yield msgspec.msgpack.decode(data, type=Known | Put | Added | Dropped)
+                    left_nbytes -= len(head) + nbytes
+        except FileNotFoundError:
+            return
+        except (OSError, *MALFORMED) as error:
+            log.warning("journal %s cannot be read on: %s", self._path, one_line(error))
+
+    def begin(self, whole: Callable[[], Iterable[Known | Change]]) -> None:
+        """Written anew, with the `whole` of what there is, now and whenever it has grown too large."""
+        with self._lock:
+            if self._closed:
+                return
+            self._whole, part = whole, self._path.with_name(f"{NAME}.new")
+            former, self._file, self._nbytes = self._file, -1, 0
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()  # of an earlier process, with another mode
+                self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                data = bytearray(MAGIC)
+                for record in whole():
+                    data += _packed(record)
+                    if len(data) >= CHUNK_NBYTES:
+                        self._append(data)
+                        data = bytearray()
+                self._append(data)
+                part.replace(self._path)
+            except OSError as error:
+                self._fail(error)
+            finally:
+                if former >= 0:
+                    os.close(former)
+            self._most_nbytes = 2 * self._nbytes + SLACK_NBYTES
+
+    def note(self, record: Known | Change) -> None:
+        """When it returns, whoever comes after this process finds it."""
+        with self._lock:
+            if self._file < 0:
+                return
+            try:
+                self._append(_packed(record))
+            except OSError as error:
+                self._fail(error)
+                return
+            if self._nbytes > self._most_nbytes:
+                self.begin(self._whole)
+
+    def wait(self) -> None:
+        """Until what is being written is: a disk that blocks holds up what the coordinator hears, and is nobody's silence."""
+        with self._lock:
+            return
+
+    def forget(self) -> None:
+        """Nobody may take it up."""
+        for path in (self._path, self._path.with_name(f"{NAME}.new")):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def close(self) -> None:
+        """The job is over, or goes on without: as `forget`, and nothing is written any more."""
+        with self._lock:
+            self._closed = True
+            self.forget()
+            if self._file >= 0:
+                with contextlib.suppress(OSError):  # where its name cannot be taken away
+                    os.ftruncate(self._file, 0)
+                os.close(self._file)
+                self._file = -1
+
+    def _append(self, data: bytes | bytearray) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._nbytes += len(data)
+
+    def _fail(self, error: OSError) -> None:
+        """What has a gap is worth nothing."""
+        self.close()
+        log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends its homes", self._path,
+                    error.strerror)
+
+
+def _packed(record: Known | Change) -> bytes:
+    data = msgspec.msgpack.encode(record)
+    return _HEAD.pack(len(data), crc32c(data, crc32c(_SIZE.pack(len(data))))) + data

@@ -1,0 +1,260 @@
+"""The process that serves a job: a coordinator, a summation server, or both, until the job is over. Knows no decisions.
+
+`commlayer serve` runs it, and embedded.py as a child of a training process, which waits for it: what it loads before it tells
+its addresses is in the way of attach(). No torch, but on the reference backend; no command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import logging
+import math
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from commlayer import native
+from commlayer.cluster import client, messages, piping
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
+from commlayer.errors import CommError, InvalidInput, line_of, without_code
+from commlayer.transport.key_folder import Keys
+
+if TYPE_CHECKING:
+    from commlayer.cluster.serving import Serving
+
+log = logging.getLogger("commlayer")
+
+UNFIT_S = 10.0
+"""With a plan that it cannot serve, a server stays for so long, or until the workers have left, to tell them as they dial."""
+
+ENDS_S = 60.0
+"""Told to end, this process has so much time beyond a farewell: then it ends whatever holds it up, and says what does."""
+LAST_S = 0.5
+"""Who is connected still when the job is over is dead: nobody waits for long until it has heard the last words."""
+
+
+class Part(NamedTuple):
+    """What this process is to do. `parent`: whose child it is, if it is embedded; `made`: the secret, if it was made here.
+    `again`: another job was served before; `data_port`: ANY for the one after the coordinator's."""
+
+    workers: int = 0
+    servers: int = 1
+    number: int = -1
+    sums: bool = True
+    parent: int = 0
+    made: str = ""
+    again: bool = False
+    data_port: int = messages.ANY
+
+
+def run(config: Config, part: Part) -> None:
+    """Until a job has ended in order, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made
+    here.
+
+    After a job that has failed the next one is served at the same address, except by an embedded server. With a journal only
+    the end of the job is the end: whatever else ends this process, nobody hears of it, and the same command takes the job up.
+    """
+    if config.port == 65535 and not config.join and part.sums:
+        raise InvalidInput("E-SETTING", "--port 65535 leaves no next port for the data: choose a lower one")
+    if config.keys and (keys := Keys(config.keys)).dials_only:
+        raise InvalidInput("E-KEYS",
+                           f"keys: {keys.me.name} in {config.keys} was made with --dials-only, so nobody takes it for a "
+                           "server: "
+                           f"name the folder of another node, or make one with `commlayer keys add {keys.me.name} --again`")
+    logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
+    if part.parent:
+        config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again
+    terminated, events = threading.Event(), [threading.Event(), threading.Event()]
+
+    def terminate() -> None:
+        terminated.set()
+        _stop(*events)
+
+    on_signal(signal.SIGTERM, terminate, ENDS_S + config.dead_after_s)
+    following: tuple[Config, Part] | None = (config, part)
+    while following is not None and not terminated.is_set():
+        following = _serve(*following, *events)
+        events[:] = threading.Event(), threading.Event()
+
+
+def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.Event) -> tuple[Config, Part] | None:
+    """One job. If it has failed: how to serve the next one."""
+    goes_on = functools.partial(_goes_on, config, end, stopped)
+    reason, unfit = [messages.FINISHED], ""
+    with contextlib.ExitStack() as stack:
+        control, near, data, data_port = config.join, config.join, "", config.port
+        coordinator = member = None
+        orphaned = functools.partial(_abandon, reason, part.parent)
+        if not control:
+            data_port = part.data_port if part.data_port != messages.ANY else config.port and config.port + 1
+            journal = CoordinatorJournal(config.journal) if config.journal else None
+            if journal is not None:
+                stack.callback(journal.close)
+            if journal is not None and journal.found is not None:  # where workers look for it, and with the secret they know
+                port = config.port or host_port(journal.found.address)[1]
+                part = part._replace(made=journal.found.token)
+                config = msgspec.structs.replace(config, port=port, token=part.made or config.token)
+            coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
+                                      made=part.made, embedded=part.parent > 0)
+            stack.callback(coordinator.close)
+            control, near = coordinator.address, coordinator.near
+            orphaned = functools.partial(coordinator.orphaned, part.parent)
+        if part.parent:
+            piping.follow_parent(part.parent, end, orphaned)
+        if part.sums:
+            _choose_tensors(config)
+            # Here, since it loads numpy, which a coordinator does without.
+            from commlayer.cluster.serving import Serving
+
+            serving = Serving(config.bind, data_port, config, coordinator)
+            stack.callback(lambda: serving.close(over=not goes_on(), flush_s=None if part.parent or stopped.is_set() or
+                                                 not end.is_set() else LAST_S))
+            data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
+        if not part.again:
+            print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
+        token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
+        log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
+        if not config.join:
+            log.info("each home types: %s", _line_of(config, control, part.made))
+        if part.sums:
+            request = messages.server(data, config.node, part.number, beside=not config.join, streams=streams)
+            if serving.journal is not None:
+                request = msgspec.structs.replace(request, returns=True)
+                if (former := serving.journal.found) is not None:  # the seat that it had
+                    request = msgspec.structs.replace(request, token=former.token, rank=former.number)
+            try:
+                member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
+                                     on_silence=functools.partial(_silent, serving, config, control, end, stopped))
+            except CommError:
+                if not end.is_set():
+                    raise
+            else:
+                member.missed, member.ended = serving.missed, serving.ended
+                member.dropped, member.overdue = serving.dropped, serving.overdue
+                stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
+                try:
+                    # The workers of an embedded server stay: its coordinator makes no other view.
+                    serving.start(member.view, member.plan, member.rank, request.token,
+                                  newest=None if part.parent else lambda: member.newest)
+                except ValueError as error:
+                    end.wait(UNFIT_S)
+                    member.leave(str(error))
+                    if part.parent:
+                        raise
+                    unfit = str(error)
+                    end.set()
+        end.wait()
+        if goes_on():
+            log.info("stops, and keeps its journal: the same command takes the job up; to end it for good, remove %s",
+                     config.journal)
+            return None
+        if unfit:
+            failed = unfit
+        elif coordinator is not None:
+            failed = coordinator.failure
+        else:
+            failed = "as its coordinator reports" if member is not None and member.failed else ""
+        if part.parent or stopped.is_set() or not failed:
+            return None
+        log.warning("the job has failed (%s): waits at %s for the next one", without_code(failed), control)
+    # Workers know the coordinator's address, and learn those of servers from it.
+    return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
+            part._replace(again=True, data_port=data_port))
+
+
+def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) -> None:
+    """This process is to end. Acts on a thread of its own: a handler runs wherever the main thread is, which may be within a
+    lock that `act` takes."""
+    came = queue.SimpleQueue[None]()  # of which Python says that a handler may put into it
+
+    def heed() -> None:
+        came.get()
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError, OSError):  # where there is no standard error
+            faulthandler.dump_traceback_later(ends_s, exit=True)
+        act()
+
+    threading.Thread(target=heed, name="commlayer-signal", daemon=True).start()
+    signal.signal(number, lambda *_: came.put(None))
+
+
+def _stop(end: threading.Event, stopped: threading.Event) -> None:
+    """This process is to end; nobody has said that the job has."""
+    if not end.is_set():
+        stopped.set()
+    end.set()
+
+
+def _goes_on(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
+    """Whether the job does, as far as this process was told, and somebody may take up what it leaves."""
+    return bool(config.journal) and (stopped.is_set() or not end.is_set())
+
+
+def _advertised(address: str, config: Config) -> str:
+    return address and join_host(config.advertise or config.bind, host_port(address)[1])
+
+
+def _line_of(config: Config, control: str, made: str) -> str:
+    """What starts a worker on a machine that can only dial out, ready to copy."""
+    line = ["commlayer launch", "--join", control]
+    if config.keys:
+        line += ["--keys", "ITS-KEYS"]  # where each has put its own folder
+    elif made:
+        line.insert(0, f"COMMLAYER_TOKEN={made}")
+    else:
+        line += ["--token-file", "FILE-WITH-THE-SECRET"]
+    if not config.keys and not is_loopback(host_port(control)[0]):
+        line.append("--insecure")
+    return " ".join([*line, "SCRIPT"])
+
+
+def _choose_tensors(config: Config) -> None:
+    """Native kernels need no torch, and in this process nobody else does."""
+    if native.core is not None and config.backend != "reference":
+        from commlayer.compressors import tensors
+
+        tensors.without_torch()
+
+
+def _abandon(reason: list[str], parent: int) -> None:
+    """The trainer that started this server has ended: what the others hear."""
+    reason[0] = f"its training process (pid {parent}) has ended"
+
+
+def _silent(serving: Serving, config: Config, control: str, end: threading.Event, stopped: threading.Event,
+            silent_s: float) -> None:
+    """The coordinator does not answer, and without it nobody says that the job is over. It is where all workers have ended in
+    order; and a server ends to which no worker comes back, but others may."""
+    if end.is_set():
+        return
+    if serving.finished:
+        log.warning("coordinator %s: no answer for %.1f s, and all workers have ended: so does this server", control, silent_s)
+        end.set()
+    elif serving.alone and silent_s >= reconnect_window_s(config):
+        log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
+        _stop(end, stopped)
+
+
+def _note(error: CommError) -> None:
+    """The workers act on a death; a server only says so."""
+    log.warning("%s", error)
+
+
+def main() -> None:
+    """The child that embedded.py starts: its argument is JSON of a Part and of the coordinator to join, if there is one."""
+    told = json.loads(sys.argv[1])
+    try:
+        given = {"token": piping.hear().decode(), "join": told.pop("join")}
+        run(read_config({name: value for name, value in given.items() if value}), Part(**told))
+    except (CommError, ValueError, OSError) as error:
+        print(f"commlayer: {line_of(error)}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,382 @@
+"""The summation service as a state machine: contributions in, replies out. Knows buckets, members and bytes.
+
+It does no input or output, reads no clock and does not know how payloads are coded: the codec side is handed in as `Ops`.
+Contributions of one (step, round) are added in member order, whatever their order of arrival, so that runs repeat bit for bit;
+one that comes early waits encoded. Each is applied at most once. Results of the last two steps are kept and served again.
+
+Every message is judged before anything changes. CorruptFrame means that its sender broke the protocol or its format; any other
+error is this server's own, and what it was summing is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from commlayer.cluster.summation_cell import KEPT_STEPS, MOST_REASON_NBYTES, Cell, Keep, Reply, Stall
+from commlayer.cluster.summation_memory import Memory, read, words_of
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
+
+log = logging.getLogger("commlayer")
+
+
+class Summation:
+    """All buckets of one server. `push` may be called from any number of threads."""
+
+    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
+        """`ops` by bucket. `senders[bucket]` are the members that contribute to it, in the order in which they are added."""
+        self._keep: Keep | None = None
+        self.peer = SERVER_BASE + server
+        self.generation = generation
+        self.fenced = 0
+        """Messages of views that have ended: none of them changed anything."""
+        self.cells = {bucket: Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
+
+    # ---- what outlasts this process
+
+    def remember(self, keep: Keep | None) -> None:
+        """Writes everything down with `keep`, and from now on what changes, ahead of the replies that tell of it. None: no
+        more."""
+        self._keep = keep
+        for cell in self.cells.values():
+            with cell.lock:
+                self._remember(cell)
+
+    def _remember(self, cell: Cell) -> None:
+        if self._keep is None:
+            return
+        cell.sum_again()
+        last = max(cell.results, default=None)
+        header, body = cell.results[last] if last is not None else (None, b"")
+        step = cell.step if cell.open else cell.awaited
+        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body))
+        self._keep(cell.bucket, words_of(memory), cell.ops.remember())
+
+    def recall(self, bucket: int, words: bytes, state: bytes) -> None:
+        """Takes up what a former process wrote down. CorruptFrame or ValueError if it does not fit: then `forget` it."""
+        cell, found = self.cells[bucket], read(words)
+        kept = memoryview(found.memory.body)
+        if found.result is not None:
+            if not found.result.flags & Flag.ABANDON:
+                room = cell.out(found.result.step, found.result.round)
+                room[: len(kept)] = kept
+                kept = room[: len(kept)].toreadonly()
+            cell.results = {(found.result.step, found.result.round): (found.result, kept)}
+        cell.ops.recall(state, kept)
+        if found.memory.open and found.memory.step is not None:
+            cell.begin(found.memory.step, found.memory.round)
+            if found.told is not None:
+                cell.expected, cell.told = found.told.weight, found.told
+        else:
+            cell.idle(found.memory.step)
+        cell.recalled = True
+
+    def forget(self, bucket: int) -> None:
+        """Nothing is known of that bucket's sum: its residual begins anew, at whatever step a contribution names."""
+        cell = self.cells[bucket]
+        cell.forget_results()
+        cell.ops.begin_anew()
+        cell.idle(None)
+        cell.recalled = True
+
+    # ---- contributions
+
+    def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
+        """Takes one contribution. CorruptFrame may name another member, whose contribution this one uncovered.
+
+        `release` is called with each message whose body is no longer needed.
+        """
+        h = message.header
+        if self._ended(message):
+            release(message)
+            return []  # its sender will push again
+        cell = self._cell(message)
+        with cell.lock:
+            if cell.over:
+                release(message)
+                return []
+            self._fits(cell, message, now)
+            kept = cell.results.get((h.step, h.round))
+            if kept is not None:
+                release(message)
+                return [Reply(message.peer, *kept)]
+            self._admit(cell, message)
+            if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+                release(message)
+                return [Reply(message.peer, cell.told, b"")]  # it has not heard that it is to code again
+            here = cell.here()
+            if message.peer in here:
+                release(message)
+                return []  # a repeat of what is here already
+            if not here:
+                cell.since, cell.first = now, message.peer
+            cell.early[message.peer] = message
+            return self._advance(cell, release)
+
+    def _ended(self, message: Message) -> bool:
+        """Whether it is of a view that has ended. In the new one its bucket may be another, or none."""
+        if message.header.generation >= self.generation:
+            return False
+        if message.header.sender != message.peer:
+            raise _breach(message, f"says it is {peer_name(message.header.sender)}")
+        self.fenced += 1
+        return True
+
+    def _cell(self, message: Message) -> Cell:
+        """What every message must get right: who sends it, for which bucket, in which view."""
+        h = message.header
+        if h.sender != message.peer:
+            raise _breach(message, f"says it is {peer_name(h.sender)}")
+        if h.generation > self.generation:  # of a plan that somebody else was to tell this server, perhaps
+            raise _breach(message, f"generation {h.generation}, here {self.generation}")
+        cell = self.cells.get(h.bucket)
+        if cell is None:
+            raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
+        return cell
+
+    def _fits(self, cell: Cell, message: Message, now: float) -> None:
+        h, ops = message.header, cell.ops
+        if message.peer not in cell.members:
+            raise _breach(message, "is no member of this bucket's sum")
+        if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
+            raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
+        if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
+            raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
+        if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
+            said, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
+            raise _breach(message, f"{said} flag MEAN, and this bucket's is {known}")
+        taken, allowed = cell.takes(message.peer, len(message.body), now)
+        if taken > allowed:
+            raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
+        bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
+        if len(message.body) > bound:
+            raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
+
+    def _admit(self, cell: Cell, message: Message) -> None:
+        """A contribution belongs to the sum under way, or between steps begins the next one."""
+        h = message.header
+        if cell.recalled:
+            self._catch_up(cell, h)
+        if not cell.open and h.round == 0 and cell.awaited in (None, h.step):
+            cell.begin(h.step, 0)
+        if cell.open and (h.step, h.round) == (cell.step, cell.round):
+            return
+        if cell.first is not None:
+            state = f"{peer_name(cell.first)} is in round {cell.round} of step {cell.step}"
+        else:
+            begun = cell.open or cell.awaited is not None
+            state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
+        # Which step that is may be what another member said first, or a state or a view that it brought.
+        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", "E-STEPS-DIFFER")
+
+    def _catch_up(self, cell: Cell, h: Header) -> None:
+        """The first contribution since a former process ended tells whether that wrote down all that it had answered."""
+        cell.recalled = False
+        step = cell.step if cell.open else cell.awaited
+        if step is None or (h.step, h.round) > (step, cell.round):
+            if step is not None:
+                log.warning("bucket %d: the journal ends before step %d, round %d: its residual begins anew", cell.bucket,
+                            h.step, h.round)
+                cell.ops.begin_anew()
+                cell.forget_results()
+            cell.begin(h.step, h.round)
+
+    def _advance(self, cell: Cell, release: Callable[[Message], None]) -> list[Reply]:
+        """Adds what is next in member order; when all are in, emits the result to all."""
+        ops, r = cell.ops, cell.round
+        lean = cell.lean if self._keep is None else None
+        if lean and cell.next + len(cell.early) < len(cell.members):
+            return []  # until all are here payloads take less memory than their sum
+        sum_of: list[Message] = []
+        if cell.accs[r] is None:
+            cell.accs[r] = ops.zeros(r)
+        while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
+            message = cell.early.pop(cell.members[cell.next])
+            h = message.header
+            first = cell.next == 0
+            if not first and h.undone != cell.undone:
+                raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
+                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike",
+                              "E-STEPS-DIFFER")
+            if first and r == 0:
+                if h.undone:
+                    cell.undo(h.undone)  # before `add`, which overwrites what was summed in that step
+                for held in cell.held:
+                    release(held)
+                cell.held.clear()
+            if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
+                raise _breach(message, f"codes a part of {h.total:g}, though it was told that all weigh {cell.expected:g}")
+            if h.flags & Flag.ABANDON:
+                cell.abandoned = cell.abandoned or bytes(message.body)
+            else:
+                self._add(cell, message)
+            cell.next += 1
+            cell.order, cell.undone = h.order, h.undone
+            if lean:
+                sum_of.append(message)
+            else:
+                release(message)
+        if cell.next < len(cell.members):
+            return []
+        again = self._misjudged(cell)
+        if lean and not (cell.abandoned or again):
+            replies = self._emit(cell)
+            cell.held = sum_of
+            lean.give_back(cell.accs[0])
+            return replies
+        for message in sum_of:
+            release(message)
+        if cell.abandoned:
+            return self._abandon(cell)
+        return self._again(cell) if again else self._emit(cell)
+
+    def _add(self, cell: Cell, message: Message) -> None:
+        h = message.header
+        try:
+            if cell.ops.means:
+                cell.ops.weigh(message.body, h.weight, cell.summed == 0)
+            else:
+                cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
+        except (CorruptFrame, ValueError) as error:
+            raise _breach(message, str(error)) from None
+        cell.summed += 1
+        cell.totals.add(h.total)
+        cell.weight += h.weight
+        cell.used |= h.used
+
+    def _abandon(self, cell: Cell) -> list[Reply]:
+        cell.ops.skip()
+        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.abandoned))
+        cell.idle(cell.step + 1)
+        self._remember(cell)
+        return replies
+
+    def _misjudged(self, cell: Cell) -> bool:
+        """Whether some member coded its part of another weight than that of all: then old debts would be paid twice or half."""
+        total = as_float32(cell.weight)
+        return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
+
+    def _again(self, cell: Cell) -> list[Reply]:
+        """Nothing has been emitted, so all can code the same step again, now that the weight of all is known."""
+        header = self._header(cell, Flag.AGAIN)
+        expected = as_float32(cell.weight)
+        cell.begin(cell.step, 0)
+        cell.taken.clear()  # who sends again does as it is told, however often another one makes that necessary
+        cell.expected, cell.told = expected, header
+        self._remember(cell)
+        return [Reply(member, header, b"") for member in cell.members]
+
+    def _emit(self, cell: Cell) -> list[Reply]:
+        ops, step, r = cell.ops, cell.step, cell.round
+        out = cell.out(step, r)
+        replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
+        if r + 1 < ops.rounds:
+            cell.begin(step, r + 1)
+        else:
+            cell.idle(step + 1)
+        self._remember(cell)
+        return replies
+
+    def _reply(self, cell: Cell, flags: int, body: memoryview) -> list[Reply]:
+        """To all members, and kept for whoever asks again."""
+        header = self._header(cell, flags)
+        cell.results[(cell.step, cell.round)] = header, body
+        for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
+            del cell.results[old]
+        return [Reply(member, header, body) for member in cell.members]
+
+    def _header(self, cell: Cell, flags: int) -> Header:
+        return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
+                      sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
+
+    def undo(self, message: Message) -> None:
+        """No PUSH will say what of the last step was not applied."""
+        if self._ended(message):
+            return
+        cell = self._cell(message)
+        with cell.lock:
+            self._between(cell, message)
+            cell.undo(message.header.undone)
+            self._remember(cell)
+
+    def end(self, step: int, undone: Mapping[int, int]) -> None:
+        """Its view has, in the middle of that step: see Cell.end. What comes for it from now on changes nothing."""
+        for cell in self.cells.values():
+            with cell.lock:
+                cell.end(step, undone.get(cell.bucket, 0))
+
+    def busy(self) -> bool:
+        """Whether a contribution waits for others."""
+        return any(cell.here() for cell in self.cells.values())
+
+    def stalled(self, before: float) -> list[Stall]:
+        """Sums that have waited since before that time, each with who is missing."""
+        found = []
+        for cell in self.cells.values():
+            with cell.lock:
+                here = cell.here()
+                if here and cell.since <= before:
+                    missing = tuple(m for m in cell.members if m not in here)
+                    found.append(Stall(cell.bucket, cell.step, missing, tuple(sorted(here)), cell.since))
+        return found
+
+    def snapshot(self, message: Message) -> list[Reply]:
+        """The codec state between two steps, without what of the last one was not applied."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            self._between(cell, message)
+            if h.undone:
+                cell.undo(h.undone)
+                self._remember(cell)
+            state = cell.ops.snapshot()
+        return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
+
+    def restore(self, message: Message) -> list[Reply]:
+        """Takes up saved state, whole or not at all. The next contribution is of the message's step; results are forgotten."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            self._between(cell, message)
+            try:
+                cell.ops.restore(message.body)
+            except (CorruptFrame, ValueError) as error:
+                raise _breach(message, f"sent a state that does not fit: {error}") from None
+            cell.forget_results()
+            cell.idle(h.step)
+            self._remember(cell)
+        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+
+    def repeated(self, message: Message) -> list[Reply]:
+        """Of what was done already, only the answer: it may have been lost. Who asks again during a sum has had it."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            if cell.open or h.kind == Kind.UNDO:
+                return []
+            if h.kind == Kind.STATE:
+                return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+            return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
+
+    def _between(self, cell: Cell, message: Message) -> None:
+        if cell.open:
+            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+
+
+def _applied(undone: int) -> str:
+    return "did not apply some averages" if undone else "applied all"
+
+
+def as_float32(weight: float) -> float:
+    """As it is in a header, so that both ends compare the same number."""
+    return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
+
+
+def _breach(message: Message, what: str, code: str = "") -> CorruptFrame:
+    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket, code=code)

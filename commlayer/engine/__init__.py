@@ -1,0 +1,1 @@
+"""Executes a plan: gradient hooks, the step loop, buckets, residuals, paths, local steps, guards, checkpoints."""

@@ -1,0 +1,138 @@
+"""Which ways of exchanging steps a job can take, and why not others. Knows modules and optimizers; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlayer.engine.connection import Connection
+from commlayer.engine.quiet_ddp import check_silenceable
+from commlayer.engine.sparse_averages import sparse_weights, stepped_lazily
+from commlayer.engine.ways import WAYS, Forbids
+from commlayer.errors import InvalidInput
+from commlayer.optim.pieces import hooked, indivisible
+
+SHARDED = "ZeroRedundancyOptimizer"
+"""By name: torch has it only where torch.distributed is built, and imports much for it."""
+
+
+def allowed_ways(connection: Connection) -> set[str]:
+    """Those of `WAYS` that a planner may choose here."""
+    return {way for way, why in forbidden_ways(connection).items() if not why}
+
+
+def forbidden_ways(connection: Connection) -> dict[str, str]:
+    """Of each of `WAYS`, why a planner may not choose it; "" if it may. This rank's view: ranks tell each other theirs."""
+    terms = connection.terms
+    return {way: _asked_otherwise(connection, way) or terms.forbids(way) or terms.useless(way) for way in WAYS}
+
+
+def takes_fragments(connection: Connection) -> bool:
+    """Whether a planner may choose how many: the script has not, and members stay, so that an exchange need not be whole."""
+    return connection.terms.asked.fragments is None and connection.members is None
+
+
+def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
+    """What would run, and gain nothing."""
+
+    def useless(way: str) -> str:
+        if way != "forward":
+            return ""
+        if scaler is not None and scaler.is_enabled():
+            return "a GradScaler skips steps by all gradients, so backward() waits for them"
+        if clips:
+            return "max_norm= clips by the norm of all gradients, so step() waits for them"
+        if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
+            return "the ranks' optimizers are in different states since they stepped locally"
+        return ""
+
+    return useless
+
+
+def _asked_otherwise(connection: Connection, way: str) -> str:
+    """What the script has said at attach() holds for every plan."""
+    asked = connection.terms.asked
+    if way == "forward" and (asked.updates or asked.overlap == "round"):
+        return f"attach() was told {asked}"
+    if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):
+        return f"attach() was told {asked}"
+    if way != "forward" and asked.exact:
+        return "attach() was told exact=True"
+    if asked.every is not None and (asked.every > 1) == (way == "updates"):
+        return f"attach() was told {asked}"
+    return ""
+
+
+def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, hook: object = None) -> Forbids:
+    """Of what attach() was given. Asked, it tries: an optimizer may have changed since. `hook`: the state of ours on DDP."""
+
+    def forbids(way: str) -> str:
+        try:
+            if way == "forward":
+                check_overlap(model, named, optimizer)
+            else:
+                check_local(optimizer)
+                if isinstance(model, DistributedDataParallel):
+                    check_silenceable(model, hook)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return forbids
+
+
+def check_local(optimizer: Any, said: str = "") -> None:
+    """ValueError for an optimizer that nobody can step locally with. `said`: what attach() was told."""
+    name, also = f"{said}: " if said else "", f", {said}" if said else ""
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
+                           f"steps weights are exchanged: attach(model, optimizer{also})")
+    if not hooked(optimizer):  # a wrapper that is an Optimizer by its type alone, as Accelerate's
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the "
+                           "optimizer "
+                           "inside it")
+    if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}{SHARDED} steps each parameter on one rank alone, which would learn from its own batches "
+                           "only; allowed: the optimizer that it shards, or every=1 with gradients")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidInput("E-SYNC-OPTIMIZER",
+                           f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
+                           "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
+
+
+def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
+    """ValueError where results may not come in behind backward()."""
+    if isinstance(model, DistributedDataParallel):
+        raise InvalidInput("E-SYNC-FORWARD",
+                           "overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach "
+                           "the "
+                           "module inside it, and leave DistributedDataParallel out")
+    if optimizer is None:
+        raise InvalidInput("E-SYNC-FORWARD",
+                           "overlap='forward' steps with the optimizer when results come in: attach(model, optimizer, ...)")
+    if why := indivisible(optimizer):
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
+                           "leave overlap out")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in named if id(p) not in held]:
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first "
+                           "is "
+                           f"{missing[0]}: one optimizer has to step all of them, or leave these out with requires_grad=False")
+    weights = sparse_weights(model)
+    if sparse := [name for name, p in named if id(p) in weights]:
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages come whole; pass "
+                           "sparse=False to its nn.Embedding, or leave overlap out")
+    if stepped_lazily(optimizer, [p for _, p in named]):
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which come whole; take "
+                           "the dense optimizer, or leave overlap out")

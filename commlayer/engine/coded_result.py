@@ -1,0 +1,62 @@
+"""A bucket's result as the bytes that came, decoded where it is written: no float32 copy of it is held in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commlayer.compressors import payload
+from commlayer.compressors.one_round import NAN, OneRound
+from commlayer.compressors.sparse_results import result_codec
+from commlayer.engine.layout import Layout
+
+
+def codec_of_results(codec: Any) -> OneRound | None:
+    """The codec whose results can be checked when they come and decoded later; None where they cannot."""
+    inner = result_codec(codec)
+    return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
+
+
+class CodedResult:
+    """One result, until the bucket's next exchange."""
+
+    def __init__(self, codec: OneRound, layout: Layout, body: memoryview, numel: int) -> None:
+        """Checks the body in full: CorruptFrame as from `decode`. Decoding it afterwards cannot fail."""
+        self._codec, self._layout, self._numel = codec, layout, numel
+        self.body = body
+        head = payload.read(body, codec.id, numel)
+        self._parts = None if head.flagged else codec.check(head, numel)
+
+    @property
+    def finite(self) -> bool:
+        return self._parts is not None
+
+    def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
+        """targets = elements times factor, by slice; None leaves one out."""
+        s, target = self._layout.slices[0], targets[0]
+        if len(targets) == 1 and target is not None:
+            to = target.detach()
+            to = to if to.shape == self._layout.shapes[0] else to.view(-1)[s.start : s.stop]
+            if to.is_contiguous() and to.dtype == torch.float32:
+                self._decode(to.view(-1))
+                to.mul_(factor)
+                return
+        if all(each is None for each in targets):
+            return
+        whole = self.whole().mul_(factor)
+        pairs = self._layout.pairs(targets, self._layout.views(whole))
+        torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
+
+    def whole(self) -> torch.Tensor:
+        """All elements."""
+        made = torch.empty(self._numel)
+        self._decode(made)
+        return made
+
+    def _decode(self, out: torch.Tensor) -> None:
+        if self._parts is None:
+            out.fill_(NAN)
+        else:
+            self._codec.apply(self._parts, out, assign=True)

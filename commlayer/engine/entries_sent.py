@@ -1,0 +1,97 @@
+"""How many entries the sparse codecs of a worker send in each step, by the job's step and by what they sent in the last.
+
+Of the buckets that this worker encodes for servers. Runs on the encode lane, ahead of a step's first bucket, when all of the
+step before have been encoded. Knows buckets and their codecs' states; how entries are divided is compressors/allotment.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from commlayer.codec_name import CodecName, named
+from commlayer.compressors.allotment import allot
+from commlayer.compressors.allotted import Allotted
+from commlayer.compressors.codec import State
+from commlayer.compressors.twoway import TwoWay
+from commlayer.compressors.warmup import ratio_at
+from commlayer.compressors.wrapper import Wrapper
+from commlayer.engine.bucket import WorkerBucket
+
+
+class _One(NamedTuple):
+    codec: Allotted
+    state: State
+
+
+class EntriesSent:
+    """Of one worker's buckets under one plan. See bucket.Entries."""
+
+    def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
+        self.forget()
+        self._alone: list[_One] = []
+        self._pools: dict[tuple[CodecName, bool], list[_One]] = {}
+        """Those whose magnitudes are of one unit, and whose entries take as many bytes."""
+        for bucket in buckets:
+            if (one := _allotted(bucket.codec, bucket.state)) is None:
+                continue
+            if one.codec.shared:
+                self._pools.setdefault((named(str(one.codec)).but_ratio(), bucket.in_updates), []).append(one)
+            else:
+                self._alone.append(one)
+
+    def forget(self) -> None:
+        self._step = -1
+
+    def begin(self, step: int) -> None:
+        if step == self._step:
+            return
+        self._step = step
+        for one in self._alone:
+            one.codec.tell(one.state, one.codec.ask(one.state, _ratio(one, step)).plain)
+        for pool in self._pools.values():
+            asked = allot([one.codec.ask(one.state, _ratio(one, step)) for one in pool])
+            for one, entries in zip(pool, asked, strict=True):
+                one.codec.tell(one.state, entries)
+
+
+def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
+    """Has those that are to be told what to send told so."""
+    told = [bucket for bucket in buckets if bucket.coded and _allotted(bucket.codec, bucket.state) is not None]
+    entries = EntriesSent(told)
+    for bucket in told:
+        bucket.entries = entries
+
+
+def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
+    """Behind a change of plans: a bucket begins with as many entries as its elements had, where they were divided before."""
+    dense = [(s, one.state["asked"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
+    for bucket in after:
+        if one := _divided(bucket):
+            there = [(min(s.stop, old.stop) - max(s.start, old.start), part)
+                     for s in bucket.slices for old, part in dense if old.tensor == s.tensor]
+            known = sum(numel for numel, _ in there if numel > 0)
+            if known:
+                entries = sum(numel * part for numel, part in there if numel > 0) * bucket.numel / known
+                one.codec.tell(one.state, max(1, round(entries)))
+
+
+def _divided(bucket: WorkerBucket) -> _One | None:
+    one = _allotted(bucket.codec, bucket.state) if bucket.coded else None
+    return one if one is not None and one.codec.shared else None
+
+
+def _ratio(one: _One, step: int) -> float:
+    return ratio_at(one.codec.inner.ratio, one.codec.steps, step)
+
+
+def _allotted(codec: Any, state: State) -> _One | None:
+    """The codec inside that is told, with its state."""
+    while not isinstance(codec, Allotted):
+        if isinstance(codec, TwoWay):
+            codec, state = codec.up, state["up"]
+        elif isinstance(codec, Wrapper) and "inner" in state:
+            codec, state = codec.inner, state["inner"]
+        else:
+            return None
+    return _One(codec, state)

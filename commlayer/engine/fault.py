@@ -1,0 +1,42 @@
+"""Whose fault it is that something broke, once the coordinator has had time to say. Knows an uplink; no worker, no plan."""
+
+from __future__ import annotations
+
+import threading
+
+from commlayer.cluster.client import first_cause
+from commlayer.cluster.uplink import Uplink
+from commlayer.errors import CommError, PeerLost
+from commlayer.transport.pending import GROUP
+from commlayer.transport.protocol import peer_name
+
+
+class FaultVerdict:
+    """The first death that the coordinator, or its silence, told of."""
+
+    def __init__(self) -> None:
+        self.error: CommError | None = None
+        self._heard = threading.Event()
+
+    def fall(self, error: CommError) -> None:
+        self.error = self.error or error
+        self._heard.set()
+
+    def explain(self, error: BaseException, link: Uplink | None, *, notice_s: float, verdict_s: float) -> BaseException:
+        """A better error for a broken collective, or for a server that ended because the job did, if there is one.
+
+        A collective names no peer: for its verdict a death's whole silence is waited for, `verdict_s`; else for `notice_s`.
+        """
+        if link is None or not isinstance(error, CommError):
+            return error
+        if error.peer == GROUP:
+            self._heard.wait(verdict_s)
+        elif error.peer.startswith("server"):
+            self._heard.wait(notice_s)
+        if self.error is not None:
+            # Who was told of may have met the same loss first, and have left with it.
+            return self.error if error.peer in ("", GROUP) else first_cause((self.error, error))
+        if error.peer == GROUP and link.embedded and not link.coordinated:
+            silent = f"the coordinator {link.address} that it hosts no longer answers"
+            return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
+        return link.named(error)

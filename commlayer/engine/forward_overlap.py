@@ -1,0 +1,430 @@
+"""overlap="forward": backward() returns while results are on their way, and each is applied when it comes in. Exact.
+
+    hand_in       backward is over: marks stand in `.grad`, which refuse to be used
+    step()        the optimizer applies what is in; of the rest it is noted with which hyperparameters it is to be applied
+    forward       each module waits for what it holds, the whole model for what is in no module that is called
+    end           the next backward pass begins: what is left comes in, the step ends, observers look at it
+
+Knows modules, an optimizer and their hooks; how results travel it knows not. Where a weight is used by other ways than its
+module, engine/deferred_tensor.py brings it in; what is done to a gradient meets engine/gradient_mark.py. A step that must
+be known as a whole (a loss scaler, a closure, somebody who looks at sums or times) is waited for at the end of its backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.engine.deferred_state import defer_state, undefer_state
+from commlayer.engine.deferred_tensor import defer, undefer
+from commlayer.engine.gradient_mark import GradientMark, Marks
+from commlayer.engine.module_hook import ModuleHook
+from commlayer.engine.optimizer_hooks import Around, OptimizerHooks
+from commlayer.engine.optimizer_steps import closure_of
+from commlayer.engine.other_names import gradient_held, hooked_behind_adding, weight_held
+from commlayer.engine.outstanding import Outstanding
+from commlayer.engine.step_loop import StepLoop
+from commlayer.errors import CommError, InvalidInput, StepAbandoned
+from commlayer.optim.pieces import Group, step_piece, values_of
+
+log = logging.getLogger("commlayer")
+
+
+class ForwardOverlap:
+    """Of one attached module and its optimizer. At most one step is on its way."""
+
+    def __init__(
+        self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
+        hooks: OptimizerHooks, loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *,
+        clips: bool,
+    ) -> None:
+        """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
+        self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
+        self._parameters = [p for _, p in named]
+        # Where nobody asked for it, a script may use gradients as under any other plan.
+        self._waits = loop.connection.terms.asked.overlap != "forward"
+        self._marks = Marks(named, self._final if self._waits else None)
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
+        self._lock = threading.RLock()
+        self._out: Outstanding | None = None
+        self._buffers: Sequence[torch.Tensor] = ()
+        self._later: dict[int, Group] = {}
+        """Parameters whose update is still to come, and the hyperparameters of their step."""
+        self._held: list[int] = []
+        """Parameters without their average in the optimizer's step that runs."""
+        self._stepping = self._unobserved = self._shared = False
+        self._stepped: set[int] = set()
+        self._gone: set[int] = set()
+        """Parameters whose averages were thrown away before the optimizer had them."""
+        self._passed_over = False
+        """Whether some were, since they are not finite."""
+        self._after: list[Callable[[], None]] = []
+        self._said: set[str] = set()
+        self._error: CommError | None = None
+        self._seen: set[int] = set()
+        """What modules hold that were called since the whole model was."""
+        self._whole_called = False
+        self._handles: list[Any] = []
+        self._hook(model, buffers())
+
+    def _hook(self, model: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
+        numbers = self._numbers | {id(b): len(self._parameters) + i for i, b in enumerate(buffers)}
+        for module in model.modules():
+            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if (mine := [numbers[id(tensor)] for tensor in held if id(tensor) in numbers]) and module is not model:
+                hook = ModuleHook(partial(self._before_module, mine), compiled=False)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        # Compiled code calls no modules: what it reads is waited for ahead of it.
+        whole = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
+        self._steps.join(self._around)
+        self._handles += [
+            model.register_forward_pre_hook(whole, prepend=True),
+            *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
+        ]
+
+    # ---- behind the backward pass
+
+    def takes(self) -> bool:
+        """Whether the step whose backward pass is over goes this way."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            return self._not("a GradScaler skips steps by all gradients")
+        if self._stepping:
+            return self._not("the optimizer's closure needs its gradients at once")
+        return not self._loop.looked_at
+
+    def _not(self, why: str) -> bool:
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("overlap='forward': %s, so backward() waits for them", why)
+        return False
+
+    def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Everything is on its way; nobody waits."""
+        with self._lock:
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                if p.dtype != mark.dtype:
+                    raise InvalidInput("E-MODEL-CHANGED",
+                                       f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was "
+                                       "attached: "
+                                       "overlap='forward' needs it as it was; convert the model before attach()")
+            # Alike on all ranks or not: what is waited for here is observed where the others do.
+            whole = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
+            self._shared = False
+            # Buffers under another name, which is not deferred: they are read and written by who sends and receives them.
+            tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
+            self._loop.hand_in(tensors)
+            self._out = Outstanding(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
+            self._buffers = buffers
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                p.grad = mark.fresh()
+            for number, buffer in enumerate(buffers, len(self._parameters)):
+                defer(buffer, partial(self._need, (number,)))
+            if whole:
+                self.end()
+
+    # ---- the optimizer's step
+
+    def _before_step(self, _optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            self._stepping, self._held = True, []
+            try:
+                self._hold(args, kwargs)
+            except BaseException:
+                self._stepping = False  # there will be no step
+                raise
+            undefer_state(self._optimizer)
+
+    def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Takes what is in, and keeps the rest from the optimizer."""
+        if self._out is None:
+            return
+        closure = closure_of(args, kwargs)
+        if self._later or self._clips or closure is not None or self._steps.others:
+            self._take(self._out.wait_all)
+            self._keep_from_step()
+            return
+        self._take(self._out.arrived)
+        self._keep_from_step()
+        marked = [*enumerate(zip(self._parameters, self._marks, strict=True))]
+        # Ahead of holding any: what is waited for brings others with it.
+        if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
+            self._take(partial(self._out.wait, zeroed))
+        # Of what was set to zeros the optimizer applies nothing; what stands in another's place it does step.
+        self._gone -= {number for number, (p, mark) in marked if p.grad is not None and not mark.zeroed}
+        for number, (p, mark) in marked:
+            if p.grad is mark:
+                self._held.append(number)
+                p.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        with self._lock:
+            self._stepping = False
+            if self._out is None:
+                return
+            held, self._held = set(self._held), []
+            self._stepped.update(number for number, p in enumerate(self._parameters)
+                                 if number not in held and number not in self._gone and p.grad is not None)
+            exposed = []
+            for group in optimizer.param_groups:
+                numbers = held.intersection(self._numbers.get(id(p), -1) for p in group["params"])
+                values = values_of(group) if numbers else {}
+                for number in sorted(numbers):
+                    self._later[number] = values
+                    self._parameters[number].grad = self._marks[number]
+                    if weight_held(self._parameters[number]) or not defer(
+                            self._parameters[number], partial(self._need, (number,))):
+                        exposed.append(number)
+            if not self._whole_called:
+                exposed += sorted(held - self._seen)
+            self._whole_called = False
+            self._need(exposed)
+            if self._later:
+                defer_state(self._optimizer, self._bring_in)
+
+    # ---- the forward pass
+
+    def _before_module(self, numbers: Sequence[int]) -> None:
+        self._seen.update(numbers)
+        if self._out is not None:
+            self._need(numbers)
+
+    def _before_model(self, numbers: set[int]) -> None:
+        unseen, self._seen, self._whole_called = numbers - self._seen, set(), True
+        if self._out is not None:
+            self._need(sorted(unseen))
+
+    def _need(self, numbers: Iterable[int]) -> None:
+        """Somebody is about to use these."""
+        with self._lock:
+            if self._out is None:
+                return
+            out = self._out
+            # A result that came in ahead of an error has been written, and not applied: asking for it meets that error.
+            wanted = [n for n in numbers if n in self._later or (n >= len(self._parameters) and not out.complete(n))]
+            if wanted:
+                self._take(partial(out.wait, wanted))
+            self._end_if_over()
+
+    def _bring_in(self) -> None:
+        """Weights and buffers are what the last step makes them."""
+        self._need([*self._later, *range(len(self._parameters), len(self._parameters) + len(self._buffers))])
+
+    # ---- the end of a step
+
+    def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
+        """Inside a backward pass: a gradient is about to be added to `.grad`."""
+        if self._out is not None or self._unobserved:
+            self.look()
+        if self._waits and not self._shared:
+            self._shared = gradient_held(p)
+
+    def look(self) -> None:
+        """The last step is over, and observers have looked at it."""
+        with self._lock:
+            self.end()
+            if self._unobserved:
+                self._unobserved = False
+                self._loop.observe(between=False)
+
+    def end(self) -> bool:
+        """Waits for what is on its way: weights, buffers and gradients are then as without overlap. Whether anything was."""
+        with self._lock:
+            if self._out is None:
+                return False
+            self._take(self._out.wait_all)
+            if self._out is not None:
+                self._end()
+            return True
+
+    def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
+        """Somebody reads that gradient: if it is of the step on its way, that is as without overlap from here on."""
+        with self._lock:
+            if self._out is not None and not self._out.complete(number) and (
+                    mark is self._marks[number] or mark.value is self._out.averages[number]):
+                self.end()
+        p = self._parameters[number]
+        found = p.grad if mark.value is None else mark.value
+        return torch.zeros_like(p) if found is None or found is mark else found
+
+
+    def _end_if_over(self) -> None:
+        if self._out is not None and self._out.over and not self._stepping:
+            self._end()
+
+    def _end(self) -> None:
+        out, worker = self._out, self._loop.worker
+        assert out is not None
+        with torch.inference_mode(mode=False):
+            out.end()
+        self._loop.judged(worker, dropped=self._passed_over)
+        worker.applied(self._stepped - self._gone)
+        for number in self._gone:
+            worker.cleared(number)
+        self._loop.written(self._stepped | self._gone)
+        self._forget()
+        self._unobserved = True
+        self._written()
+        self._act()
+
+    def _act(self) -> None:
+        """What was put off until the step is over."""
+        after, self._after = self._after, []
+        for act in after:
+            act()
+
+    def _forget(self) -> None:
+        undefer_state(self._optimizer)
+        self._marks.let_go()
+        self._out = None
+        self._later.clear()
+        self._stepped.clear()
+        self._gone.clear()
+        self._passed_over = False
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Does it when the step on its way is over; now, if there is none."""
+        with self._lock:
+            if self._out is None:
+                act()
+            else:
+                self._after.append(act)
+
+    # ---- results that have come in
+
+    def _take(self, come: Callable[[], Sequence[int]]) -> None:
+        assert self._out is not None
+        try:
+            with torch.inference_mode(mode=False):  # an evaluation may be what asks
+                numbers = come()
+        except StepAbandoned:
+            self._abandon()
+            raise
+        except CommError as error:
+            self._say(error)
+            raise
+        due = []
+        for number in numbers:
+            if number >= len(self._parameters):
+                undefer(self._buffers[number - len(self._parameters)])
+            elif number in self._later and number in self._out.not_finite:
+                self._pass_over(number)
+            elif number in self._later and self._out.averages[number] is not None:
+                due.append(number)
+            else:
+                self._put(number)
+        if due:
+            self._apply(due)
+
+    def _put(self, number: int) -> None:
+        """The optimizer has not been asked for it, or passes over it."""
+        assert self._out is not None
+        p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
+        if self._later.pop(number, None) is not None:
+            undefer(p)
+            self._stepped.add(number)
+        elif p.grad is not mark or mark.zeroed:
+            self._gone.add(number)
+        if p.grad is mark:
+            p.grad = average.zero_() if mark.zeroed and average is not None else average
+        self._marks.became(number, average)
+
+    def _pass_over(self, number: int) -> None:
+        """The optimizer's step has been, and its average is not finite."""
+        p, mark = self._parameters[number], self._marks[number]
+        del self._later[number]
+        undefer(p)
+        self._gone.add(number)
+        self._passed_over = True
+        if p.grad is mark:
+            p.grad = None
+        self._marks.became(number, None)
+
+    def _keep_from_step(self) -> None:
+        """Averages that are in, and not finite: the optimizer is about to step."""
+        assert self._out is not None
+        for number in self._out.not_finite:
+            p = self._parameters[number]
+            if p.grad is not None and p.grad is self._out.averages[number]:
+                p.grad = None
+                self._gone.add(number)
+                self._passed_over = True
+
+    def _apply(self, numbers: Sequence[int]) -> None:
+        """Makes the updates that their step has left open."""
+        assert self._out is not None
+        groups: dict[int, Group] = {}
+        left = {}
+        for number in sorted(numbers):
+            p, values = self._parameters[number], self._later[number]
+            undefer(p)
+            left[number], p.grad = p.grad, self._out.averages[number]
+            groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
+        try:
+            # As in the script's own call of step(), wherever this one comes from.
+            kind = self._parameters[numbers[0]].device.type
+            with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+                step_piece(self._optimizer, [*groups.values()])
+        except BaseException as error:
+            self._out.worker.latch(error)
+            raise
+        for number, grad in left.items():
+            p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
+            assert average is not None
+            p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
+            self._marks.became(number, average)
+            del self._later[number]
+        self._stepped.update(numbers)
+        self._out.worker.spent(numbers)
+
+    # ---- failure and end
+
+    def _abandon(self) -> None:
+        """The step is none: gradients are this rank's own again, and nothing has been applied."""
+        assert self._out is not None
+        for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
+            undefer(p)
+            own = self._out.averages[number]
+            if p.grad is mark:
+                p.grad = own.zero_() if mark.zeroed and own is not None else own
+            self._marks.became(number, own)
+        for buffer in self._buffers:
+            undefer(buffer)
+        self._forget()
+        self._act()
+
+    def _say(self, error: CommError) -> None:
+        """What of the step that broke off has been applied, once, in the error that everybody gets to see."""
+        if self._later and self._out is not None and error is not self._error:
+            self._error = error
+            done, due = len(self._stepped), len(self._stepped) + len(self._later)
+            note = (f"; in step {self._out.step} {done} of {due} parameters have had their updates, so weights are of no one "
+                    "step: go on from what was saved")
+            error.what += note
+
+    def detach(self) -> None:
+        """Hooks go; what is on its way can still be brought in."""
+        self._steps.leave(self._around)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def drop(self) -> None:
+        """The connection has ended. What has not come in by now never will."""
+        with self._lock:
+            if self._out is None:
+                return
+            if self._later:
+                log.warning("step %d: its updates of %d parameters did not come in, and are not made", self._out.step,
+                            len(self._later))
+            self._abandon()
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                p.grad = None if p.grad is mark else p.grad

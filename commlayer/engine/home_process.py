@@ -1,0 +1,178 @@
+"""One process of a home, as `commlayer launch` starts it: torch's world is the whole job's. Knows a script; not what it trains.
+
+A script that makes the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have. Here
+that call, whatever it asks for, gives the group of home_world.py: rank and world are what the environment says, and what goes
+from home to home goes through the coordinator. So a script written for torchrun runs as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import linecache
+import logging
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from commlayer.config import Launch, judged_s, read_config, read_launch
+from commlayer.errors import CommError, InvalidInput
+
+_LOG = logging.getLogger("commlayer")
+PR_SET_PDEATHSIG = 1
+AHEAD = ("this home joins a running job, and the others take no part in what its script asks of all ahead of the end of its "
+         "first step: leave that out, or do it behind a step (a communication hook that a script registers itself does such "
+         "things: homes join with attach())")
+OWN = (None, "", "env://")
+"""What a script may say of how ranks meet: nothing, or that the launcher knows."""
+
+
+def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
+    """torch's default group. `inside`: the backend of groups within this machine; `timeout_s` is deadline_s if 0."""
+    from commlayer.cluster import home_world
+    from commlayer.cluster.home import Desk
+
+    config = read_config()  # of the environment, where the launcher has put what it met the coordinator with
+    leave = config.min_workers > 0
+    first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
+    home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
+                     range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
+                     without=leave, held=AHEAD if launch.joins >= 0 else "", patience_s=judged_s(config) if leave else 0.0)
+
+
+def main() -> None:
+    """`python -m commlayer.engine.home_process PARENT line|traceback SCRIPT ARGS...`: how an error is printed."""
+    parent, how, script, *args = sys.argv[1:]
+    try:
+        _end_with(int(parent))
+        _run(script, args)
+    except BaseException as error:
+        if how == "traceback" or not (line := line_for(error)):
+            raise
+        sys.last_value = error  # as if Python had printed it: the session's end at exit gives it as the reason
+        if not isinstance(error, KeyboardInterrupt):  # which the launcher reports
+            print(f"commlayer: {line}", file=sys.stderr, flush=True)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def line_for(error: BaseException) -> str:
+    """The one line that says enough of an error that ends a script: Ctrl-C, a peer that is gone, or a refusal of commlayer's.
+    "" for an error of the script itself, or a defect, which need their traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, CommError):
+        return str(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, ValueError) or not frames:
+        return ""
+    frame, line = frames[-1]
+    refused = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return str(error) if refused and frame.f_globals.get("__name__", "").startswith("commlayer.") else ""
+
+
+def _run(script: str, args: list[str]) -> None:
+    tell()
+    _stand_in()
+    if read_launch().joins >= 0:
+        _ddp_alone()
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _end_with(parent: int) -> None:
+    """As Ctrl-C would, where the system has it: a launcher that is killed leaves nobody behind. In a shell's background Ctrl-C
+    is ignored, and children inherit that; but from the launcher it comes only when this process is to end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != parent:
+            raise KeyboardInterrupt
+
+
+class _Unheard(logging.StreamHandler[TextIO]):
+    """For what the script sends nowhere itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or len(_LOG.handlers) > 1:
+            return
+        super().emit(record)
+
+
+def tell() -> None:
+    """Whoever starts a home and looks on is to see what is decided. A script that configures logs has its way."""
+    said = _Unheard()
+    said.setFormatter(logging.Formatter("commlayer: %(message)s"))
+    _LOG.addHandler(said)
+    _LOG.setLevel(logging.INFO)
+    root = logging.getLogger()
+    # The level of the root is not asked of what comes from below it.
+    _LOG.addFilter(lambda record: not root.handlers or record.levelno >= root.level)
+
+
+def _stand_in() -> None:
+    """For torch's own functions that make groups, wherever scripts find them."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for name, made in (("init_process_group", _init), ("new_group", _new_group)):
+        stands_in = _in_place_of(getattr(dist, name), made)
+        for module in (dist, distributed_c10d):
+            setattr(module, name, stands_in)
+
+
+def _ddp_alone() -> None:
+    """DistributedDataParallel's constructor compares and shares weights: a home that joins is given them later, by attach()."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from commlayer.cluster import home_world
+
+    known = DistributedDataParallel.__init__
+
+    @functools.wraps(known)
+    def made(*args: Any, **more: Any) -> None:
+        with home_world.alone():
+            known(*args, **more)
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
+def _in_place_of(known: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(known)(functools.partial(made, known))
+
+
+def _init(known: Callable[..., Any], backend: str | None = None, init_method: str | None = None,
+          timeout: datetime.timedelta | None = None, world_size: int = -1, rank: int = -1, store: Any = None,
+          **more: Any) -> Any:
+    import torch
+
+    if store is not None:
+        return known(backend, init_method, timeout, world_size, rank, store, **more)
+    launch = read_launch()
+    if init_method not in OWN or rank not in (-1, launch.rank) or world_size not in (-1, launch.world):
+        raise InvalidInput("E-PROCESS-GROUP",
+                           f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}): allowed "
+                           f"under `commlayer launch`: nothing of these, or env:// with rank {launch.rank} of {launch.world}")
+    inside = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    begin_world(launch, inside, timeout.total_seconds() if timeout else 0.0)
+    return None
+
+
+def _new_group(known: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: str | None = None,
+               *args: Any, **more: Any) -> Any:
+    import torch.distributed as dist
+
+    from commlayer.cluster import home_world
+
+    chosen = range(dist.get_world_size()) if ranks is None else ranks
+    return known(ranks, timeout, home_world.backend_for(chosen, backend), *args, **more)
+
+
+if __name__ == "__main__":
+    main()

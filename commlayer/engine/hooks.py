@@ -1,0 +1,218 @@
+"""Hooks on a model's parameters: tell a worker when gradients are final. Knows autograd; nothing of codecs or networks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.engine.worker import Worker
+from commlayer.errors import InvalidState
+
+log = logging.getLogger("commlayer")
+
+RUNS = "_engine_run_backward"
+"""The function of torch that runs a backward pass."""
+
+REENTRANT = (
+    "a backward pass runs inside another, as under reentrant activation checkpointing: gradients are sent when the outermost "
+    "pass ends, not while it computes. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint to have both at once"
+)
+TAKEN = (
+    "the gradient of a parameter of shape {} was taken away before backward() returned: a hook on it does this, as of an "
+    "optimizer that steps inside backward; averages are there when backward() returns, so step then"
+)
+
+
+COMPILED = (
+    "this backward pass runs under compiled autograd, which compiles the hooks that average gradients: set "
+    "torch._dynamo.config.compiled_autograd=False, and call backward() outside of what is compiled"
+)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs this thread's backward pass. (Importing torch's module for it takes seconds.)"""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile from a hook that autograd calls, and from what that calls: a compiled function may call backward().
+
+    torch.compiler.disable does the same with a wrapper that costs more than a hook. It serves torch 2.6, which lacks this call.
+    """
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        disabled: Callable[..., Any] = torch.compiler.disable(hook)
+        return disabled
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(getattr(inner, "__func__", inner).__code__, frames._FrameExecStrategy(skip, skip))
+    return hook
+
+
+class Hooks:
+    """Calls `ready(tensor, gradient)` for each parameter and `finish()` when the outermost backward pass ends.
+
+    `finish` runs as an end callback of the autograd engine, so gradients are final when backward() returns: GradScaler and
+    clipping read them before any step hook could run.
+
+    Under reentrant activation checkpointing each segment is a backward pass inside the outer one, and a parameter of several
+    segments gets its gradient in several parts. So nothing is announced then: `finish` finds all gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
+        finish: Callable[[], None], active: Callable[[], bool], broke_off: Callable[[], None],
+    ) -> None:
+        """`active` says whether the pass is to be synchronised. `broke_off` hears, ahead of the next, of one that raised."""
+        self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
+        self._broke_off = broke_off
+        self._graphs: set[int] = set()
+        """torch's numbers of the pass under way and of those inside it, as far as they have had a hook."""
+        self._root: Callable[[], object] = _nothing
+        """What the pass under way began from."""
+        self._segmented = self._holds = self._logged = False
+        """Whether this pass has others inside; whether nothing more of it is announced; whether that was logged."""
+        self._climbing: list[Any] = []
+        self._brought: list[torch.Tensor] = []
+        """Parameters that have got a gradient in this pass."""
+        self._handles = [p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
+                         for number, p in enumerate(parameters) if p.requires_grad]
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def final(parameter: torch.Tensor) -> None:
+            graph = torch._C._current_graph_task_id()
+            if graph not in self._graphs:  # it is a new pass; within one, that has been asked
+                if not self._active():
+                    return
+                self._enter(graph)
+            if parameter.grad is None:
+                raise InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(parameter.shape)))
+            self._brought.append(parameter)
+            if not self._holds:
+                self._ready(number, parameter.grad)
+
+        return final
+
+    def _enter(self, graph: int) -> None:
+        """Once per backward pass: asks to be called at its end."""
+        if in_compiled_autograd():
+            self._worker().latch(InvalidState("E-COMPILED", COMPILED))
+            self._worker().check()
+        worker, node, root = self._worker(), _node_around(), _root()
+        worker.check()
+        if self._graphs and graph > max(self._graphs) and (node is None or self._root() is not root):
+            if node is None and _inside_pass():
+                worker.latch(InvalidState("E-GRADIENT-TWICE",
+                    "a backward pass began inside another: both have gradients to average, so neither's step can be completed. "
+                    "Put the inner one into session.no_sync(), and attach again"
+                ))
+                worker.check()
+            self._clear()
+            self._broke_off()
+        if not self._graphs:
+            self._root = _nothing if root is None else weakref.ref(root)
+        self._graphs.add(graph)
+        if node is None:
+            torch.autograd.Variable._execution_engine.queue_callback(uncompiled(self._end))
+            return
+        self._segmented = self._holds = True
+        if not self._logged:
+            self._logged = True
+            log.info("%s", REENTRANT)
+        self._climb(node)
+
+    def _climb(self, node: Any) -> None:
+        """Asks to be called at the end of the pass around the one that this node runs: it goes on with the nodes after."""
+        def queue(_gradients: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(uncompiled(self._end))
+
+        handles = [after.register_prehook(queue) for after, _ in node.next_functions if after is not None]
+        self._climbing += handles
+
+    def _end(self) -> None:
+        if not self._graphs:
+            return  # it has ended already
+        if (node := _node_around()) is not None:
+            self._climb(node)
+            return
+        taken = next((p for p in self._brought if p.grad is None), None)
+        self._holds = self._segmented
+        self._clear()
+        if taken is not None:
+            self._worker().latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(taken.shape))))
+            self._worker().check()
+        self._finish()
+
+    def end_broken(self) -> None:
+        """If the last backward pass raised: no other follows, before which it would have been reported."""
+        if self._graphs:
+            self._clear()
+            self._broke_off()
+
+    def _clear(self) -> None:
+        self._graphs.clear()
+        self._brought.clear()
+        self._segmented = False
+        for handle in self._climbing:
+            handle.remove()
+        self._climbing.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _nothing() -> object:
+    return None
+
+
+def _node_around() -> Any:
+    """The node of another pass whose backward() runs this thread's pass, as a reentrant checkpoint's does. None if there is
+    none."""
+    inside = False
+    for frame in _stack():
+        if frame.f_code.co_name == RUNS:
+            if inside:
+                return None
+            inside = True
+        elif inside and frame.f_code.co_name == "backward" and frame.f_code.co_varnames:
+            node = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(node, torch._C._FunctionBase):
+                return node
+    return None
+
+
+def _root() -> torch.Tensor | None:
+    """What the outermost pass of this thread began from. On a device's thread, which is autograd's own, that is not known."""
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        return None
+    found = [frame for frame in _stack() if frame.f_code.co_name == RUNS]
+    outputs = found[-1].f_locals.get("t_outputs") if found else None
+    return outputs[0] if outputs and isinstance(outputs[0], torch.Tensor) else None
+
+
+def _inside_pass() -> bool:
+    """Whether a backward pass runs inside another: both are on the stack of the thread that began the outer one. A device's
+    thread is autograd's own, so there the inner one stands alone."""
+    own = isinstance(threading.current_thread(), threading._DummyThread)
+    return sum(frame.f_code.co_name == RUNS for frame in _stack()) + own > 1
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,150 @@
+"""Takes gradients as they become final, and begins the exchange of each bucket that is complete. Knows routes; no autograd."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.model_job import check_dense
+from commlayer.engine.paths.table import Routes
+from commlayer.engine.staging import Staging
+from commlayer.engine.step import Step
+from commlayer.errors import InvalidState
+from commlayer.records import Job
+
+
+class Intake:
+    """One worker's, in the step under way."""
+
+    def __init__(
+        self, job: Job, buckets: Sequence[WorkerBucket], routes: Routes, staging: Staging, step: Step,
+        opens: Callable[[], None],
+    ) -> None:
+        """`opens` is called ahead of a step's first gradient."""
+        self._job, self._buckets, self._routes = job, buckets, routes
+        self._staging, self._step, self._opens = staging, step, opens
+        self.by_tensor: list[list[tuple[WorkerBucket, int]]] = [[] for _ in job.tensors]
+        """For each tensor the buckets that hold it, and as which of their slices."""
+        for bucket in buckets:
+            for i, s in enumerate(bucket.slices):
+                self.by_tensor[s.tensor].append((bucket, i))
+        self._order = CollectiveOrder([b for b in buckets if routes.of[b.id].ordered], self._begin)
+        self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
+        """Is held back until backward is over. So its sum says whether all workers came to that end."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a step."""
+        for bucket in self._buckets:
+            bucket.reset()
+        self._order.reset()
+        self._seen = [False] * len(self._job.tensors)
+        self._opened = self._ending = False
+        self.begun = False
+        """Whether the step has had a gradient. Asked ahead of each."""
+
+    def cut(self, tensor: int) -> bool:
+        """Whether several buckets hold parts of it: they read and write it by element ranges."""
+        return len(self.by_tensor[tensor]) > 1
+
+    def ready(self, tensor: int, gradient: torch.Tensor) -> None:
+        """The gradient of that tensor is final."""
+        if self._seen[tensor]:
+            raise InvalidState("E-GRADIENT-TWICE",
+                f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: it is used outside and "
+                "inside of a reentrant checkpoint; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            )
+        self._seen[tensor] = self.begun = True
+        if self._step.recorder.on:
+            self._step.recorder.tensor(tensor)
+        self._feed(tensor, gradient)
+
+    def send(self, buckets: Sequence[WorkerBucket], changes: Mapping[int, torch.Tensor]) -> None:
+        """All of these buckets are final, by tensor; of one that is not whole in them the elements that they hold."""
+        self.begun = True
+        mark = self._open()
+        for bucket in buckets:
+            for i, s in enumerate(bucket.slices):
+                if not self._seen[s.tensor] and self._step.recorder.on:
+                    self._step.recorder.tensor(s.tensor)
+                self._seen[s.tensor] = True
+                bucket.sources[i] = changes[s.tensor]
+            bucket.marks.append(mark)
+            bucket.waiting = 0
+            self._complete(bucket)
+
+    def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """Backward is over: the tensors that were not announced have what `leftovers` says."""
+        waiting = self.last if self.last is not None and self.last.waiting == 0 else None
+        self._ending = True
+        for tensor, seen in enumerate(self._seen):
+            if not seen:
+                self._feed(tensor, leftovers[tensor])
+        if waiting is not None:
+            self._complete(waiting)
+
+    def _feed(self, tensor: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                check_dense(self._job.tensors[tensor].name, gradient)
+            if not gradient.is_contiguous() and self.cut(tensor):
+                gradient = gradient.contiguous()
+        mark = self._open()
+        for bucket, i in self.by_tensor[tensor]:
+            bucket.sources[i] = gradient
+            bucket.marks.append(mark)
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._complete(bucket)
+
+    def _open(self) -> object:
+        """Ahead of what is given to buckets: when it is there."""
+        if not self._opened:
+            self._opened = True
+            self._opens()
+        return self._staging.mark()
+
+    def _complete(self, bucket: WorkerBucket) -> None:
+        if bucket is self.last and not self._ending:
+            return  # until backward is over: should it break off, there is something left to say so with
+        if not self._routes.of[bucket.id].ordered:
+            self._begin(bucket)
+            return
+        try:
+            self._order.ready(bucket)
+        except BaseException as error:
+            self._step.latch(error)
+            raise
+
+    def _begin(self, bucket: WorkerBucket) -> None:
+        self._routes.of[bucket.id].begin(bucket)
+
+
+class CollectiveOrder:
+    """`ready(bucket)` calls `begin` on buckets strictly in the order given.
+
+    All ranks must call collectives in one order. Ready order differs between ranks (an unused parameter, another branch), so a
+    bucket waits until those before it in the plan are ready. Whoever makes a bucket ready begins it and those that waited for
+    it: the order is what matters, not the thread, and handing over to a thread would cost more than the call.
+    """
+
+    def __init__(self, buckets: Sequence[WorkerBucket], begin: Callable[[WorkerBucket], None]) -> None:
+        self._buckets, self._begin = buckets, begin
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a step."""
+        self._next = 0
+        self._ready: set[int] = set()
+
+    def ready(self, bucket: WorkerBucket) -> None:
+        with self._lock:
+            self._ready.add(bucket.id)
+            while self._next < len(self._buckets) and self._buckets[self._next].id in self._ready:
+                following = self._buckets[self._next]
+                self._next += 1
+                self._begin(following)

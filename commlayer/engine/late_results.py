@@ -1,0 +1,244 @@
+"""Results that are used a step late, from their arrival to the step that uses them. Knows buckets; no peers, no optimizer.
+
+The plan marks such a bucket `stale`. Its exchange of step t runs on behind that step. Its result lies in the bucket's y until
+the bucket is pushed again, moves here then, and is written with the averages of step t + 1. So a bucket has one exchange under
+way at a time, codecs see their steps in order, and every rank uses the same result in the same step.
+
+A result that was written but not applied (the optimizer skipped the step, or gradients were cleared) is kept and added to the
+next. What such a step itself coded is taken back, as with buckets that are in time. A late result that is not finite is
+taken back, too, and makes the step that would have used it one to skip: unless the step that it belongs to was skipped already.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from commlayer.compressors.codec import ranges
+from commlayer.compressors.debts import Debt, cut_of, spread
+from commlayer.engine.bucket import WorkerBucket
+
+NAN = float("nan")
+LOOK_S = 0.1
+"""Between two looks whether the wait for a result has become useless."""
+
+Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
+"""From a bucket's sum and its weight to what makes the sum an average."""
+
+
+class LateResult:
+    """One bucket's. `push` and `arrived` come from different threads; the rest is for who drives the bucket just then."""
+
+    def __init__(self, bucket: WorkerBucket) -> None:
+        self._bucket = bucket
+        self.x = torch.zeros_like(bucket.x)
+        self._views = bucket.layout.views(self.x)
+        self.weight = 0.0
+        self._slices = self._written = 0
+        """One bit per slice: what is kept to be used, and what was written and may come back."""
+        self._spoilt = self._skipped = False
+        self.not_finite = -1
+        """See Worker.not_finite."""
+        self._unread = False
+        """Whether the bucket's y holds a result that has not been taken."""
+        self._lock = threading.Lock()
+        self._here = threading.Event()
+        self._here.set()
+        self._under_way = 0
+        self._next: Callable[[], None] | None = None
+
+    # ---- the exchange
+
+    def push(self, start: Callable[[], None]) -> None:
+        """Starts the bucket's next exchange: now, or when the result under way is here."""
+        if self.begun() > 1:
+            with self._lock:
+                if self._under_way > 1:
+                    self._next = start
+                    return
+        start()
+
+    def begun(self) -> int:
+        """For who keeps the order itself: one more exchange is under way, or waits for the one before. How many there are."""
+        with self._lock:
+            self._under_way += 1
+            self._here.clear()
+            return self._under_way
+
+    def arrived(self) -> None:
+        """The bucket's y holds a result."""
+        with self._lock:
+            self._unread = True
+            self._under_way -= 1
+            start, self._next = self._next, None
+            if not self._under_way:
+                self._here.set()
+        if start is not None:
+            start()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a step waits for the result of the one before."""
+        return self._next is not None
+
+    def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> bool:
+        """Until nothing is under way. False: something was, when the deadline passed or there was an error."""
+        while not self._here.wait(LOOK_S):
+            if failed() is not None or time.monotonic() > deadline:
+                return False
+        return True
+
+    def take(self) -> None:
+        """Makes room in the bucket's y. After the step that the result belongs to."""
+        bucket = self._bucket
+        dropped, bucket.unapplied = bucket.unapplied, 0
+        self._slices |= dropped & self._written
+        self._written &= ~dropped
+        if not self._unread:
+            return
+        self._unread = False
+        if not bucket.finite:
+            self._spoilt = self._spoilt or not self._skipped
+            self.not_finite = bucket.late_not_finite()
+            dropped = bucket.all_slices
+        bucket.unapplied = dropped | bucket.all_slices & ~bucket.used
+        self._add(bucket.used & ~bucket.unapplied)
+        bucket.carry_on(bucket.used & ~bucket.unapplied)
+        bucket.take_back()
+
+    def _add(self, slices: int) -> None:
+        """y's slices, beside or on top of what is kept."""
+        bucket = self._bucket
+        if not slices:
+            return
+        if self._slices and not bucket.in_means:  # in means all results are of one unit
+            self.x.mul_(bucket.weight / self.weight)
+        for start, stop in ranges(cut_of(bucket.slices, slices & self._slices), bucket.numel):
+            self.x[start:stop] += bucket.y[start:stop]
+        for start, stop in ranges(cut_of(bucket.slices, slices & ~self._slices), bucket.numel):
+            self.x[start:stop] = bucket.y[start:stop]
+        self.weight = bucket.weight
+        self._slices |= slices
+
+    # ---- its use
+
+    @property
+    def full(self) -> bool:
+        """Whether there is something to use."""
+        return self._slices > 0
+
+    @property
+    def used(self) -> int:
+        """Slices that get something written: none before the first result, so that optimizers leave them alone."""
+        return self._bucket.all_slices if self._spoilt else self._slices
+
+    def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
+        """targets = what is kept times factor, zeros where that is nothing. False: it is NaN, and the step one to skip."""
+        self._forget_others()
+        for view, target in self._bucket.layout.pairs(targets, self._views):
+            if self._slices and not self._spoilt:
+                torch.mul(view, factor, out=target.detach())
+            else:
+                target.detach().fill_(NAN if self._spoilt else 0.0)
+        return not self._spoilt
+
+    def _forget_others(self) -> None:
+        """What was written in an earlier step and not kept again."""
+        for start, stop in ranges(cut_of(self._bucket.slices, self._bucket.all_slices & ~self._slices), self._bucket.numel):
+            self.x[start:stop] = 0.0
+
+    def judge(self, *, finite: bool) -> None:
+        """A step is over that coded gradients, with its result still under way: what `take` is to take back of it."""
+        if not self._bucket.buffer:
+            self._bucket.sound = False
+            self._bucket.unapplied = 0 if finite else self._bucket.all_slices
+
+    def settle(self, *, applied: bool) -> None:
+        """After a commit: whether the optimizer got it."""
+        self._spoilt, self._skipped, self.not_finite = False, not applied, -1
+        self._written = self._slices if applied else 0
+        self._slices = 0 if applied else self._slices
+
+    def debts(self, members: int) -> list[Debt]:
+        """What is kept, as something that all workers owe alike: what they weigh now may not be what they weighed then."""
+        if not self._slices or not self.weight:
+            return []
+        self._forget_others()
+        return list(spread(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint, with nothing under way or unread."""
+        told = {"spoilt": torch.tensor(self._spoilt)}
+        if not self._slices:
+            return told
+        flags = [bool(self._slices >> i & 1) for i in range(self._bucket.nslices)]
+        weight = torch.tensor(self.weight, dtype=torch.float64)
+        return told | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The reverse; of nothing: as before the first step."""
+        self._spoilt = bool(tensors.get("spoilt", False))
+        self._slices = self._written = 0
+        if "x" in tensors:
+            self.x.copy_(tensors["x"])
+            self.weight = float(tensors["weight"])
+            self._slices = sum(1 << i for i, flag in enumerate(tensors["used"].tolist()) if flag)
+
+
+class LateResults:
+    """Of all late buckets of one worker: what a step and the caller do with them. Of none it does nothing."""
+
+    def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.late]
+        self.of = {bucket.id: LateResult(bucket) for bucket in self._buckets}
+
+    def __bool__(self) -> bool:
+        return bool(self.of)
+
+    @property
+    def not_finite(self) -> int:
+        """The first tensor of which what this worker put into what is kept was not finite; -1 if there is none."""
+        return next((result.not_finite for result in self.of.values() if result.not_finite >= 0), -1)
+
+    def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
+        """Writes what is kept into the tensors' gradients. Whether all of it is finite."""
+        finite = True
+        for bucket in self._buckets:
+            result = self.of[bucket.id]
+            by = factor(bucket, result.weight) if result.full else 0.0
+            finite = result.commit(by, [into[s.tensor] for s in bucket.slices]) and finite
+        return finite
+
+    def judge(self, *, finite: bool) -> None:
+        """A step is over: whether it was one for the optimizer."""
+        for result in self.of.values():
+            result.judge(finite=finite)
+            result.settle(applied=finite)
+
+    def settle(self, *, applied: bool) -> None:
+        """What was kept has been written without a step: whether it counts as applied."""
+        for result in self.of.values():
+            result.settle(applied=applied)
+
+    def take(self) -> None:
+        """What has come is kept."""
+        for result in self.of.values():
+            result.take()
+
+    def debts(self, members: int) -> list[tuple[WorkerBucket, Debt]]:
+        """What is kept, as debts of one of so many workers."""
+        return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(members)]
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint, with nothing under way."""
+        return {f"late.{number}.{name}": tensor
+                for number, result in self.of.items() for name, tensor in result.snapshot().items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The reverse. A result that is not there is as before the first step."""
+        for number, result in self.of.items():
+            start = f"late.{number}."
+            result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})

@@ -1,0 +1,260 @@
+"""How a session gets at the gradients of a plain module: hooks on its parameters. Runs in every backward pass.
+
+(commlayer/ddp.py is the same for a DistributedDataParallel module. What happens around a step is engine/step_loop.py's.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from commlayer.config import Config
+from commlayer.engine.accepted_models import refuse_ddp_around
+from commlayer.engine.allowed_ways import useless_of
+from commlayer.engine.attached_model import AttachedModel
+from commlayer.engine.connection import Connection
+from commlayer.engine.exchange_schedule import ExchangeSchedule
+from commlayer.engine.forward_order import ForwardOrder
+from commlayer.engine.forward_overlap import ForwardOverlap
+from commlayer.engine.hooks import Hooks
+from commlayer.engine.model_job import buffers_of, parameters_of
+from commlayer.engine.observers import Observers
+from commlayer.engine.optimizer_hooks import OptimizerHooks
+from commlayer.engine.optimizer_memory import Stepped
+from commlayer.engine.quiet_ddp import QuietDDP
+from commlayer.engine.shared_buffers import agree
+from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
+from commlayer.engine.step_guard import StepGuard
+from commlayer.engine.step_loop import StepLoop
+from commlayer.engine.uneven_inputs import UnevenInputs
+from commlayer.engine.write_gradients import targets_of
+from commlayer.errors import cause_of
+from commlayer.optim import Outer
+
+
+class ModuleDriver:
+    """Hooks on a plain module's parameters."""
+
+    def __init__(
+        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
+        ddp: QuietDDP | None = None, clips: bool = False,
+    ) -> None:
+        """`ddp`: what keeps a DistributedDataParallel module around this one from reducing. `clips`: the optimizer's step
+        begins with a norm of all gradients."""
+        self.connection, self.observers, self._ddp = connection, Observers(), ddp
+        self._model = model
+        self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
+        self._buffers = [name for name, _ in buffers_of(model)]
+        self._lazy = stepped_lazily(optimizer, self._parameters)
+        self._rows = SparseRows(model, self._parameters, self._lazy)
+        self._sparse: dict[int, torch.Tensor] = {}
+        """The averages of the step under way that came as entries."""
+        self._syncing = True
+        self._written: list[tuple[int, int, int] | None] = []
+        """The gradients that the last step wrote."""
+        self._order: ForwardOrder | None = None
+        self._hooks: Hooks | None = None
+        self._guard: StepGuard | None = None
+        self._overlap: ForwardOverlap | None = None
+        self._places: dict[int, int] = {}
+        steps = OptimizerHooks(optimizer)
+        if connection.worker is not None:
+            named = parameters_of(model)
+            self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: self._loop.worker.latch(error))
+            connection.on_close.append(self._guard.remove)
+        connection.catch_up.append(self._catch_up)
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, hooks=steps, outer=outer,
+                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s,
+                                    guard=self._guard, optimizer=optimizer)
+        self._uneven = UnevenInputs(model, connection, optimizer, scaler, self.observers, config.deadline_s)
+        self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
+                              config=config, observers=self.observers, schedule=schedule, guard=self._guard,
+                              uneven=self._uneven)
+        self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
+            model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
+        self._alone: Any = None
+        """Counts steps where there is nobody to average with."""
+        if connection.worker is None:
+            self._alone = self._counting(optimizer)
+        else:
+            connection.stepped = Stepped(self._parameters, optimizer, outer)
+            connection.terms.useless = useless_of(connection, scaler, clips=clips)
+            connection.after_switch.append(self._enter)
+            connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
+            connection.bring_in.append(self._complete)
+            connection.on_close.append(self._drop)
+            agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+            ordered = [*self._parameters, *self._buffers_now()]
+            self._enter()
+            self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
+            if ddp is None:
+                refuse_ddp_around(model)
+            # Compiled modules pass attributes on to the one that they are made from.
+            plain = vars(getattr(model, "_orig_mod", model))
+            # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
+            self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
+                                lambda: self._syncing and plain.get("require_backward_grad_sync", True)
+                                and (ddp is None or ddp.syncing), self._broke_off)
+
+    def join_round(self) -> None:
+        """Where this rank has joined a running job that steps locally: the exchange that the others are in."""
+        self._loop.join_round()
+
+    def _enter(self) -> None:
+        """A plan has come into force."""
+        worker, local = self._loop.worker, self.connection.local
+        forward = worker.plan.overlap == "forward"
+        if forward and self._overlap is None:
+            self._overlap = self._overlapped()
+        elif not forward and self._overlap is not None:
+            self._overlap.detach()
+            self._overlap = None
+        worker.eager, worker.bring_in = forward, self._complete
+        keep_entries(worker, self._lazy)
+        self._reorder()
+        self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
+
+    def _reorder(self) -> None:
+        """Buffers are waited for by the forward pass only where results come in during it."""
+        some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
+        if self._order is None:
+            self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """See Session.join."""
+        self._complete()
+        self._uneven.enter()
+        try:
+            yield
+            if self._hooks is not None:
+                self._hooks.end_broken()
+            self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
+        except BaseException as error:
+            self.connection.close(cause_of(error))
+            raise
+        finally:
+            self.connection.in_join = False
+
+    def weight(self, n: float, total: float | None) -> None:
+        if self._overlap is None:
+            self._loop.weigh(n, total)
+        else:
+            self._overlap.then(lambda: self._loop.weigh(n, total))
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        self._loop.report(loss)
+
+    def when_connected(self, action: Callable[[], None]) -> None:
+        self._complete()
+        action()
+
+    def synchronize(self) -> None:
+        if not self._complete() and self._written != self._gradients():
+            self._end(adds=False)
+            self._complete()
+
+    def _catch_up(self) -> None:
+        if self._overlap is not None:
+            self._overlap.look()
+
+    def _counting(self, optimizer: Any) -> Any:
+        """By the optimizer's steps, which costs a call each; without an optimizer, by backward passes. None if neither is."""
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not of a wrapper
+            return optimizer.register_step_post_hook(lambda *_: self.connection.passed())
+        trained = [p for p in self._parameters if p.requires_grad]
+        count = lambda _: self.connection.passed() if self._syncing else None  # noqa: E731
+        return register_multi_grad_hook(trained, count, mode="any") if trained else None
+
+    def _drop(self) -> None:
+        if self._overlap is not None:
+            self._overlap.drop()
+
+    def _complete(self) -> bool:
+        """Waits for what comes in during a forward pass. Whether there was any."""
+        return self._overlap is not None and self._overlap.end()
+
+    def drain(self) -> bool:
+        self._complete()
+        make_dense(self._lazy.values())
+        self._rows.make_dense()
+        found = self._loop.drain(self._parameters)
+        self._rows.make_sparse()
+        return found
+
+    def detach(self) -> None:
+        for hooks in (self._hooks, self._alone):
+            if hooks is not None:
+                hooks.remove()
+        if self._ddp is not None:
+            self._ddp.remove()
+        if self._overlap is not None:
+            self._overlap.detach()
+        self._loop.detach()
+
+    def _ready(self, number: int, gradient: torch.Tensor) -> None:
+        if self._order is not None:
+            self._places, self._order = self._order.take(), None
+            self._reorder()
+        if gradient.layout is torch.sparse_coo and not self._loop.local:
+            gradient = self._rows.dense(number, gradient)
+        self._loop.ready(number, gradient)
+
+    def _broke_off(self) -> None:
+        self._rows.forget()
+        self._loop.abandon()
+
+    def _end(self, *, adds: bool = True) -> None:
+        """A backward pass is over; or, where it `adds` nothing, the script asks for it."""
+        if self._guard is None:
+            return
+        self._guard.check()
+        if self._loop.count_local(adds=adds):
+            return
+        if self._overlap is not None:
+            self._overlap.look()  # where no gradient came first: the step before is over
+        make_dense(self._lazy.values())
+        self._rows.make_dense()
+        buffers = self._buffers_now()
+        if self._overlap is not None and not self.connection.in_join and self._overlap.takes():
+            self._overlap.hand_in(buffers)
+            return
+        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])
+        for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):
+            p.grad = self._sparse.pop(number, average)
+        make_sparse(self._lazy.values())
+        self._rows.make_sparse()
+        self._note()
+        self._loop.written()
+        self._loop.observe()
+
+    def _targets(self) -> list[torch.Tensor | None]:
+        """What averages are written into; None also where they are entries already."""
+        self._sparse = sparse_averages(self._loop.worker, self._lazy)
+        targets = targets_of(self._loop.worker, self._parameters)
+        return [None if number in self._sparse else target for number, target in enumerate(targets)]
+
+    def _note(self) -> None:
+        self._written = self._gradients()
+
+    def _gradients(self) -> list[tuple[int, int, int] | None]:
+        """What tells whether gradients are what they were, and nobody has stepped with them."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        # By name: a module may have put another tensor in a buffer's place.
+        named = dict(self._model.named_buffers())
+        return [named[name] for name in self._buffers]

@@ -1,0 +1,100 @@
+"""The way of a worker into a job that runs: takes its seat, waits for the others to come to a step, takes what they give.
+
+The other side of it is regroup.py. Until it has all that it must know, the others can go on without it as if it had not come.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from commlayer.cluster import messages
+from commlayer.cluster.groups import Groups
+from commlayer.cluster.members import Members
+from commlayer.cluster.rank_rows import RowChannel
+from commlayer.cluster.uplink import Uplink
+from commlayer.cluster.view_change import wire_generation
+from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine.agreement import AWAY, Word
+from commlayer.engine.connection import Connection, Joined
+from commlayer.engine.regroup import Regrouping, new_world
+from commlayer.engine.replica import Replica
+from commlayer.engine.state_relay import Relay
+from commlayer.engine.view_words import Newer, ViewWords
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
+from commlayer.records import Job, View
+
+log = logging.getLogger("commlayer")
+
+
+def enter(
+    made: Connection, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
+    check: Callable[..., None],
+) -> None:
+    """Returns as a member, in the step that all others are in. `check`: ValueError for a plan that cannot be, of so many
+    `workers`."""
+    made.groups = Groups(1, config.deadline_s, device, Members())
+    made.rows = RowChannel(made.groups.members, config.deadline_s)
+    made.on_close.append(made.rows.close)
+    made.uplink = link = Uplink(config)
+    link.join(config.join, request)
+    words = ViewWords(link.view, made.waits.notice_s, reconnect_window_s(config))
+
+    def offer(view: View) -> None:
+        words.newest = view
+
+    link.heed(offer)
+    log.warning("joins a job that runs, as worker %d: waits for the others to come to a step", made.id)
+    begin, dialled = time.monotonic(), False
+    while True:
+        view = words.newest
+        try:
+            _check_givers(view, made.id, link)
+            try:
+                ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s)
+            except DeadlineExceeded:
+                # How long they take to an exchange is their plan's; of those who live no longer there is word.
+                log.warning("waits for the others still, %.0f s so far: under local steps it is let in at an exchange that is "
+                            "due, and a script that drains more often than rounds end leaves none", time.monotonic() - begin)
+                continue
+            if AWAY in ready:
+                raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
+                                "taken in there: run the same command again", code="E-JOIN-MISSED")
+            if not dialled:  # servers know of it now
+                link.dial(time.monotonic() + config.join_deadline_s)
+                dialled = True
+            fits = functools.partial(check, workers=len(view.members))
+            told, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s, judged_s(config)).take(
+                functools.partial(replica.take, check=fits))
+            break
+        except Newer:
+            continue
+    made.uplink.adopt(view)
+    new_world(made, config, home, view)
+    made.plan, made.terms.auto, made.matched = plan, told.automatic, told.matched
+    made.joined, made.fresh = Joined(local, restore, dict(told.followed)), True
+    made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
+    made.entered = told.carried
+    worker = made.worker_for(plan, job, device, wire_generation(view))
+    worker.step, worker.counters.exchanges = told.step, told.counted
+    worker.units.regroup(sum(word.weight for word in ready))
+    made.members = Regrouping(made, config, home)
+    made.follow(worker)
+    made.say(f"joined the running job as worker {made.id}, with weights, buffers and optimizer's state of its workers, "
+             f"{time.monotonic() - begin:.1f} s after it had come; this is rank {made.rank} of {made.world}, in step "
+             f"{made.passes}")
+
+
+def _check_givers(view: View, mine: int, link: Uplink) -> None:
+    """Who is there may have gone, or be as new as this one."""
+    link.check()
+    ids = [m.rank for m in view.members]
+    if mine not in ids:
+        raise PeerLost("has gone on without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
+    if ids[0] == mine:
+        raise CommError("the job ended before this home was taken in: no worker is left who has its weights",
+                        code="E-JOIN-MISSED")

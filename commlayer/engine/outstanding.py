@@ -1,0 +1,102 @@
+"""A step whose results are taken as they come in: which tensors are complete, and where their averages lie. Knows a worker.
+
+Nothing is written before it is known that the step is one: that no worker broke it off (Worker.agreed).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.worker import Worker
+
+
+class Outstanding:
+    """Of one worker, from `Worker.complete` to `Worker.end`. Methods return the tensors that have become complete."""
+
+    def __init__(
+        self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], deadline_s: float,
+    ) -> None:
+        """`tensors`: gradients, None where this rank has none, then buffers. Averages are written into them, and where only
+        others have a gradient, into one that is made `like` its parameter."""
+        self.worker, self._like, self._deadline_s = worker, like, deadline_s
+        self.step = worker.step
+        self.averages = list(tensors)
+        """By number; None where no worker has a gradient. To be read of tensors that are complete."""
+        self._left = {bucket.id: bucket for bucket in worker.buckets}
+        self._missing = [len(worker.holding(tensor)) for tensor in range(len(tensors))]
+        self._new = [tensor for tensor, missing in enumerate(self._missing) if not missing]
+        for tensor in self._new:
+            self.averages[tensor] = None  # nothing of it is sent: it has no elements
+        self._copies: dict[int, torch.Tensor] = {}
+        self.not_finite: set[int] = set()
+        """Tensors with averages that are not. They are not to be applied."""
+        self._deadline: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self._left
+
+    def complete(self, tensor: int) -> bool:
+        return self._missing[tensor] == 0
+
+    def arrived(self) -> list[int]:
+        """Takes what is here by now."""
+        if self._left and self.worker.agreed(None, self._deadline_s):
+            for bucket in [*self._left.values()]:
+                if self.worker.take(bucket, None):
+                    self._write(bucket)
+        return self._took()
+
+    def wait(self, tensors: Iterable[int]) -> list[int]:
+        """Waits until these are complete, and takes what else is here then."""
+        wanted = {bucket.id: bucket for tensor in tensors for bucket in self.worker.holding(tensor) if bucket.id in self._left}
+        if wanted:
+            self._deadline = self._deadline or time.monotonic() + self._deadline_s
+            self.worker.agreed(self._deadline, self._deadline_s)
+            for bucket in sorted(wanted.values(), key=lambda bucket: bucket.order):
+                self.worker.take(bucket, self._deadline)
+                self._write(bucket)
+        return self.arrived()
+
+    def wait_all(self) -> list[int]:
+        """Waits for all."""
+        return self.wait(range(len(self.averages)))
+
+    def end(self) -> None:
+        """The step is over."""
+        self.worker.wait_all(self._deadline_s)
+        self.worker.end(finite=not self.not_finite, computes=False)
+
+    def _took(self) -> list[int]:
+        new, self._new = self._new, []
+        return new
+
+    def _write(self, bucket: WorkerBucket) -> None:
+        targets = [self._target(s.tensor, used=bool(bucket.used >> i & 1)) for i, s in enumerate(bucket.slices)]
+        if not self.worker.write_bucket(bucket, targets):
+            self.not_finite.update(s.tensor for s in bucket.slices)
+        del self._left[bucket.id]
+        for s in bucket.slices:
+            self._missing[s.tensor] -= 1
+            if not self._missing[s.tensor]:
+                self._new.append(s.tensor)
+                if (copy := self._copies.pop(s.tensor, None)) is not None:
+                    into = self.averages[s.tensor]
+                    assert into is not None
+                    into.detach().copy_(copy)
+
+    def _target(self, tensor: int, *, used: bool) -> torch.Tensor | None:
+        """Where that tensor's average goes."""
+        into = self.averages[tensor]
+        if into is None and used:
+            with torch._C.DisableTorchFunctionSubclass():  # only its shape is asked for: no use that a guard is to hear of
+                into = self.averages[tensor] = torch.zeros_like(self._like[tensor]).detach()
+        if into is None or into.is_contiguous() or len(self.worker.holding(tensor)) == 1:
+            return into
+        if tensor not in self._copies:  # in parts, which are ranges of elements
+            self._copies[tensor] = torch.zeros_like(into, memory_format=torch.contiguous_format)
+        return self._copies[tensor]

@@ -1,0 +1,83 @@
+"""Buckets that go uncompressed through one all-reduce over all workers. On the training thread; knows groups, no codecs.
+
+On a device nobody waits for sums. What all workers weigh, and that nobody has broken the step off, their hosts tell each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from commlayer.cluster.groups import Groups
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.paths.route import Route, fill, take_back
+from commlayer.engine.staging import Staging
+from commlayer.engine.step import Step
+from commlayer.transport.pending import Pending
+
+
+class _Issued(NamedTuple):
+    bucket: WorkerBucket
+    pending: Pending
+    at: float
+
+
+class AllReduce(Route):
+    """Route. Without groups a worker is alone, and its gradients are the sum."""
+
+    ordered = True
+
+    def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, groups: Groups | None) -> None:
+        self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
+        self._issued: list[_Issued] = []
+        self._hosts = groups.hosts if groups is not None and not all(bucket.read_here for bucket in buckets) else None
+        self._weight: tuple[torch.Tensor, Pending] | None = None
+        self._left = 0
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        take_back(self, bucket, self._staging)
+        fill(bucket, self._step, self._staging)
+        if self._groups is not None:
+            self._step.counters.all_reduced(bucket.all.nbytes, self._groups.world)
+            self._issued.append(_Issued(bucket, self._groups.allreduce(bucket.all), time.perf_counter()))
+        self._left -= 1
+        if self._hosts is not None and not self._left:  # the last one waits for the end of the backward pass
+            weight = torch.tensor([bucket.weight], dtype=torch.float64)
+            self._weight = weight, self._hosts.allreduce(weight)
+
+    def _hear(self, deadline: float) -> None:
+        """From the hosts."""
+        if self._weight is not None:
+            weight, pending = self._weight
+            pending.wait(deadline, self._step.failed)
+            for bucket in self._buckets:
+                bucket.told = float(weight)
+
+    def finish(self, deadline: float) -> None:
+        self._hear(deadline)
+        for bucket, pending, at in self._issued:
+            pending.wait(deadline, self._step.failed)
+            self._step.recorder.add("all.allreduce", bucket.id, at)
+            bucket.read_used()
+
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        for issued in self._issued:
+            if issued.bucket is bucket:
+                told = self._weight is None or self._weight[1].is_over()
+                if deadline is None and not (issued.pending.is_over() and told):
+                    return False
+                self._hear(deadline or 0.0)
+                issued.pending.wait(deadline or 0.0, self._step.failed)
+                bucket.read_used()
+                self._issued.remove(issued)
+                break
+        return True
+
+    def reset(self) -> None:
+        self._issued.clear()
+        self._weight, self._left = None, len(self._buckets)
+        for bucket in self._buckets:
+            bucket.rewind()

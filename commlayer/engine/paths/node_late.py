@@ -1,0 +1,93 @@
+"""Late buckets of nodes of several ranks: added up, exchanged by their owners and handed on behind the step that they are of.
+
+One lane does all of it inside the node, in one order on all ranks: a step's gradients of all these buckets, then its results.
+So a bucket's gradients are copied when its result of the step before has been handed on, as `late_results.py` wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from commlayer.cluster.groups import Groups
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.lanes import Lane
+from commlayer.engine.late_results import LateResult
+from commlayer.engine.paths.in_node import InNode
+from commlayer.engine.paths.node_route import NodeRoute
+from commlayer.engine.paths.server_exchange import ServerExchange
+from commlayer.engine.staging import Staging
+from commlayer.engine.step import Step
+
+
+class NodeLate(NodeRoute):
+    """Route."""
+
+    def __init__(
+        self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
+        exchange: ServerExchange, groups: Groups,
+    ) -> None:
+        """`results` by the number of their bucket."""
+        late = groups.inside.late
+        super().__init__(buckets, step, staging, exchange, groups, Lane("late", step.latch), late, late,
+                         groups.inside.late_ready)
+        self._results = results
+        self._arrivals = step.arrivals()
+        self._begun = 0
+        self._waits: InNode | None = None
+        """Whose result the lane waits for."""
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        self._results[bucket.id].begun()
+        self._lane.put(partial(self._copy, bucket))
+        self._begun += 1
+        if self._begun == len(self._buckets):
+            for one in self._ones:
+                self._lane.put(partial(self._hand_on, one))
+
+    def _copy(self, bucket: WorkerBucket) -> None:
+        """Lane, when the last result is here."""
+        if self._step.error is not None:
+            return
+        with self._staging.lane(bucket):
+            self._results[bucket.id].take()
+            bucket.rewind()
+            self._step.units.gather(bucket)
+            bucket.write_tail(bucket.tail)
+            one = self._one_of[bucket.id]
+            if bucket is one.buckets[-1]:
+                self._send(one)
+            self._staging.settle()
+        self._arrivals.arrived()
+
+    def _hand_on(self, one: InNode) -> None:
+        """Lane."""
+        self._waits = one
+        if self._bring(one):
+            self._waits = None
+            for bucket in one.buckets:
+                self._results[bucket.id].arrived()
+
+    def finish(self, deadline: float) -> None:
+        if not self._arrivals.wait(deadline):
+            raise self._missing([self._waits] if self._waits is not None else self._ones)
+        self._staging.join()
+
+    def quiet(self, deadline: float) -> None:
+        """As `Late.quiet`."""
+        for one in self._ones:
+            for bucket in one.buckets:
+                if not self._results[bucket.id].wait(deadline, self._step.failed):
+                    raise self._missing([one])
+        self._staging.join()
+
+    def reset(self) -> None:
+        """Exchanges go on."""
+        self._begun = 0
+        self._arrivals.expect(len(self._buckets))
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._lane.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._lane.close(timeout_s)

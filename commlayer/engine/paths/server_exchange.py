@@ -1,0 +1,201 @@
+"""A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes. Knows a transport; no groups.
+
+Routes hand it a bucket, a function that puts what is to be coded into x, and one that hears when the sum is in y.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from commlayer.engine.broken_step import BROKEN
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.lanes import Lane, Urgency
+from commlayer.engine.staging import Staging
+from commlayer.engine.step import Step
+from commlayer.errors import CorruptFrame, DeadlineExceeded
+from commlayer.observe import EXCHANGE
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
+
+log = logging.getLogger("commlayer")
+
+AGAIN = 1 << 30
+"""More than any place in the forward pass."""
+FOREVER_S = 86400.0
+"""For a wait that others bound: the training thread's deadline latches an error, which ends it."""
+
+Fill = Callable[[WorkerBucket], float]
+"""Runs on the encode lane: what is to be coded into x, with its weight and used slices. Says when its own work began."""
+
+
+class _Way(NamedTuple):
+    """A bucket on its way, and who hears that its sum is in y."""
+
+    bucket: WorkerBucket
+    done: Callable[[WorkerBucket], None]
+    urgency: Urgency
+    """On both lanes, as on the wire."""
+
+
+class ServerExchange:
+    """Of one worker with all servers."""
+
+    def __init__(
+        self, step: Step, transport: Transport | None, recycle: Callable[[memoryview], None], staging: Staging
+    ) -> None:
+        """`recycle` takes back the bodies of results that have been decoded."""
+        self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging
+        self._encode = Lane("encode", step.latch)
+        self._decode = Lane("decode", step.latch)
+        self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Whether the user knows that servers refuse what this worker sends."""
+
+    def put(
+        self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None], *, in_turn: bool = False,
+    ) -> None:
+        """Queues the bucket: what the next forward pass needs first is coded first. `done` is called on the decode lane.
+
+        `in_turn`: as put, the same on all ranks of a node, which `fill` calls together.
+        """
+        way = _Way(bucket, done, () if in_turn else (self._step.number, bucket.order))
+        self._encode.put(lambda: self._push(way, fill), way.urgency)
+
+    def _push(self, way: _Way, fill: Fill) -> None:
+        """Encode lane."""
+        step, bucket = self._step, way.bucket
+        if step.error is not None:
+            return
+        with self._staging.lane(bucket):
+            begin = fill(bucket)
+            broken = math.isnan(bucket.weight)
+            if not broken:
+                bucket.to_mean()
+            self._staging.to_host(bucket)
+            nbytes = bucket.encode()
+        if broken:
+            self._give_up(way)
+            return
+        step.counters.coded(encode_s=time.perf_counter() - begin)
+        step.recorder.add(bucket.op("encode"), bucket.id, begin, nbytes)
+        self._send(way, 0, bucket.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
+
+    def _give_up(self, way: _Way) -> None:
+        """A rank of this node has broken the step off. It is coded all the same, and taken back, as others do who cannot know:
+        what codecs count, or draw alike on all ranks, stays in step."""
+        way.bucket.weight = 0.0
+        self._send(way, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
+
+    def _send(self, way: _Way, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
+        step, bucket = self._step, way.bucket
+        assert self._transport is not None
+        server = SERVER_BASE + bucket.server
+        undone, bucket.undone = bucket.undone, 0
+        bucket.said |= undone
+        header = Header(
+            Kind.PUSH, step.generation, bucket.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
+            order=bucket.order, flags=flags, weight=bucket.weight, used=bucket.used,
+            total=bucket.total if bucket.in_means else 0.0, undone=undone,
+        )
+        begin = time.perf_counter()
+        answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
+        answer.on_done(lambda handle: self._answered(way, r, handle, begin))
+        step.counters.carried(len(body), 0)  # ahead of it: the step may be over as soon as it is sent
+        self._transport.send(server, header, body).on_done(self._sent)
+
+    def _sent(self, handle: Handle) -> None:
+        if (error := handle.error()) is not None:
+            self._step.latch(error)
+
+    def _answered(self, way: _Way, r: int, handle: Handle, begin: float) -> None:
+        """A receiver thread: hands over and returns."""
+        if (error := handle.error()) is not None:
+            self._step.latch(error)
+            return
+        self._step.recorder.add(EXCHANGE, way.bucket.id, begin)
+        if handle.message().header.flags & Flag.AGAIN:
+            # Behind what has not been coded yet: else it depends on the network which buckets hear of the weight in time.
+            urgency = way.urgency and (way.urgency[0], AGAIN + way.urgency[1])
+            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), urgency)
+        else:
+            self._decode.put(lambda: self._take(way, r, handle), way.urgency)
+
+    def _code_again(self, way: _Way, total: float) -> None:
+        """Encode lane. The workers together weigh something else than this one had taken for granted."""
+        if self._step.error is not None:
+            return
+        self._step.units.hear(total)
+        with self._staging.lane(way.bucket):
+            nbytes = way.bucket.restart(total)
+        self._send(way, 0, way.bucket.payload[:nbytes], Flag.AGAIN)
+
+    def _take(self, way: _Way, r: int, handle: Handle) -> None:
+        """Decode lane."""
+        step, bucket = self._step, way.bucket
+        if step.error is not None:
+            return
+        begin = time.perf_counter()
+        message = handle.message()
+        nbytes = len(message.body)
+        step.counters.carried(0, nbytes)
+        last = r + 1 == len(bucket.codec.rounds)
+        if message.header.flags & Flag.ABANDON:
+            bucket.abandoned, bucket.weight, bucket.finite = str(message.body, "utf-8", "replace"), math.nan, False
+            self._finished(way)
+            return
+        try:
+            if last:
+                with self._staging.way_back(bucket):
+                    bucket.decode(message.body)
+                bucket.weight, bucket.used = message.header.weight, message.header.used
+            else:
+                next_nbytes = bucket.encode_next(r, message.body)
+        except CorruptFrame as error:
+            who = peer_name(message.peer)
+            raise error.located(peer=who, step=bucket.step, bucket=bucket.id) from None
+        if not (last and bucket.keeps_body):
+            self._recycle(message.body)
+        step.counters.coded(decode_s=time.perf_counter() - begin)
+        step.recorder.add(bucket.op("decode"), bucket.id, begin, nbytes)
+        if last:
+            self._staging.to_device(bucket)
+            self._finished(way)
+        else:
+            self._send(way, r + 1, bucket.payload[:next_nbytes])
+
+    def _finished(self, way: _Way) -> None:
+        way.bucket.done = True
+        way.done(way.bucket)
+
+    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
+        """A server says whom it waits for."""
+        self._stalled[bucket] = step, missing
+
+    def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
+        """Who is to blame that this bucket is not done."""
+        step = bucket.step if bucket.started else self._step.number
+        error = partial(DeadlineExceeded, step=step, bucket=bucket.id)
+        server = peer_name(SERVER_BASE + bucket.server)
+        if not bucket.started:
+            return error("not summed inside the node before the deadline", peer="a rank of this node")
+        if (names := self.awaited(bucket)) != (server,):
+            return error(f"did not contribute before the deadline ({server} waits for it)", peer=", ".join(names))
+        return error("no result before the deadline", peer=server)
+
+    def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
+        """The members that have not contributed, if the server has told of any; else the server."""
+        said, missing = self._stalled.get(bucket.id, (bucket.step, ()))
+        if said == bucket.step and missing:
+            return tuple(map(peer_name, missing))
+        return (peer_name(SERVER_BASE + bucket.server),)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Whether both lanes came to an end of what they were given."""
+        return self._encode.drain(timeout_s) and self._decode.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._encode.close(timeout_s)
+        self._decode.close(timeout_s)

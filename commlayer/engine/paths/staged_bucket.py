@@ -1,0 +1,341 @@
+"""One bucket whose path is a sequence of collectives with encodes and decodes between them. Knows no lanes, no servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlayer.cluster.stage_groups import Channel, Channels
+from commlayer.compressors import device as devices
+from commlayer.compressors import place, runs_on, seed
+from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State
+from commlayer.compressors.debts import cut_of
+from commlayer.compressors.one_round import accumulator
+from commlayer.compressors.reducing import Reduced
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.paths.path_program import Decode, Encode, Exchange, Range, Segment
+from commlayer.engine.step import Counters, Step
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+from commlayer.transport.pending import Pending
+
+LENGTH_NBYTES = 16
+"""In front of each payload in its slot: how many bytes of the slot are payload. Wide enough to keep what follows aligned."""
+FOREVER_S = 1e9
+"""A deadline that the training thread's own ends: it latches an error, which ends the wait."""
+
+Error = Callable[[], BaseException | None]
+
+
+def carried(e: Exchange, own: int, whole: int) -> tuple[int, int]:
+    """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part: an all-reduce
+    as a ring, any other as direct sends."""
+    others = e.size - 1
+    if e.name == "allreduce":
+        return 2 * others * whole // e.size, 2 * others * whole // e.size
+    if e.name in ("alltoall", "reduce_scatter"):
+        return whole - own, others * own
+    if e.name == "allgather":
+        return others * own, others * own
+    if e.name == "broadcast":
+        return (others * own, 0) if e.place == e.root else (0, own)
+    return (0, others * own) if e.place == e.root else (own, 0)  # gather and reduce
+
+
+class _Coder(NamedTuple):
+    """One payload of one encode: its elements, its codec's state and, for sums of payloads, their accumulator."""
+
+    span: Range
+    spec: Spec
+    state: State
+    acc: dict[str, Any] | None
+    given: torch.Tensor
+    """A copy of what the codec was given, if it keeps something back: x goes on to hold sums."""
+
+
+class _Under(NamedTuple):
+    """A collective under way, and what is to be done with what it brings."""
+
+    pending: Pending
+    then: Callable[[], None]
+
+
+class StagedBucket:
+    """One bucket's way on one rank."""
+
+    def __init__(
+        self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
+    ) -> None:
+        self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
+        x = bucket.x
+        adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
+        self._kernels = devices.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
+        """Whether the codec can run where x lies, beside the host."""
+        self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
+        """What the host codes of x."""
+        self._coders: dict[int, list[_Coder]] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+        self._payloads = torch.empty(0, dtype=torch.uint8)
+        """Payload slots at hand: [unit, piece, byte]."""
+        self._started: list[Encode] = []
+        self._round = 0
+        self._result = memoryview(b"")
+        """Of the last round of a path whose payloads are all-reduced."""
+        self._under: _Under | None = None
+        self._issued = "", 0, 0.0
+        """Of what is under way: the op, the bucket, since when."""
+        for segment in segments:
+            for step in segment.local:
+                if isinstance(step, Encode):
+                    self._prepare(step, job)
+        paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
+        bucket.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
+        # For checkpoints, which walk over the states of buckets.
+        bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
+
+    def _on_device(self, step: Encode | Decode) -> bool:
+        """Whether the codec runs where x lies: if the plan says so, and it can."""
+        return step.device == "gpu" and self._kernels
+
+    def _prepare(self, step: Encode, job: str) -> None:
+        coders = []
+        on_device = self._on_device(step)
+        where = self.bucket.x.device if on_device else torch.device("cpu")
+        for span in step.units:
+            numel = span[1] - span[0]
+            spec = self.bucket.spec if numel == self.bucket.numel else Spec((numel,))
+            state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
+            seed(state, f"{job} {step.number} {span[0]}", self.bucket.id, step.sender)
+            if on_device:
+                place(state, where)
+            acc = None if step.first else accumulator(torch.zeros(spec.numel, device=where))
+            given = torch.zeros(numel if step.first and self._codec.keeps else 0, device=where)
+            coders.append(_Coder(span, spec, state, acc, given))
+        self._coders[step.number] = coders
+        shape = (len(coders), 1, self._slot_nbytes(step.widest))
+        self._slots[step.number] = torch.zeros(shape, dtype=torch.uint8, device=where)
+
+    def _slot_nbytes(self, widest: int) -> int:
+        spec = self.bucket.spec if widest == self.bucket.numel else Spec((widest,))
+        return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
+
+    def advance(self, stage: int, now: Step) -> None:
+        """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
+        bucket, recorder = self.bucket.id, now.recorder
+        if stage == 0:
+            self._started.clear()
+        if self._under is not None:
+            self._under.pending.over(FOREVER_S, now.failed)
+            self._under.then()
+            self._under = None
+            recorder.add(*self._issued)
+        for step in self.segments[stage].local:
+            begin = time.perf_counter()
+            if isinstance(step, Encode):
+                self._encode(step)
+                now.counters.coded(encode_s=time.perf_counter() - begin)
+            else:
+                self._decode(step)
+                now.counters.coded(decode_s=time.perf_counter() - begin)
+            recorder.add(f"{'encode' if isinstance(step, Encode) else 'decode'}@{step.device}", bucket, begin)
+        exchange = self.segments[stage].exchange
+        if exchange is not None:
+            self._issued = f"{exchange.scope}.{exchange.name}", bucket, time.perf_counter()
+            self._under = self._begin(exchange, self._channels[stage, exchange.scope], now.counters)
+
+    def reset(self) -> None:
+        """Before a step."""
+        self._round = 0
+        self._under = None
+
+    def undo(self, slices: int) -> None:
+        """Takes back the last step where it was not applied. Before the next one."""
+        cut = cut_of(self.bucket.slices, slices)
+        for step in self._started:
+            for coder in self._coders[step.number]:
+                mine = within(cut, coder.span)
+                if step.first:
+                    self._codec.undo(coder.state, coder.given, mine)
+                else:
+                    self._codec.undo_server(coder.state, mine)
+
+    # ---- local steps
+
+    def _encode(self, step: Encode) -> None:
+        slots, on_device = self._slots[step.number], self._on_device(step)
+        self._started.append(step)
+        for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
+            room: Out = slot[LENGTH_NBYTES:] if on_device else slot.numpy().data[LENGTH_NBYTES:]
+            x = self._x(coder.span, on_device=on_device)
+            if coder.acc is None:
+                if coder.given.numel():
+                    coder.given.copy_(x)
+                nbytes = self._codec.start(x, coder.state, room)
+            else:
+                coder.acc["sum"].copy_(x)
+                coder.acc["flagged"][0] = not bool(torch.isfinite(x).all())
+                nbytes = self._codec.emit(0, coder.acc, coder.state, room)
+            slot[:8].view(torch.int64)[0] = nbytes
+        self._payloads = slots
+
+    def _decode(self, step: Decode) -> None:
+        if self._round:
+            coder, _ = self._reduced()
+            self.bucket.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
+            return
+        on_device = self._on_device(step)
+        for span, pieces in zip(step.units, self._payloads.to(self.bucket.x.device if on_device else "cpu"), strict=True):
+            sums = (self.bucket.x if on_device else self._host)[span[0] : span[1]]
+            acc = accumulator(sums)
+            for number, piece in enumerate(pieces):
+                self._codec.add(0, _payload(piece, as_tensor=on_device), acc, first=number == 0)
+            if acc["flagged"][0]:
+                sums.fill_(float("nan"))
+                self.bucket.finite = False
+            if not on_device and self._host is not self.bucket.x:
+                self.bucket.x[span[0] : span[1]] = sums
+
+    # ---- exchanges
+
+    def _begin(self, e: Exchange, channel: Channel, counters: Counters) -> _Under:
+        def count(own: int, whole: int) -> None:
+            if e.scope != "node":  # which is no network
+                counters.carried(*carried(e, own, whole))
+
+        if e.coded:
+            return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)
+        return self._move_floats(e, channel, count)
+
+    def _move_floats(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+        x = self.bucket.x
+        whole = x[e.span[0] : e.span[1]]
+        if e.name in ("allreduce", "reduce", "broadcast"):
+            count(whole.nbytes, whole.nbytes)
+        if e.name == "allreduce":
+            return _Under(channel.allreduce(whole), _nothing)
+        if e.name == "reduce":
+            return _Under(channel.reduce(whole, e.root), _nothing)
+        if e.name == "broadcast":
+            return _Under(channel.broadcast(whole, e.root), _nothing)
+        sizes = [high - low for low, high in e.parts]
+        mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
+        if e.name == "reduce_scatter":
+            # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
+            rows = x.new_empty(e.size * mine.numel())
+            count(mine.nbytes, whole.nbytes)
+            pending = channel.alltoall(rows, whole, [mine.numel()] * e.size, sizes)
+            return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
+        most = max(sizes)
+        padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
+        padded[: mine.numel()] = mine
+        count(padded.nbytes, rows.nbytes)
+        pending = channel.allgather(rows, padded)
+
+        def spread() -> None:
+            for row, (low, high) in zip(rows.view(e.size, most), e.parts, strict=True):
+                x[low:high] = row[: high - low]
+
+        return _Under(pending, spread)
+
+    def _move_payloads(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+        # From where x lies, which is where the groups move floats as well.
+        payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
+        if e.name == "broadcast":
+            if e.place != e.root:
+                payloads = payloads.new_empty((e.units, e.pieces, slot))
+            count(payloads.nbytes, payloads.nbytes)
+            return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
+        if e.name == "alltoall":
+            got = torch.empty_like(payloads)
+            count(payloads.nbytes // e.size, payloads.nbytes)
+            pending = channel.alltoall(got, payloads.contiguous(), None, None)
+            # [member, unit, piece, byte], the members' payloads of one unit side by side
+            shape = (e.size, e.units // e.size, e.pieces, slot)
+            return _Under(pending, lambda: self._keep(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+        rows = payloads.new_empty((e.size, e.units, e.pieces, slot))
+        count(payloads.nbytes, rows.nbytes)
+        if e.name == "gather":
+            pending = channel.gather(payloads.contiguous(), list(rows) if e.place == e.root else None, e.root)
+        else:
+            pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), payloads.contiguous())
+        if e.merges:
+            return _Under(pending, lambda: self._keep(rows.view(-1, e.pieces, slot)))
+        return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
+
+    def _reduce_coded(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+        """One round of a SUM codec: accumulators add up without being decoded."""
+        r, codec = self._round, self._codec
+        coder, slot = self._reduced()
+        acc = codec.zeros(coder.spec, r)
+        codec.add(r, _payload(slot), acc, first=True)
+        reduced = Reduced(acc)
+        count(reduced.values.nbytes, reduced.values.nbytes)
+        works = [channel.allreduce(reduced.values)] if reduced.values.numel() else []
+        works.append(channel.allreduce(reduced.facts, largest=True))
+
+        def merge() -> None:
+            reduced.merge()
+            # Not into the slot: an abandoned step gives back what this rank's own payload there says.
+            result = memoryview(bytearray(codec.bound(coder.spec)))
+            self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]
+            self._round = r + 1
+            if self._round < len(codec.rounds):
+                room = slot.numpy().data[LENGTH_NBYTES:]
+                slot[:8].view(torch.int64)[0] = codec.next(r, self._result, coder.state, room)
+
+        return _Under(_All(works), merge)
+
+    def _reduced(self) -> tuple[_Coder, torch.Tensor]:
+        """The one encode of a path whose payloads are all-reduced, and its slot."""
+        (coders,), (slots,) = self._coders.values(), self._slots.values()
+        return coders[0], slots[0, 0]
+
+    def _x(self, span: Range, *, on_device: bool = False) -> torch.Tensor:
+        """These elements, where they are coded."""
+        there = self.bucket.x[span[0] : span[1]]
+        if on_device or self._host is self.bucket.x:
+            return there
+        here = self._host[span[0] : span[1]]
+        here.copy_(there)
+        return here
+
+    def _keep(self, payloads: torch.Tensor) -> None:
+        self._payloads = payloads
+
+
+class _All(Pending):
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def over(self, deadline: float, failed: Error = lambda: None) -> None:
+        for work in self._works:
+            work.over(deadline, failed)
+
+
+def within(cut: Cut, span: Range) -> Cut:
+    """Those elements of a bucket that lie in the span, counted from its start."""
+    low, high = span
+    if cut is None:
+        return None
+    return [(max(a, low) - low, min(b, high) - low) for a, b in cut if max(a, low) < min(b, high)]
+
+
+def _payload(slot: torch.Tensor, *, as_tensor: bool = False) -> Buffer:
+    nbytes = int(slot[:8].view(torch.int64)[0])
+    if not 0 <= nbytes <= slot.numel() - LENGTH_NBYTES:
+        raise CorruptFrame(f"payload of {nbytes} bytes in a slot of {slot.numel() - LENGTH_NBYTES}")
+    slot = slot.contiguous()
+    return (slot if as_tensor else slot.numpy().data)[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""

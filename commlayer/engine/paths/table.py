@@ -1,0 +1,105 @@
+"""Which bucket of a plan goes by which route. Runs once, when a worker is made for a plan; the only place that lists routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from commlayer.cluster.groups import Groups
+from commlayer.compressors.codec import Codec
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.lanes import Lane
+from commlayer.engine.late_results import LateResult
+from commlayer.engine.paths.allreduce import AllReduce
+from commlayer.engine.paths.late import Late
+from commlayer.engine.paths.node_late import NodeLate
+from commlayer.engine.paths.node_sum import NodeSum
+from commlayer.engine.paths.route import Route
+from commlayer.engine.paths.server_exchange import ServerExchange
+from commlayer.engine.paths.service import Service
+from commlayer.engine.paths.staged import Staged
+from commlayer.engine.staging import Staging
+from commlayer.engine.step import Step
+from commlayer.records import Plan
+from commlayer.transport.protocol import Transport
+
+
+class Routes(NamedTuple):
+    """Of one worker under one plan."""
+
+    of: Mapping[int, Route]
+    """By bucket number."""
+    turns: tuple[tuple[Route, ...], ...]
+    """Those of each turn's buckets, in the order in which they are waited for: where a server can name who is missing, it is
+    asked first."""
+    late: Late | NodeLate | None
+    exchange: ServerExchange | None
+    """What several routes share; None where no bucket goes over a server."""
+    handing: Lane | None
+    """The same where nodes have several ranks."""
+
+    @property
+    def all(self) -> tuple[Route, ...]:
+        """Those of all turns, one after the other."""
+        return tuple(route for turn in self.turns for route in turn)
+
+    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
+        """Hears of a bucket and step for which a server waits, and for whom."""
+        if self.exchange is not None:
+            self.exchange.stalled(bucket, step, missing)
+
+    def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
+        """Peers without whom a bucket that goes over a server has no result yet."""
+        return () if self.exchange is None else self.exchange.awaited(bucket)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Whether all threads came to an end of what they were given, each within that time."""
+        shared = [each.drain(timeout_s) for each in (self.exchange, self.handing) if each is not None]
+        return all([route.drain(timeout_s) for route in self.all] + shared)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends all threads."""
+        for shared in (self.exchange, self.handing):
+            if shared is not None:
+                shared.close(timeout_s)
+        for route in self.all:
+            route.close(timeout_s)
+
+
+def routes_of(
+    turns: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
+    late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
+    recycle: Callable[[memoryview], None],
+) -> Routes:
+    """`turns`: the buckets, as they are waited for; late ones are in none of them."""
+    flat = [bucket for buckets in turns for bucket in buckets]
+    late = [bucket for bucket in flat if bucket.late]
+    exchange = ServerExchange(step, transport, recycle, staging) if any(bucket.served for bucket in flat) else None
+
+    several = groups if plan.ranks_per_node > 1 else None
+    handing = Lane("handing", step.latch) if several is not None and any(b.served and not b.late for b in flat) else None
+
+    def of_turn(buckets: Sequence[WorkerBucket]) -> list[tuple[Route, list[WorkerBucket]]]:
+        served = [bucket for bucket in buckets if bucket.served and not bucket.late]
+        staged = [bucket for bucket in buckets if bucket.staged]
+        dense = [bucket for bucket in buckets if bucket.dense]
+        pairs: list[tuple[Route, list[WorkerBucket]]] = []
+        if served and exchange is not None:
+            if several is not None and handing is not None:
+                pairs.append((NodeSum(served, step, staging, exchange, several, handing), served))
+            else:
+                pairs.append((Service([bucket for bucket in served if bucket.coded], step, staging, exchange), served))
+        if staged:
+            pairs.append((Staged(staged, step, staging, codecs, plan, groups), staged))
+        if dense:
+            pairs.append((AllReduce(dense, step, staging, groups), dense))
+        return pairs
+
+    pairs = [of_turn(buckets) for buckets in turns]
+    behind: Late | NodeLate | None = None
+    if late and exchange is not None:
+        behind = (NodeLate(late_results, late, step, staging, exchange, several) if several is not None else
+                  Late(late_results, late, step, staging, exchange))
+        pairs[0].insert(int(any(b.served and not b.late for b in turns[0])), (behind, late))
+    of = {bucket.id: route for turn in pairs for route, its in turn for bucket in its}
+    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), behind, exchange, handing)

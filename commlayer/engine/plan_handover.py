@@ -1,0 +1,83 @@
+"""Passes debts, agreed values and counters from one plan's worker to the next one's, between two steps. Knows workers alone.
+
+Debts go on whatever path and codec their elements take now, as `carry` of the buckets that hold them. Under plans that average
+gradients they are gradients, under those whose ranks step locally changes of weights, and only an optimizer knows what one is
+in terms of the other. So from gradients to local steps they stay gradients: each rank's own go into its next step's (`unpaid`).
+What met no gradient to go into comes back as it went (`owe`). Changes of weights go the other way where a gradient's effect
+on a weight is a number, the rate of SGD without momentum, and are dropped otherwise; decision 0121 says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from commlayer.compressors.debts import Debt, pay
+from commlayer.engine.entries_sent import inherit
+from commlayer.engine.shared_buffers import pass_on
+
+if TYPE_CHECKING:
+    from commlayer.engine.worker import Worker
+
+log = logging.getLogger("commlayer")
+
+
+def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0) -> None:
+    """`after` goes on where `before` stopped, and owes what that owed.
+
+    `effect`: by how much a gradient of 1 makes a tensor's weights less; 0 where that is no number. `rate`: the learning rate.
+    """
+    after.step = before.step
+    after.units.take(before.units)
+    if before.plan.steps_locally != after.plan.steps_locally:
+        after.units.rate = rate
+    pass_on(before.shared_buffers, after.shared_buffers)
+    before.let_go()
+    _owe(before, after, effect)
+    inherit(before.buckets, after.buckets)
+    after.counters, after.stopwatch = before.counters, before.stopwatch
+    after.record(before.recorder)
+    after.eager, after.bring_in = before.eager, before.bring_in
+    after.reorder(before.places)
+    after.settle = before.settle
+
+
+def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
+    owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
+    owing += before.late.debts(before.units.members)
+    # What is owed to the mean of so many is owed to that of those who are left.
+    worth = after.units.members / before.units.members
+    debts = [_times(d, worth / before.units.rate_of(bucket)) for bucket, d in owing]
+    if after.plan.steps_locally and not before.plan.steps_locally:
+        units = before.units
+        # A worker's debt counts as a part of the mean; its gradient counts by its weight.
+        worth = units.total / (units.weight * units.members) if units.weight else 0.0
+        after.unpaid = [_times(d, worth) for d in debts]
+        return
+    if before.plan.steps_locally and not after.plan.steps_locally:
+        rates = {d.tensor: effect(d.tensor) for d in debts}
+        if lost := {tensor for tensor, rate in rates.items() if not rate}:
+            log.info("what %d tensors still owe in changes of weights is dropped: gradients are averaged now", len(lost))
+        debts = [Debt(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
+    for bucket in after.buckets:
+        paid = pay(debts, bucket.slices)
+        bucket.carry = None if paid is None else paid.mul_(after.units.rate_of(bucket))
+
+
+def _times(debt: Debt, factor: float) -> Debt:
+    """The same memory where that is possible: debts are as large as the model."""
+    return debt if factor == 1.0 else debt._replace(values=debt.values * factor)
+
+
+def owe(worker: Worker, unpaid: Sequence[Debt]) -> None:
+    """It averages gradients and owes these, too: gradients of this worker alone."""
+    units = worker.units
+    part = units.weight * units.members / units.total if units.total else 0.0
+    if unpaid and not part:
+        log.info("what %d tensors still owe is dropped: this worker's gradients weigh nothing", len(unpaid))
+        return
+    for bucket in worker.buckets:
+        if (paid := pay(unpaid, bucket.slices)) is not None:
+            more = paid * part * units.rate_of(bucket)
+            bucket.carry = more if bucket.carry is None else bucket.carry + more

@@ -1,0 +1,279 @@
+"""Goes on with those who are left when workers die or leave, and with who joins, in the middle of a step. Knows no module.
+
+The coordinator makes a view of those who are left (cluster/regrouping.py). Each hears of it where it waits for others, and they
+tell each other in which step that is. Who has a step whole has gone on, and then everybody gets it whole: results are pushed,
+and kept for whoever lacks them. Whoever waits for words gets it meanwhile, too: the others may wait for it behind that step, in
+a script's own collective. Where all words name one step, each therefore says that it stays in it, or has it whole: that holds.
+So all come to stand in one step, which none has whole. That step is abandoned: codecs take back what they coded, servers what
+they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes what the one before owed, and gets
+the same gradients, which are still the script's.
+
+Who joins says only that it is ready, and is given what it must know (replica.py) before all go over: its first backward pass
+is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). Sums may
+be here before words are, step after step, so the first of the view keeps its part of one back (step_loop.py, local_steps.py):
+all come to stand in that. If members go there, or inside a save or a change of plans, the others have to do that again, and who
+joins has no part in it: it is sent away, and they go over to the view behind that.
+
+Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
+said that they are ready for it, and no step is whole that they have not all taken part in. agreement.py decides which step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from commlayer import records
+from commlayer.cluster import home_world, members
+from commlayer.cluster.groups import Groups
+from commlayer.cluster.home import Desk
+from commlayer.cluster.uplink import Uplink
+from commlayer.cluster.view_change import ViewChange, wire_generation
+from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine import agreement
+from commlayer.engine.agreement import AWAY, Found, Says, Standing, Word, new_in
+from commlayer.engine.connection import Connection
+from commlayer.engine.state_relay import Relay
+from commlayer.engine.step import Regroup
+from commlayer.engine.view_words import Newer, ViewWords, never
+from commlayer.engine.ways import Forbids
+from commlayer.engine.worker import Worker
+from commlayer.errors import CommError
+from commlayer.records import Plan, View, plan_of
+from commlayer.transport.protocol import peer_name
+
+
+class Regrouping:
+    """One rank's side. `offer` comes from the heartbeats' thread; everything else runs on the one that waits for a step."""
+
+    def __init__(self, made: Connection, config: Config, home: str) -> None:
+        self._made, self._config, self._home = made, config, home
+        assert made.uplink is not None
+        self._words = ViewWords(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
+        self._stands = Standing()
+        self._agreed: tuple[View, list[Word]] | None = None
+        made.uplink.heed(self.offer)
+
+    def offer(self, view: View) -> None:
+        self._words.newest = view
+        if self._made.worker is not None:
+            self._made.worker.now.wake()
+
+    def pending(self, wait_s: float) -> bool:
+        until, worker = time.monotonic() + wait_s, self._made.worker
+        assert worker is not None
+        while not self._gone() and time.monotonic() < until and worker.error is None:
+            time.sleep(0.05)
+        return bool(self._gone())
+
+    def patience(self) -> float:
+        """Whether or not the coordinator answers right now: by then it may again."""
+        return judged_s(self._config)
+
+    def gone(self) -> list[str]:
+        return [peer_name(rank) for rank in self._gone()]
+
+    def unfit(self, plan: Plan) -> str:
+        return unfit(plan)
+
+    def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
+        if worker is not self._made.worker:
+            return
+        if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._made.lets_in):
+            served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
+            self._agree(worker, here if served else never)
+
+    def invites(self) -> bool:
+        return self._made.lets_in and bool(self._new()) and self._newest.members[0].rank == self._made.id
+
+    def between(self, plan: Plan | None = None) -> None:
+        old = self._made.worker
+        assert old is not None
+        if self.pending(0.0):
+            old.undone()
+            with self._made.closed_door():
+                self.go(plan)
+                for act in self._made.after_between:
+                    act()
+
+    def go(self, plan: Plan | None = None) -> None:
+        made = self._made
+        old = made.worker
+        assert old is not None
+        try:
+            while True:
+                try:
+                    if self._agreed is None:
+                        self._agree(old)
+                        raise CommError("others have the step whole that was abandoned here", step=old.step)
+                    self._go_over(old, plan or old.plan)
+                    return
+                except (Newer, Regroup):
+                    continue
+        except Exception as error:
+            old.now.error = error
+            raise
+
+    # ---- which step
+
+    @property
+    def _view(self) -> View:
+        assert self._made.uplink is not None
+        return self._made.uplink.view
+
+    @property
+    def _newest(self) -> View:
+        return self._words.newest
+
+    def _gone(self) -> list[int]:
+        return agreement.gone_from(self._view, self._newest)
+
+    def _new(self) -> list[int]:
+        return new_in(self._newest, self._view)
+
+    def _finished(self) -> Iterator[int]:
+        """In how many exchanges each of those who have gone has done its part; -1 if it did not leave in order."""
+        link = self._made.uplink
+        assert link is not None
+        return (link.finished(member) for member in self._gone())
+
+    def _agree(self, worker: Worker, here: Callable[[], bool] = never) -> None:
+        """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
+        all of it is `here`."""
+        # Under local steps those who are slow come later.
+        local = worker.plan.local_steps
+        until = time.monotonic() + self._config.deadline_s * local + self.patience()
+        mine = Word(worker.step, worker.weight)
+        while True:
+            view = self._newest
+            stay = agreement.staying(self._view, view)
+            try:
+                words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, here, local)
+                self._stands, says = agreement.second(self._stands, view, mine, words, here=here())
+                sure = self._hear(view, says, until, stay, here, local) if says is not None else []
+            except Newer:
+                continue
+            self._stands, found = agreement.found(self._stands, view, worker.step, words, sure, self._finished())
+            if found is Found.WHOLE:
+                return
+            if found is Found.TOGETHER and not self._made.lets_in and new_in(view, self._view):
+                self._send_away(view)
+            elif found is Found.TOGETHER:
+                self._agreed = view, words
+                raise Regroup
+
+    def _send_away(self, view: View) -> None:
+        """Those who join, and waits for the view without them: they leave, or fall silent and are judged for that."""
+        with contextlib.suppress(Newer):
+            for what in ("ready", "left"):  # the second they never say
+                self._tell(view, what, AWAY, time.monotonic() + self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """Nobody's end is that of the others, who could go on."""
+        return self._config.deadline_s + judged_s(self._config)
+
+    def _hear(self, view: View, says: Says, until: float, among: Sequence[int], here: Callable[[], bool], local_steps: int
+              ) -> list[Word]:
+        """`local_steps`: others may be as long on their way here as to a step."""
+        limit_s = self._config.deadline_s * local_steps
+        return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
+                                here=here if says.ends else never, limit_s=limit_s)
+
+    def _tell(self, view: View, what: str, word: Word, until: float) -> list[Word]:
+        return self._words.tell(view, what, self._made.id, word, until, limit_s=self._config.deadline_s)
+
+    # ---- to the new view
+
+    def _go_over(self, old: Worker, under: Plan) -> None:
+        made, agreed = self._made, self._agreed
+        assert made.uplink is not None
+        assert agreed is not None
+        (view, words), self._agreed = agreed, None
+        if not old.intact:
+            raise CommError("a codec is still at work in the step that others left, so what it owes cannot be put right",
+                            step=old.step)
+        begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
+        place, new, there = ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)}
+        plan = plan_of(under, [there[rank] for rank in ids if rank in there], len(new))
+        generation = wire_generation(view)
+        change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
+        for server in agreement.told_by(made.id, former, view):
+            self._send(made.uplink, server.id, change, generation)
+        mine = words[place]
+        words = self._tell(view, "ready", mine, begin + self._patience_s)
+        if new:
+            relay = Relay(self._words, view, made.id, mine, self._config.deadline_s, judged_s(self._config))
+            if relay.giver == made.id:
+                relay.give(made.given(plan))
+            else:
+                relay.watch()
+        # From here on nobody is asked, so nothing can break off.
+        made.parted |= {rank: made.carried for rank in there if rank not in ids}
+        new_world(made, self._config, self._home, view)
+        made.plan, made.terms.basis, made.terms.price = plan, None, None
+        after = made.worker_for(plan, old.job, old.device, generation)
+        made.hand_on(old, after)
+        after.units.regroup(sum(word.weight for word in words))
+        made.uplink.adopt(view)
+        made.follow(after)
+        old.close()
+        old.forget_states()
+        if made.uplink.resumed is not None:
+            made.uplink.resumed.end(generation)
+        self._stands = self._stands.gone_over()
+        for act in made.after_regroup:
+            act()
+        self._say(former, view, time.monotonic() - begin)
+
+    def _send(self, uplink: Uplink, server: int, change: ViewChange, generation: int) -> None:
+        """A server takes none but the coordinator's newest view, of which it may have heard before this rank."""
+        try:
+            uplink.send_view(server, change, generation)
+        except CommError:
+            if not self._words.hears_of(change.view):
+                raise
+            raise Newer from None
+
+    def _say(self, former: View, view: View, took_s: float) -> None:
+        made, left = self._made, {m.rank for m in view.members}
+        assert made.uplink is not None
+        gone = [made.uplink.called(peer_name(m.rank)) for m in former.members if m.rank not in left]
+        joined = [made.uplink.called(peer_name(rank)) for rank in new_in(view, former)]
+        parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
+                 for who, what in ((gone, "gone"), (joined, "taken in")) if who]
+        parts = parts or ["who was to be taken in is gone"]
+        lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
+        made.say(f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all had "
+                 f"come to this step{lost}; this is rank {made.rank} of {made.world} now")
+
+
+def new_world(made: Connection, config: Config, home: str, view: View) -> None:
+    """torch's, of the members of that view."""
+    ids = [m.rank for m in view.members]
+    former = made.groups
+    assert former is not None
+    former.close()
+    home_world.begin_again(Desk(config.join, config, home), ids, ids.index(made.id), view.generation)
+    members.begin_anew()
+    made.groups = Groups(1, config.deadline_s, former.device)
+    made.rank, made.world = made.groups.rank, made.groups.world
+    if made.rows is not None:
+        made.rows.regroup(made.groups.members)
+
+
+def unfit(plan: Plan) -> str:
+    """Why workers cannot leave under that plan; "" if they can. An exchange is done again from what was put in, so nothing of
+    it may be applied before it is whole."""
+    what = "results that are a step late" if any(b.stale for b in plan.buckets) else \
+        f"{plan.fragments} fragments" if plan.fragments > 1 else "overlap='forward'" if plan.overlap == "forward" else \
+        f"{plan.ranks_per_node} ranks to a node" if plan.ranks_per_node > 1 else ""
+    return what and (f"has {what}, and workers may leave this job (min_workers), for which an exchange must be whole before "
+                     "anything of it is applied: make it without, or let all stay")
+
+
+def forbidding(others: Forbids) -> Forbids:
+    """The same for who chooses ways."""
+    why = "workers may leave this job (min_workers), and what comes in bucket by bucket cannot be done again"
+    return lambda way: why if way == "forward" else others(way)

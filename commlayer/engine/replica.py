@@ -1,0 +1,210 @@
+"""What a worker that joins is given of a model that trains: weights, buffers, what the optimizer keeps, where training stands.
+
+It is all of the step under way, ahead of which weights are the same on all ranks; under local steps, of the last exchange.
+Knows models and optimizers; not how bytes travel. No pickle: safetensors, and plain values beside them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import safetensors.torch
+import torch
+from torch import nn
+
+from commlayer import records
+from commlayer.cluster.groups import Groups
+from commlayer.engine.connection import Connection
+from commlayer.engine.model_job import buffers_of, parameters_of
+from commlayer.engine.shared_buffers import agreed
+from commlayer.errors import CorruptFrame, InvalidInput
+from commlayer.records import MALFORMED, Plan, Record
+
+TENSOR, TUPLE = "\0tensor", "\0tuple"
+"""Keys that stand for what plain values cannot say."""
+LOCAL = "local."
+PIECE_NBYTES = 16 << 20
+"""Goes over at once, with a deadline of its own."""
+
+
+class Given(Record, frozen=True):
+    """Ahead of the tensors' bytes."""
+
+    error: str = ""
+    """Not empty: why there is nothing to give."""
+    plan: bytes = b""
+    step: int = 0
+    """On the wire, as Worker.step."""
+    counted: int = 0
+    """As Connection.exchanges."""
+    passes: int = 0
+    """As Connection.passes."""
+    carried: int = 0
+    """As Connection.carried."""
+    matched: bool = False
+    """As LocalSteps.tells."""
+    automatic: bool = False
+    """Whether the plan is left to commlayer."""
+    optimizer: str = ""
+    """Its class, as far as there is one."""
+    state: Any = None
+    """Of the optimizer."""
+    scaler: dict[str, Any] = msgspec.field(default_factory=dict)
+    followed: dict[str, str] = msgspec.field(default_factory=dict)
+    """What its followers say: Connection.followers."""
+
+
+class Taken(NamedTuple):
+    """What is in place now."""
+
+    told: Given
+    plan: Plan
+    local: dict[str, torch.Tensor]
+    """For when local steps are made."""
+    restore: Callable[[], None]
+    """Puts the optimizer's state in place again."""
+
+
+class Replica:
+    """Of one attached model."""
+
+    def __init__(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._trained = [p for _, p in parameters_of(model)]
+        self._averaged = [name for name, _ in buffers_of(model)]
+
+    # ---- who gives
+
+    def given(self, made: Connection, plan: Plan) -> bytes:
+        """All of it; what cannot be said is told in its place."""
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            worker = made.worker
+            assert worker is not None
+            told = Given(
+                plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=made.passes,
+                carried=made.carried, matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
+                optimizer=type(self._optimizer).__name__,
+                state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
+                scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
+                followed={name: say() for name, say in made.followers.items()})
+            buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+            # Those of now are a forward pass ahead, each rank's own.
+            agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+            tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
+            starts: dict[int, torch.Tensor] = {}
+            if made.local is not None:
+                starts = dict(zip(map(id, self._trained), made.local.starts, strict=True))
+            for name, p in self._model.named_parameters():
+                tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
+            tensors |= {} if made.local is None else made.local.snapshot()
+            head = msgspec.msgpack.encode(told)
+        except Exception as error:  # of an optimizer, too; the others train on
+            head = msgspec.msgpack.encode(Given(error=f"{type(error).__name__}: {error}".splitlines()[0]))
+            tensors = {}
+        copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        return len(head).to_bytes(8, "little") + head + safetensors.torch.save(copies)
+
+    # ---- who takes
+
+    def take(self, data: bytes, check: Callable[[Plan], None]) -> Taken:
+        """Puts it in place. ValueError for what does not fit."""
+        size = int.from_bytes(data[:8], "little")
+        try:
+            told = msgspec.msgpack.decode(data[8 : 8 + size], type=Given)
+            tensors = safetensors.torch.load(data[8 + size :])
+        except (*MALFORMED, ValueError) as error:
+            raise CorruptFrame(f"what the others gave is malformed: {error}".splitlines()[0]) from None
+        if told.error:
+            raise InvalidInput("E-JOIN-STATE", f"joins a running job: its workers cannot give what they have: {told.error}")
+        mine = type(self._optimizer).__name__
+        if told.optimizer != mine:
+            raise InvalidInput("E-JOIN-STATE",
+                               f"joins a running job: the optimizer here is {mine}, there {told.optimizer}; allowed: the same "
+                               "on "
+                               "all ranks")
+        plan = records.decode(told.plan, Plan, "plan of the running job")
+        check(plan)
+        there = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
+        there |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
+        for name, tensor in there.items():
+            if name not in tensors or tensors[name].shape != tensor.shape:
+                raise InvalidInput("E-JOIN-STATE", f"joins a running job: {name} is of shape {tuple(tensor.shape)} here, and "
+                                   f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
+
+        def restore() -> None:
+            if self._optimizer is not None:
+                _restore(self._optimizer, told.state, tensors)
+
+        restore()
+        if self._scaler is not None and told.scaler:
+            self._scaler.load_state_dict(_whole(told.scaler, tensors))
+        for name, tensor in there.items():
+            tensor.data.copy_(tensors[name])
+        return Taken(told, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+
+
+def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
+    """The optimizer of rank `source`, state and hyperparameters, on all ranks, which call this together. ValueError, the same
+    on all, where that rank has no optimizer, or one whose state cannot be sent."""
+    head, body = b"", b""
+    if groups.rank == source:
+        tensors: dict[str, torch.Tensor] = {}
+        error, state = "", None
+        try:
+            state = _plain(optimizer.state_dict(), tensors)
+        except Exception as failed:  # of an optimizer: the other ranks wait for the answer
+            error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
+        body = safetensors.torch.save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+        head = msgspec.msgpack.encode((error, state, len(body)))
+    error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
+    if error:
+        raise InvalidInput("E-JOIN-STATE", error)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
+    if groups.rank == source:
+        there.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    for piece in there.split(PIECE_NBYTES):
+        groups.broadcast_all(piece, source).wait(time.monotonic() + deadline_s)
+    if groups.rank != source:
+        _restore(optimizer, state, safetensors.torch.load(there.cpu().numpy().tobytes()))
+
+
+def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(_whole(state, tensors))
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    optimizer.param_groups[:] = groups  # scripts hold on to them
+
+
+def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The same without tensors, which go to `tensors`. TypeError for what is neither that nor plain."""
+    if isinstance(value, torch.Tensor):
+        name = f"state.{len(tensors)}"
+        tensors[name] = value
+        return {TENSOR: name}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner, tensors) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return {TUPLE: [_plain(inner, tensors) for inner in value]}
+    if isinstance(value, list):
+        return [_plain(inner, tensors) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InvalidInput("E-JOIN-STATE", f"its optimizer keeps a {type(value).__name__}, which is no tensor and no plain value")
+
+
+def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The reverse."""
+    if isinstance(value, dict):
+        if TENSOR in value:
+            return tensors[value[TENSOR]].clone()
+        if TUPLE in value:
+            return tuple(_whole(inner, tensors) for inner in value[TUPLE])
+        return {key: _whole(inner, tensors) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner, tensors) for inner in value]
+    return value

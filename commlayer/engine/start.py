@@ -1,0 +1,217 @@
+"""connect(): from a Job to a running Worker. Settles the plan, starts or finds the servers, joins, dials. Knows no model."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+
+from commlayer import records
+from commlayer.cluster import messages, uplink
+from commlayer.cluster.embedded import Embedded
+from commlayer.cluster.groups import Groups
+from commlayer.cluster.rank_rows import RowChannel
+from commlayer.compressors import kernels
+from commlayer.config import Config, codec_threads, is_loopback, notice_s, reconnect_window_s, verdict_s
+from commlayer.engine import requested_plan
+from commlayer.engine.agreed_plan import agreed_plan, check_plan, from_rank_0
+from commlayer.engine.connection import Connection, Waits
+from commlayer.engine.initial_sync import align as align_tensors
+from commlayer.engine.interrupted import print_one_line
+from commlayer.engine.newcomer import enter
+from commlayer.engine.regroup import Regrouping, forbidding, unfit
+from commlayer.engine.rendezvous import HEARD_S, Met, Start, compared, plan_kind
+from commlayer.engine.replica import Replica
+from commlayer.engine.ways import Asked, Forbids, stepping
+from commlayer.errors import InvalidInput
+from commlayer.planner.model import float64
+from commlayer.planner.model.gradients_only import without_buffers
+from commlayer.planner.model.plan_words import in_words
+from commlayer.records import Job, Plan
+from commlayer.transport import secret
+
+
+def connect(
+    job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
+    forbids: Forbids = lambda _: "", asked: Asked = Asked(), whole: Job | None = None, must: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
+) -> Connection:
+    """Joins the job that the environment names; all ranks call it together, inside `start`.
+
+    `must`: what else is to be the same on all ranks; `settings`: of optimizers, which drift="warn" lets differ.
+    `forbids`: why a plan cannot go a way here (allowed_ways.py).
+    `optimizer`: its family. `replica`: what workers that join later are given here, or this one is.
+    `whole`: this job and buffers that are not averaged here; a plan may be of either.
+    """
+    kernels.choose(config.backend)
+    must = {"plan": plan_kind(plan), "steps": str(asked), **(must or {})}
+    met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
+    # A server child takes no more.
+    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
+    kernels.threads(config.codec_threads)
+    made = Connection()
+    made.logs = met.logs
+    made.terms.asked, made.terms.forbids = asked, forbids
+    made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
+    made.terms.optimizer, made.terms.max_loss = optimizer, config.max_loss
+    made.terms.loss, made.terms.learning = config.loss, config.learning
+    silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
+    made.waits = Waits(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
+    regroups = False
+    if met.members is not None:
+        made.rank = made.id = met.members.rank
+        made.world = met.members.world
+        regroups = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
+    made.replica = replica if regroups else None
+    per_node = 1 if regroups else met.per_node  # a worker goes alone: each sends for itself
+    if regroups:
+        made.terms.forbids = forbids = forbidding(forbids)
+    how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
+                           "fragments": asked.fragments or 1}
+    if met.members is None and not config.join:
+        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
+        # A mistake in it is one on a single process, too; how many nodes it is for is none.
+        nodes = max((len(b.by_node) for b in settled.buckets), default=0)
+        check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
+        if not isinstance(plan, Plan) or not settled.servers:
+            return made
+    try:
+        if met.launch.joins >= 0:
+            _enter(made, job, device, met, config, forbids, replica, compared(must, config))
+            atexit.register(made.at_exit)
+            return made
+        if met.members is not None:
+            with met.members.all_there(config.deadline_s):
+                made.groups = Groups(per_node, config.deadline_s, device, met.members)
+                made.rows = RowChannel(met.members, config.deadline_s)
+            made.on_close.append(made.rows.close)
+            align_tensors(align, made.groups, config.deadline_s)
+        made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
+        if met.note and made.rank == 0:
+            made.say(met.note)
+        if met.differs:
+            made.say(f'{met.differs}; training goes on with them, since drift="warn"')
+        if config.min_workers and not regroups and made.rank == 0:
+            made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
+                     "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
+        nodes = made.world // per_node
+        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.with_server_nodes(
+            requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
+        ), whole), asked), made.groups)
+        if made.rank == 0 and (asked.fragments or 1) > made.plan.fragments:
+            made.say(f"fragments={asked.fragments} becomes fragments={made.plan.fragments}: a round has at most as many as the "
+                     f"plan has buckets ({len(made.plan.buckets)})")
+        if regroups and (why := unfit(made.plan)):
+            raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
+        check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
+        if made.rank == 0 and (said := float64.told(job, nodes)):
+            made.say(said)
+        # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
+        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable, regroups=regroups,
+              alike=compared(must, config) if regroups else {})
+        if regroups:
+            made.members = Regrouping(made, config, met.launch.home)
+        made.follow(made.worker_for(made.plan, job, device))
+        made.log(f"begins with plan {records.digest(made.plan)}: {in_words(made.plan)}")
+    except BaseException:
+        made.close("failed to start")
+        raise
+    if made.groups is not None:
+        print_one_line(made.rank)
+    atexit.register(made.at_exit)
+    return made
+
+
+def _of(plan: Plan, whole: Job | None) -> Plan:
+    """A plan of the whole is one of the job, too."""
+    return plan if whole is None else without_buffers(plan, whole)
+
+
+def _enter(
+    made: Connection, job: Job, device: torch.device, met: Met, config: Config, forbids: Forbids, replica: Replica | None,
+    alike: Mapping[str, str],
+) -> None:
+    """Into a job that runs."""
+    if replica is None or not config.min_workers:
+        raise InvalidInput("E-JOIN-ATTACH",
+                           "joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
+                           "server says --min-workers; not a communication hook that the script registers, nor a "
+                           "DistributedDataParallel module that ignores parameters or has mixed_precision")
+    made.id = met.launch.joins
+
+    def check(plan: Plan, workers: int) -> None:
+        check_plan(plan, job, workers, 1, device, forbids, reachable=False)
+
+    enter(made, job, device, replica, messages.worker(
+        job.digest(), made.id, 0, node=made.id, dials=True, regroups=True, alike=alike,
+        gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
+
+
+def _join(
+    made: Connection, job: Job, config: Config, per_node: int, *, dials: bool, regroups: bool, alike: Mapping[str, str],
+) -> None:
+    """Starts the embedded servers where none were named, then joins and dials them."""
+    assert made.plan is not None
+    node, local = divmod(made.rank, per_node)
+    address = config.join
+    if not address:
+        address, token = _start_embedded(made, config, per_node, node, local)
+        config = msgspec.structs.replace(config, token=token)
+    made.uplink = uplink.connect(address, messages.worker(
+        job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
+        plan_digest=records.digest(made.plan), dials=dials, regroups=regroups,
+        gradients=sum(not tensor.buffer for tensor in job.tensors), alike=alike,
+    ), config)
+
+
+def _placed(config: Config, address: str, made: Connection) -> Config:
+    """Servers that listen on loopback serve one machine only: where ranks run on several, theirs listen on this address."""
+    if not address or config.join or config.advertise or not is_loopback(config.bind):
+        return config
+    if made.rank == 0:
+        made.say(f"servers of this node listen on {address}, this machine's address on the way to MASTER_ADDR; bind names "
+                 "another")
+    return msgspec.structs.replace(config, bind=address)
+
+
+def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
+    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says.
+
+    The coordinator's address, and the job's secret, which rank 0 makes and the group shares.
+    """
+    plan = made.plan
+    assert plan is not None
+    nodes = made.world // per_node
+    config = msgspec.structs.replace(config, node=node)
+    hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
+    mine = [number for number, host in enumerate(hosts) if host == node] if local == 0 else []
+
+    # Servers load codecs, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
+    # that is set is for it and for a server in its process.
+    alone = plan.servers > 1 and not config.port
+
+    def first() -> bytes:
+        number = mine.pop(0) if mine and not alone else None
+        guarded = msgspec.structs.replace(config, token=config.token or secret.new())
+        child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
+        made.embedded.append(child)
+        # The store of the group speaks plain text: where there are keys, everybody has the secret from there.
+        return f"{child.control} {'' if config.keys else guarded.token}".encode()
+
+    # The child has that long itself, and then says why it did not start.
+    told = from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
+    address, _, token = told.partition(" ")
+    token = token or config.token
+    config = msgspec.structs.replace(config, token=token)
+
+    def start(number: int) -> None:
+        made.embedded.append(Embedded.start(config, join=address, number=number))
+
+    if mine:
+        with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
+            list(starting.map(start, mine))
+    return address, token

@@ -1,0 +1,95 @@
+"""Carries what a worker must know to join from one that trains to those who join, in parts. Knows bytes; not what is in them.
+
+Parts go through the store of the meeting, a window of them at a time, since homes reach each other in no other way, and the
+store is not large. Behind each window all members say that they are there, those who neither give nor take, too: so nobody
+waits longer than a window's deadline for a home that lives and is slow, and whoever dies meanwhile makes a newer view for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from commlayer.cluster.relayed_group import AHEAD, PART_NBYTES
+from commlayer.engine.agreement import Word, name_of
+from commlayer.engine.view_words import ViewWords
+from commlayer.records import View
+
+T = TypeVar("T")
+WINDOW = 64
+"""Parts, of 10 MB together."""
+
+
+class Relay:
+    """In one view. All of its members call `give`, `take` or `watch`, once."""
+
+    def __init__(self, words: ViewWords, view: View, mine: int, word: Word, limit_s: float, judged_s: float) -> None:
+        """`limit_s`: for how long others may be waited for; `judged_s`: for the verdict on who has not come by then."""
+        self._words, self._view, self._mine, self._word = words, view, mine, word
+        self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
+        self.giver = view.members[0].rank
+        """Who has been there longest: who joins stands behind all others."""
+
+    def give(self, data: bytes) -> None:
+        windows = self._windows(len(data))
+        self._words.put(self._view, [(self._size, msgspec.msgpack.encode(len(data)))], self._until())
+        for window in range(windows):
+            parts = self._parts(window, len(data))
+            names = [self._name(part) for part in parts]
+            try:
+                for part, name in zip(parts, names, strict=True):
+                    self._words.put(self._view, [(name, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])], self._until())
+                self._meet(window)
+            finally:
+                self._words.put(self._view, [], self._until(), drop=names)
+        self._meet(windows)
+
+    def take(self, enter: Callable[[bytes], T]) -> T:
+        """What `enter` makes of all of it, before the others hear that it has come."""
+        nbytes = self._nbytes()
+        windows, data = self._windows(nbytes), bytearray()
+        for window in range(windows):
+            parts = self._parts(window, nbytes)
+            for first in range(0, len(parts), AHEAD):
+                want = [(self._name(part), self.giver) for part in parts[first : first + AHEAD]]
+                for row in self._read(want):
+                    data += row
+            self._meet(window)
+        entered = enter(bytes(data))
+        self._meet(windows)
+        return entered
+
+    def watch(self) -> None:
+        for window in range(self._windows(self._nbytes()) + 1):
+            self._meet(window)
+
+    # ----
+
+    def _nbytes(self) -> int:
+        (row,) = self._read([(self._size, self.giver)])
+        return msgspec.msgpack.decode(row, type=int)
+
+    def _read(self, want: Sequence[tuple[str, int]]) -> list[bytes]:
+        return self._words.read(self._view, want, self._until(), step=self._word.step, waits=(self._mine, self._limit_s))
+
+    @property
+    def _size(self) -> str:
+        return name_of(self._view, "state", self.giver)
+
+    def _name(self, part: int) -> str:
+        return name_of(self._view, f"part{part}", self.giver)
+
+    def _windows(self, nbytes: int) -> int:
+        return -(-nbytes // (WINDOW * PART_NBYTES))
+
+    def _parts(self, window: int, nbytes: int) -> range:
+        return range(window * WINDOW, min((window + 1) * WINDOW, -(-nbytes // PART_NBYTES)))
+
+    def _meet(self, window: int) -> None:
+        self._words.tell(self._view, f"window{window}", self._mine, self._word, self._until(), limit_s=self._limit_s)
+
+    def _until(self) -> float:
+        return time.monotonic() + self._deadline_s

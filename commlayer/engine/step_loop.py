@@ -1,0 +1,317 @@
+"""What happens around a step, once, for hooks and for DDP alike. Knows no autograd and no module.
+
+    begin      ahead of a step's first gradient: the units that it is in
+    ready      each gradient that becomes final
+    average    behind the backward pass: finish, compare with exact gradients, commit
+    written    averages are in `.grad`: from here on it is watched what becomes of them
+    observe    planning, accuracy, trace, stale plan, drift, in the order of engine/observers.py
+
+Who calls it (session.py, ddp.py) knows where gradients come from and where averages go. Steps are counted by Connection.passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.autotune.plan.driver import auto_of
+from commlayer.autotune.quality.driver import guard_of
+from commlayer.config import Config
+from commlayer.engine.average_use import AverageUse
+from commlayer.engine.connection import Connection
+from commlayer.engine.exchange_schedule import ExchangeSchedule
+from commlayer.engine.finite_steps import FiniteSteps
+from commlayer.engine.model_job import learning_rate, loss_scale
+from commlayer.engine.observers import Observer, Observers, Place
+from commlayer.engine.optimizer_steps import Held
+from commlayer.engine.parameter_drift import drift_of
+from commlayer.engine.stale_plan import watch_of
+from commlayer.engine.step import Regroup
+from commlayer.engine.step_guard import StepGuard
+from commlayer.engine.trace import trace_once
+from commlayer.engine.uneven_inputs import UnevenInputs
+from commlayer.engine.worker import Worker
+from commlayer.engine.write_gradients import hand_out
+from commlayer.errors import StepAbandoned
+
+
+class StepLoop:
+    """Of one attached model. Where there is nobody to average with, only `drain`, `weigh`, `report` and `detach` are called."""
+
+    def __init__(
+        self, connection: Connection, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
+        optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
+        guard: StepGuard | None = None, uneven: UnevenInputs | None = None,
+    ) -> None:
+        """`parameters`: those that are averaged, by number. `compared`: what must be the same on all ranks, by name.
+
+        `schedule`: when local steps are exchanged; None if there cannot be any.
+        """
+        self.connection, self.observers = connection, observers
+        self._optimizer, self._scaler, self._schedule, self._step_guard = optimizer, scaler, schedule, guard
+        self._compared, self._uneven = compared, uneven
+        self._batch, self.deadline_s = config.batch, config.deadline_s
+        self._use: AverageUse | None = None
+        self._finite: FiniteSteps | None = None
+        held = Held(parameters)
+        if connection.worker is not None:
+            if connection.rows is not None:
+                self._finite = FiniteSteps(connection, parameters, held)  # its hooks come first
+                if schedule is not None:
+                    schedule.merged = self._finite.exchanged
+            self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
+                                   lambda numbers: self.worker.applied(numbers),
+                                   lambda number: self.worker.anything(number), held)
+            connection.worker.settle = self._use.settle
+            connection.on_close.append(self._use.detach)
+            connection.after_regroup.append(self._look_again)
+        self._config = config
+        self._decide()
+        trace_once(connection, observers, config.trace, planning=bool(observers.at(Place.AUTO_PLAN)))
+        if (drift := drift_of(connection, compared, optimizer, config, held)) is not None:
+            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
+
+    def _decide(self) -> None:
+        """Adds those who decide while training runs."""
+        connection, observers = self.connection, self.observers
+        if (auto := auto_of(connection)) is not None:
+            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
+                                   after_drain=auto.after_drain))
+        self._guard = guard_of(connection, self._config)
+        if self._guard is not None:
+            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look,
+                                   looks=self._guard.looks))
+        if (watch := watch_of(connection)) is not None:
+            observers.add(Observer(Place.STALE_PLAN, watch, watch))
+
+    @property
+    def worker(self) -> Worker:
+        assert self.connection.worker is not None
+        return self.connection.worker
+
+    @property
+    def local(self) -> bool:
+        """Whether steps are local now: then gradients are not averaged."""
+        return self._schedule is not None and self._schedule.local is not None
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """Ahead of a step's first gradient; afterwards nothing more happens until the next step."""
+        if self.worker.begins():
+            self._open(self.worker)
+
+    def _open(self, worker: Worker) -> None:
+        self._units(worker)
+        if self._uneven is not None:
+            self._uneven.send()
+
+    def _units(self, worker: Worker) -> None:
+        worker.scale = loss_scale(self._scaler)
+        worker.rate = learning_rate(self._optimizer, worker.rate)
+
+    def ready(self, number: int, gradient: torch.Tensor) -> None:
+        """That parameter's gradient is final for this step. Called for each: as little as can be happens here."""
+        worker = self.connection.worker
+        assert worker is not None
+        if self._schedule is None or self.connection.local is None:
+            if worker.begins():
+                self._open(worker)
+            worker.ready(number, gradient)
+        else:
+            self.connection.local.recorder.tensor(number)
+
+    def has_gradient(self, number: int) -> bool:
+        """Whether this pass has added to that parameter's gradient, as far as anybody sees."""
+        return self._use is None or not self._use.watching or number in self._use.touched
+
+    def count_local(self, *, adds: bool = True) -> bool:
+        """See ExchangeSchedule.count."""
+        if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
+            return False
+        if self._finite is not None:
+            self._finite.counted()
+        with contextlib.suppress(Regroup):
+            for drift in self.observers.at(Place.PARAMETER_DRIFT):
+                drift.start()
+        return True
+
+    def join_round(self) -> None:
+        """Where this rank has joined a running job whose steps are local."""
+        if self._schedule is not None and self.local and self.connection.joined is not None:
+            self._schedule.join_round(self.connection.joined.local)
+
+    def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
+        """A plan has come into force. `starts`: what ranks have alike in place of weights, where these differ."""
+        if self._use is not None and self.local:
+            self._use.wrote(keeps=False)  # there are no averages of which it is to be watched what becomes of them
+        for drift in self.observers.at(Place.PARAMETER_DRIFT):
+            drift.compare([starts.get(name, tensor) for name, tensor in self._compared])
+
+    def average(
+        self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
+    ) -> Sequence[torch.Tensor | None]:
+        """The backward pass is over: waits for all sums and writes the averages into what `targets` gives then, and returns.
+
+        `leftovers[n]`: the gradient of a parameter that was not announced, or None. CommError if somebody is gone or late;
+        then nothing has been written.
+        """
+        self.begin()
+        if self._use is not None:
+            self._use.end()
+        try:
+            self._through(lambda: self._finish(leftovers))
+        finally:
+            self._passed()
+            if self.connection.fresh:
+                self.connection.begun()
+        with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
+            for observer in self.observers if self._all_active() else ():
+                observer.before_commit()
+        into = targets()
+        worker = self.worker
+        worker.commit(into)
+        self._exchanged()
+        self.judged(worker)
+        return into
+
+    def _passed(self) -> None:
+        self.connection.passed()
+        if self._uneven is not None:
+            self._uneven.passed()
+
+    def _all_active(self) -> bool:
+        return self._uneven is None or self._uneven.all_active()
+
+    def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
+        """A step of the ranks that still have batches. This one has none: it counts for nothing, and keeps its gradients."""
+        self.worker.stopwatch.drop()
+        tensors = [*[None] * (len(self.worker.job.tensors) - len(buffers)), *buffers]
+        with contextlib.suppress(StepAbandoned):
+            self.average(tensors, lambda: tensors)
+            self.observe()
+
+    def _exchanged(self) -> None:
+        if self._step_guard is not None:
+            self._step_guard.exchanged()
+
+    def judged(self, worker: Worker, *, dropped: bool = False) -> None:
+        """A step has ended. `dropped`: what was not finite in it has not been applied."""
+        if self._finite is not None:
+            (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
+
+    def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """Where others wait to take part, the part of this rank that goes when its backward pass is over waits until all are
+        in this step: nobody has it whole, however quick its sums are, so they come in here."""
+        members = self.connection.members
+        if members is not None and members.invites():
+            self.worker.stopwatch.stop(self.worker.counters.exchanges)
+            self.worker.heed()
+        self.worker.finish(leftovers, self.deadline_s)
+
+    def _through(self, end: Callable[[], None]) -> None:
+        """To the end of a step, with those who are left."""
+        while True:
+            try:
+                end()
+                return
+            except Regroup:
+                assert self.connection.members is not None
+                self.connection.members.go()
+                self._units(self.worker)
+
+    def _look_again(self) -> None:
+        """Members have changed: who has measured, or told others something, begins anew."""
+        for place in (Place.AUTO_PLAN, Place.ACCURACY, Place.TRACE, Place.STALE_PLAN):
+            for who in self.observers.at(place):
+                self.observers.remove(who)
+                if place in (Place.AUTO_PLAN, Place.TRACE):
+                    who.end()
+        for drift in self.observers.at(Place.PARAMETER_DRIFT):
+            drift.begin_again()
+        self._decide()
+
+    def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """In place of `average`: the backward pass is over, and results are taken bucket by bucket (forward_overlap.py)."""
+        self.begin()
+        if self._use is not None:
+            self._use.end()
+        self.worker.complete(leftovers)
+        if self._finite is not None:
+            self._finite.begun()
+        self._exchanged()
+        self.connection.passed()
+        self.worker.stopwatch.start()
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether somebody looks at the sums of this step, or at its times: then it is waited for as a whole."""
+        return self.worker.recorder.on or any(observer.looks() for observer in self.observers)
+
+    def written(self, known: Collection[int] = ()) -> None:
+        """The averages of the step are in `.grad`. Of those that are `known` it has been told what became of them."""
+        if self._finite is not None:
+            self._finite.written()
+        if self._use is not None:
+            self._use.wrote(keeps=self.worker.keeps, known=known)
+
+    def observe(self, *, between: bool = True) -> None:
+        """The step is committed. Who looks on may go over to another plan. `between`: no forward pass has been since."""
+        for observer in self.observers if self._all_active() else ():
+            begin = time.perf_counter()
+            try:
+                observer.after_step()
+            except Regroup:
+                return  # they begin anew with those who are left, in the next step
+            if between:
+                self.worker.stopwatch.start()  # what it took is no computing
+            else:
+                self.worker.stopwatch.skip(time.perf_counter() - begin)
+
+    def abandon(self) -> None:
+        """An exception ended the last backward pass, and the script went on: the step is dropped on all ranks."""
+        if not self.local:
+            self.begin()
+            if self._use is not None:
+                self._use.end()
+            try:
+                self._through(lambda: self.worker.abandon(self.deadline_s))
+            finally:
+                self._passed()
+
+    # ---- between two steps
+
+    def weigh(self, n: float, total: float | None) -> None:
+        """See Session.weight."""
+        worker, local = self.connection.worker, self.connection.local
+        if worker is not None:
+            (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """See Session.report."""
+        if self._guard is not None:
+            self._guard.report(loss)
+
+    def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """See Session.drain. The parameters in order of their numbers."""
+        if self._schedule is not None and self.connection.worker is not None:
+            self._schedule.drain()
+        worker = self.connection.worker  # behind the exchange: it is another one where a member died in it
+        if worker is None:
+            return False
+        self._units(worker)
+        if found := hand_out(worker, parameters):
+            self._exchanged()
+        return found
+
+    def detach(self) -> None:
+        """No more steps of this model."""
+        if self._use is not None:
+            self._use.detach()
+        if self._schedule is not None:
+            self._schedule.detach()

@@ -1,0 +1,228 @@
+"""A trace of a few steps: what was predicted and what each rank measured, in one file that rank 0 writes.
+
+All ranks count steps alike, so they record the same ones and gather at the same one. Where the plan was left to commlayer,
+only rank 0 knows when one stands: until then it is asked at steps that all know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import torch
+
+from commlayer.cluster.all_or_none import gather_bytes
+from commlayer.engine.connection import Connection
+from commlayer.engine.observers import Observer, Observers, Place
+from commlayer.engine.predicted_events import Prediction, origins, predict
+from commlayer.engine.worker import Worker
+from commlayer.errors import CommError, InvalidInput
+from commlayer.observe import NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
+from commlayer.records import Plan, digest
+
+log = logging.getLogger("commlayer")
+
+STEPS = 3
+WARM_STEPS = 2
+"""They find thresholds and make buffers: their times tell nothing of later ones."""
+LATEST_STEP = 200
+"""A plan that has not been found by then is not waited for."""
+MOST_GAP = 16
+"""Steps between two askings whether the plan stands."""
+APART = 1.05
+"""From one step of the drawing to the next, in lengths of the longest, whether predicted or measured."""
+
+
+def trace_once(connection: Connection, observers: Observers, file: str, *, planning: bool) -> None:
+    """Once the plan stands. `planning`: commlayer is looking for one."""
+    if file and (why := _untraceable(connection)):
+        log.warning("no trace in %s: %s", file, why)
+    elif file:
+        Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
+
+
+def trace(connection: Connection, observers: Observers, path: Path, steps: int) -> None:
+    """The next steps."""
+    if steps < 1:
+        raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
+    if why := _untraceable(connection):
+        raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
+    Tracer(connection, observers, path, steps, planning=False, warm=0)
+
+
+def _untraceable(connection: Connection) -> str:
+    """Why nothing of what is run here would be recorded."""
+    if connection.worker is None:
+        return "this process trains alone"
+    if connection.local is not None or (connection.plan is not None and connection.plan.local_steps > 1):
+        return "under a plan of local steps no step sends what it computed"
+    return ""
+
+
+class Tracer:
+    """Watches a connection from its making until the file is written."""
+
+    def __init__(
+        self, connection: Connection, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
+    ) -> None:
+        self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
+        self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
+        self._first = warm
+        """After so many steps it begins to record, at the earliest."""
+        self._steps: list[RecordedStep] = []
+        self._recording: Worker | None = None
+        self._plan: Plan | None = None
+        observers.add(Observer(Place.TRACE, self, self._after_step))
+        connection.on_close.append(self._ended)
+        self._look()
+
+    @property
+    def _done(self) -> int:
+        """Steps since it was made."""
+        return self._connection.exchanges - self._before
+
+    def _after_step(self) -> None:
+        worker = self._connection.worker
+        assert worker is not None
+        try:
+            self._look()
+        except CommError as error:
+            self._connection.broke(error)
+
+    def _ended(self) -> None:
+        if self in self._observers.at(Place.TRACE) and self._connection.rank == 0:
+            log.warning("no trace in %s: the job ended after %d steps, before %d were recorded", self._path,
+                        self._done, self._wanted)
+
+    def _look(self) -> None:
+        if self._recording is None:
+            if self._done >= self._first and self._stands():
+                self._begin()
+        elif self._connection.plan is not self._plan:
+            self._plan = self._connection.plan
+            self._steps.clear()
+        elif len(self._steps) >= self._wanted:
+            self.end()
+            self._observers.remove(self)
+            self._write(self._steps[: self._wanted])
+
+    def end(self) -> None:
+        """Records nothing more."""
+        if self._recording is not None:
+            self._recording.recorder.unfollow(self._steps.append)
+
+    def _begin(self) -> None:
+        self._recording, self._plan = self._connection.worker, self._connection.plan
+        assert self._recording is not None
+        self._recording.recorder.follow(self._steps.append)
+
+    def _stands(self) -> bool:
+        """Whether the plan in force is to be traced; all ranks together say the same."""
+        if not self._planning or not self._connection.terms.auto:
+            return True
+        if self._done < self._ask:
+            return False
+        self._ask = self._done + min(self._done, MOST_GAP)
+        groups = self._connection.groups
+        assert groups is not None
+        word = torch.tensor([self._connection.terms.basis is not None], dtype=torch.int64, device=groups.device)
+        groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
+        return bool(word) or self._done >= LATEST_STEP
+
+    def _write(self, steps: Sequence[RecordedStep]) -> None:
+        """All ranks: gathered by all, written by rank 0. A file that cannot be written is no reason to end a training."""
+        connection = self._connection
+        gathered = gather_steps(connection, steps)
+        if connection.rank != 0:
+            return
+        try:
+            comparison = write(connection, self._path, gathered, self._done - len(steps))
+        except OSError as error:
+            log.warning("the trace was not written: %s", error)
+            return
+        log.info("%d steps are traced in %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
+
+
+def gather_steps(connection: Connection, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
+    """Of every rank, in rank order."""
+    rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)))
+    return [msgspec.msgpack.decode(zlib.decompress(row), type=list[RecordedStep]) for row in rows]
+
+
+def write(connection: Connection, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
+    plan = connection.plan
+    assert plan is not None
+    nodes = connection.world // plan.ranks_per_node
+    prediction, note = _predicted(connection, nodes)
+    origin = origins(connection.terms.basis.plan) if prediction and connection.terms.basis else [b.id for b in plan.buckets]
+    seen = [
+        Seen(rank // plan.ranks_per_node, [[*_events(step, origin)] for step in steps]) for rank, steps in enumerate(ranks)
+    ]
+    by_node = prediction.by_node if prediction else {}
+    comparison = Comparison(_name(connection, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
+    write_trace(path, _tracks(seen, prediction, comparison.steps), comparison)
+    return comparison
+
+
+def _name(connection: Connection, plan: Plan) -> str:
+    """The plan's digest as its reader knows it: a file's from `plan make`, else from what was said of it."""
+    basis = connection.terms.basis
+    return digest(plan if connection.terms.auto or basis is None else basis.plan)
+
+
+def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, str]:
+    """The prediction, or why there is none."""
+    if connection.terms.basis is None:
+        return None, "nothing is predicted: what the plan was made from is not known here"
+    try:
+        prediction = predict(connection.terms.basis)
+    except ValueError as error:
+        return None, f"nothing is predicted: {error}"
+    if len(prediction.by_node) != nodes:
+        return None, f"nothing is predicted: the plan was made for {len(prediction.by_node)} nodes, here are {nodes}"
+    return prediction, ""
+
+
+def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
+    """As they are compared: with computing and the step itself, and by the buckets that the plan had before it was lowered."""
+    backward_s = step.marks["backward"]
+    first_s = min(step.ready.values(), default=backward_s)
+    yield Event("forward", NO_BUCKET, 0.0, first_s)
+    yield Event("backward", NO_BUCKET, first_s, backward_s)
+    yield from (event._replace(bucket=origin[event.bucket]) for event in step.events)
+    yield Event(STEP, NO_BUCKET, 0.0, step.marks["end"])
+
+
+def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> Mapping[str, Mapping[str, Sequence[Event]]]:
+    """Node by node what was predicted and below it what its ranks measured; last the simulated lanes themselves."""
+    longest = [max(e.end_s for e in events) for rank in seen for events in rank.steps]
+    longest += [max(e.end_s for e in events) for events in prediction.by_node.values()] if prediction else []
+    at_s = [APART * max(longest) * number for number in range(steps + 1)]
+    begins = [begin for begin, _ in pairwise(at_s)]
+    tracks: dict[str, Mapping[str, Sequence[Event]]] = {}
+    for node in sorted({s.node for s in seen}):
+        if prediction:
+            tracks[f"predicted, node {node}"] = by_lane(_laid([prediction.by_node[node]] * steps, begins))
+        for rank, each in enumerate(seen):
+            if each.node == node:
+                tracks[f"measured, rank {rank} on node {node}"] = by_lane(_laid(each.steps, begins))
+    if prediction:
+        lanes: dict[str, list[Event]] = {}
+        for span in prediction.timeline.spans:
+            for lane in span.lanes:
+                event = Event(span.op, span.bucket, span.start_s, span.end_s, span.nbytes)
+                lanes.setdefault(lane, []).extend(_laid([[event]] * steps, begins))
+        tracks["predicted, lanes"] = dict(sorted(lanes.items()))
+    return tracks
+
+
+def _laid(steps: Sequence[Sequence[Event]], begins: Sequence[float]) -> Iterator[Event]:
+    """One step behind the other."""
+    for begin_s, events in zip(begins, steps, strict=True):
+        for event in events:
+            yield event._replace(start_s=begin_s + event.start_s, end_s=begin_s + event.end_s)

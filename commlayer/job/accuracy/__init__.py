@@ -1,1 +1,0 @@
-"""A running job kept within its loss budget."""

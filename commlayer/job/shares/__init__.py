@@ -1,1 +1,0 @@
-"""Shares of the batch that follow how fast each worker is, while the job trains."""

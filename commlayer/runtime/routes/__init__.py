@@ -1,1 +1,0 @@
-"""The ways of a bucket from its gradients to their sum and back, behind one contract: see route.py."""
