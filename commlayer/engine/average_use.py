@@ -1,14 +1,13 @@
-"""Finds out what became of a step's averages: applied, added to, or thrown away. Knows parameters and torch's optimizers.
+"""Detects how the script used a step's averages: applied by an optimizer, accumulated, or discarded.
 
-What an exchange coded is final once an optimizer has stepped with its averages, or a further backward pass has added to them.
-Where they are cleared without either (a GAN's generator loss that runs through the discriminator, a probe, a step that a
-scaler skips), that is reported, so that the exchange can be taken back. What is written inside an optimizer's step is its own.
+An exchange becomes final once an optimizer has stepped with its averages, or a later backward pass has added to them. If the
+script clears averages before that, this module reports it, and the exchange can be undone. Examples are a GAN's generator loss
+that runs through the discriminator, a probe, and a step that a scaler skips. Writes inside an optimizer's step do not count.
 
-Whether gradients are cleared cannot be seen when it happens. So it is looked at when a tensor's next gradient is about to be
-added, or an optimizer is about to step with it: then `.grad` is still what was left, gone, or zeros. That takes two hooks on
-every parameter, which are there only while a plan keeps something back: where results are the gradients themselves, nothing
-could be taken back. Numbers are read only of gradients that were written to since (clipping does that, too), and of these
-seldom more than one tensor.
+Clearing a gradient triggers no hook. So `.grad` is checked later: when a tensor's next gradient is about to be added, or when
+an optimizer is about to step with it. By then `.grad` is unchanged, None or zeros. The check needs two hooks on every
+parameter. They are registered only while a codec of the plan keeps residuals; otherwise nothing could be undone. Values are
+read only of gradients that were written to since (also by clipping), and of these seldom more than one tensor.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ BY_LOSS = (
 
 
 SMALL_NUMEL = 1 << 12
-"""Below it an average may well be zeros, where few entries are sent."""
+"""Smaller averages may well be all zeros if few entries are sent."""
 
 
 class AverageUse:
-    """Of one model's parameters."""
+    """Watches the parameters of one model."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
         applied: Callable[[Collection[int]], None], anything: Callable[[int], bool], held: Held | None = None,
     ) -> None:
-        """`cleared(number)` hears of a tensor whose average was thrown away, `applied(numbers)` of those that were stepped.
-        `anything(number)`: whether that average was other than zeros."""
+        """`cleared(number)` receives a tensor whose average was discarded, `applied(numbers)` those that an optimizer has
+        applied. `anything(number)` returns whether that average had nonzero elements."""
         self._parameters, self._cleared, self._applied, self._anything = parameters, cleared, applied, anything
         self._held = held or Held(parameters)
         self._open: dict[int, int] = {}
-        """Tensors with an average whose use is not known yet, and the version of `.grad` that it is."""
+        """Tensors whose average's use is not known yet, with the version of `.grad` that holds the average."""
         self.touched: set[int] = set()
-        """Tensors that some backward pass has added a gradient to since the last exchange."""
+        """Tensors to which a backward pass has added a gradient since the last exchange."""
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._known: set[int] = set()
-        """Tensors that some optimizer holds, so that it is seen when they are stepped."""
+        """Tensors held by a known optimizer, whose steps can be observed."""
         if isinstance(optimizer, torch.optim.Optimizer):
             self._meet(optimizer)
         self._said = False
@@ -67,12 +66,12 @@ class AverageUse:
 
     @property
     def watching(self) -> bool:
-        """Whether it sees gradients being added, and has since the pass began: it does not in the first."""
+        """Whether the hooks are registered. They are not during the first backward pass."""
         return bool(self._of_parameters)
 
     def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
-        """A step is over, its averages are in `.grad`. `keeps`: part of it could be taken back, so it matters what becomes of
-        them, except of those of which that is `known` already."""
+        """A step has ended and its averages are in `.grad`. `keeps`: part of the exchange could be undone, so the use of the
+        averages matters. Tensors in `known` are known to be applied already."""
         self.touched.clear()
         self._open.clear()
         if keeps != self.watching:
@@ -94,12 +93,13 @@ class AverageUse:
         self._of_parameters.clear()
 
     def settle(self) -> None:
-        """Reports what has been cleared by now."""
+        """Reports the averages cleared so far."""
         for number in [n for n in self._open if self._gone(n)]:
             self._report(number)
 
     def end(self) -> None:
-        """Gradients are about to be exchanged, also those to which this pass has added nothing."""
+        """The pass has ended and its gradients are about to be exchanged. Tensors without a gradient in this pass are checked
+        now."""
         self.settle()
         self._open.clear()
 
@@ -123,8 +123,8 @@ class AverageUse:
         return not _any(grad)
 
     def _look(self, numbers: Iterable[int]) -> None:
-        """Reports which of these were cleared, ahead of each step with them: it reads as few numbers as may be. Of those that
-        were written to equally often one that is no zero speaks for all: who clips, or takes a scale out, writes to all."""
+        """Reports which of these were cleared. It runs before each optimizer step, so it reads few values. Tensors written to
+        equally often form a group, and one nonzero tensor proves the group uncleared: clipping and unscaling write to all."""
         alike: dict[int, list[int]] = {}
         for number in sorted(numbers):
             if (grad := self._parameters[number].grad) is None:
@@ -132,10 +132,10 @@ class AverageUse:
             elif times := grad._version - self._open[number]:
                 alike.setdefault(times, []).append(number)
         zeroed = [its for its in alike.values() if self._zeros(its)]
-        told = [any(map(self._anything, its)) for its in zeroed]
-        for its, sure in zip(zeroed, told, strict=True):
-            # Averages that came as zeros say nothing by themselves.
-            if sure or (any(told) and len(zeroed) == len(alike)):
+        nonzero = [any(map(self._anything, its)) for its in zeroed]
+        for its, certain in zip(zeroed, nonzero, strict=True):
+            # An average that arrived as zeros proves nothing by itself.
+            if certain or (any(nonzero) and len(zeroed) == len(alike)):
                 for number in its:
                     self._report(number)
 
@@ -154,19 +154,19 @@ class AverageUse:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if mine := self._meet(optimizer):
-            self._look(self._open.keys() & mine)  # what is gone it passes over, and with zeros it applies nothing
+            self._look(self._open.keys() & mine)  # the optimizer skips missing gradients and applies zeros without effect
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if mine := self._held.by(optimizer):
             stepped = self._open.keys() & mine
             for number in stepped:
                 del self._open[number]
-            # A fused optimizer is called for a step that the scaler skips, too, and finds that out by itself.
+            # A fused optimizer is also called for a step that the scaler skips, and detects that by itself.
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
                 self._applied(stepped)
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-        """The numbers of the parameters that it is about to step."""
+        """The numbers of the parameters that the optimizer is about to step."""
         mine = self._held.by(optimizer)
         self._known.update(mine)
         if mine and optimizer not in self._met:
@@ -178,5 +178,5 @@ class AverageUse:
 
 
 def _any(grad: torch.Tensor) -> bool:
-    """Whether it is anything but zeros."""
+    """Whether any element is nonzero."""
     return bool((grad._values() if grad.is_sparse else grad).any())

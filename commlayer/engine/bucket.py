@@ -1,4 +1,4 @@
-"""One bucket on one worker: its memory, and the moves between gradients, payload and result. Knows no threads."""
+"""One bucket on one worker: its memory, and the copies between gradients, payload and result."""
 
 from __future__ import annotations
 
@@ -26,50 +26,51 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job
 
 PAYLOAD_HEADER = 16
-"""Bytes before x, so that an in-place codec's payload is its header and x itself."""
+"""Bytes before x, so that an in-place codec's payload is its header followed by x itself."""
 SMALL_NUMEL = 1 << 14
-"""Elements of a slice, on average, up to which a call for each costs more than a second pass over all."""
+"""Mean elements per slice up to which one call per slice costs more than a second pass over the whole bucket."""
 
 
 class WorkerBucket(BucketDebts):
-    """Memory of a bucket: `x` (float32) followed by a tail of one `used` flag per slice and the weight.
+    """Memory of a bucket: `x` (float32), followed by a tail of one `used` flag per slice and the weight.
 
-    The tail rides along with collectives; between nodes the frame header carries the same facts. With a CUDA model `x` lies on
-    the device and `host` is its pinned twin that codecs read; on CPU they are one. Where the codec runs on the device
-    there is no twin, and only payloads cross, those that go and those that come each through pinned memory.
+    Collectives sum the tail with x; between nodes the frame header carries the same facts. With a CUDA model `x` is on the
+    device and codecs read `host`, its pinned copy; on CPU both are the same memory. If the codec runs on the device there is no
+    copy, and only payloads pass through pinned memory, one buffer for each direction.
 
-    The sum comes back into `y`. That is `x` again, unless the codec keeps something back: then what it was given stays, so
-    that a step whose average was not applied can be taken back without a copy of the residual. On a CPU the only rank of a node
-    has no y then: results stay as they came and are decoded where they are written (`coded_result`). Where somebody wants
-    results as the entries that a sparse codec sends, they stay that (`sparse`). y is made of either if it is asked for.
+    The sum arrives in `y`. Without error feedback `y` is `x` again. With error feedback the codec's input stays in x, so that a
+    step whose average was not applied can be undone without a copy of the residual. On a CPU the only rank of a node then has
+    no y: results stay encoded and are decoded when they are written (`coded_result`). If results are wanted as the entries of a
+    sparse codec, they stay entries (`sparse`). Reading y decodes either form.
 
-    An all-reduce of doubles or of buffers has float64 for both: nothing is rounded there but the result. So have buffers on
-    the way over a server, which is sent their own mean over this node in float32, and makes the mean of all of these.
+    An all-reduce of doubles or of buffers uses float64 for both, so only the result is rounded. So do buffers that a server
+    averages: the server receives this node's mean in float32 and averages the means of all nodes.
     """
 
     def __init__(
         self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
         on_device: bool = False,
     ) -> None:
-        """`local`: this worker's place in its node. `on_device`: its codec runs where the gradients are: device_codecs.py."""
+        """`local`: this worker's index in its node. `on_device`: the codec runs on the gradients' device (device_codecs.py)."""
         self.planned, self.codec, self.order = planned, codec, order
         self.id, self.slices, self.owner, self.server = planned.id, planned.slices, planned.owner, planned.server
         self.late = planned.stale
-        """Whether its result is used a step late: see late_results.py."""
+        """Whether its result is used one step late (late_results.py)."""
         self.served = planned.path == "service"
-        """Whether a server sums it. Then weight and used slices come in the header of its frame, else in the tail."""
+        """Whether a server sums it. Then weight and used slices are in the frame header, otherwise in the tail."""
         self.dense = planned.path == "allreduce"
-        """Whether it goes through one all-reduce as it is."""
+        """Whether one all-reduce sums it uncompressed."""
         self.staged = not (self.served or self.dense)
         """Whether its path is a sequence of collectives with encodes and decodes between them."""
         self.coded = coded = self.served and planned.owner == local
-        """Whether this worker encodes and decodes it. Another only takes part in collectives and needs no codec state."""
+        """Whether this worker encodes and decodes it. Other workers of the node only take part in collectives and have no codec
+        state."""
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         self.in_updates = not self.dense and in_updates(codec)
         self.in_means = not self.dense and codec.keeps
-        """Whether gradients are coded as parts of the mean, so that what is owed is worth the same when weights change."""
+        """Whether gradients are coded as parts of the mean, so that residuals keep their value when weights change."""
         self.means = self.served and self.buffer and of_means(codec)
-        """Whether a server makes the mean of what workers have, in place of a sum of parts (Flag.MEAN)."""
+        """Whether the server averages what workers hold, instead of summing their parts (Flag.MEAN)."""
         self.spec = planned.spec
         self.layout = Layout(planned, job)
         self.numel, self.nslices = planned.numel, len(planned.slices)
@@ -82,20 +83,20 @@ class WorkerBucket(BucketDebts):
         block = aligned(PAYLOAD_HEADER, floats * coding.itemsize if on_host or staged else 0, pinned=not on_host and staged)
         host = block[PAYLOAD_HEADER:].view(coding)
         self.host = host[: self.numel]
-        every = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
-        self.host_y, every_y = self.host, every
+        block_x = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
+        self.host_y, block_y = self.host, block_x
         if coded and self.in_means:
             back = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
             self.host_y = back.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
-                every_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
+                block_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
         self._reader: Reads | None = None
         self.sparse: SparseResult | None = None
-        """The last result, where it is kept as entries."""
+        """The last result, if kept as entries."""
         self._decoder: OneRound | None = None
         self.coded_result: CodedResult | None = None
-        """The last result, where it is kept as it came."""
-        self.lie_in(every, every_y)
+        """The last result, if kept encoded."""
+        self.lie_in(block_x, block_y)
         self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
             self.state = codec.init(self.spec)
@@ -112,36 +113,35 @@ class WorkerBucket(BucketDebts):
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
-        """The elements and the state of each encode whose debts are this worker's to pay."""
+        """Element range and codec state of each encoder whose residuals this worker owns."""
         self.carry: torch.Tensor | None = None
         self.carried: torch.Tensor | None = None
         self.entries: Entries | None = None
-        """Where it does not send the same ratio in every step."""
+        """Set if the sent ratio differs between steps."""
         self.codes = False
-        """Whether the last exchange has coded something here."""
+        """Whether the last exchange encoded something on this worker."""
         self.sound = True
         """Whether the last average was finite."""
         self.unapplied = 0
-        """One bit per slice: the average of the last exchange was not applied there."""
+        """One bit per slice: the average of the last exchange was not applied."""
         self.undone = 0
-        """The same, taken back here; the server still has to hear of it."""
+        """One bit per slice: undone on this worker, not reported to the server yet."""
         self.rewind()
         self.reset()
 
     def lie_in(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
-        """From now on its elements and their tail are there, and come back there. What does not code may lie beside others."""
+        """Sets the memory of x and y, with their tails. Buckets without a codec may share one memory block with others."""
         self.all, self.all_y = every, every_y
         self.x, self.tail = every[: self.numel], every[self.numel :]
         self._y, self.tail_y = every_y[: self.numel], every_y[self.numel :]
         on_host = every.device.type == "cpu"
         self._facts = self.tail.numpy() if on_host else None
         self._facts_y = self.tail_y.numpy() if on_host else None
-        """The same memory where the host can reach it: a small tensor costs as much time as thousands of elements."""
+        """The same memory as arrays of the host: a small tensor operation costs as much time as thousands of elements."""
         self.views, self.views_y = self.layout.views(self.x), self.layout.views(self._y)
 
     @property
     def y(self) -> torch.Tensor:
-        """The sum that came back."""
         if self.coded_result is not None:
             return self.coded_result.whole()
         if self.sparse is not None and not self._y.numel():
@@ -149,8 +149,8 @@ class WorkerBucket(BucketDebts):
         return self._y
 
     def keep_coded(self, recycle: Callable[[memoryview], None]) -> None:
-        """From now on results stay as they came, where they can be decoded later. For the only rank of a node, before its first
-        step. `recycle` takes back their bodies."""
+        """Keeps results encoded from now on if they can be decoded later. For the only rank of a node, before its first step.
+        `recycle` takes back the bodies of results."""
         if self.coded and self.in_means and not self.late and not self.buffer and self.x.device.type == "cpu":
             self._decoder = codec_of_results(self.codec)
         if self._decoder is not None:
@@ -162,7 +162,7 @@ class WorkerBucket(BucketDebts):
         self._facts_y, self.views_y = None, []
 
     def keep_entries(self) -> None:
-        """From now on results stay entries, where they come as that. For the only rank of a node, ahead of its first step."""
+        """Keeps results that arrive as entries in that form. For the only rank of a node, before its first step."""
         if self.coded and not self.late and not self.buffer and self.x.device.type == "cpu" and self.numel <= MOST_NUMEL:
             self._reader = reader_of(self.codec)
         if self._reader is not None:
@@ -170,33 +170,32 @@ class WorkerBucket(BucketDebts):
             self._no_y()
 
     def reset(self) -> None:
-        """Before a step's gradients. What its exchange needs stays: a late bucket's goes on behind the step."""
         self.sources: list[torch.Tensor | None] = [None] * self.nslices
         self.marks: list[object] = []
-        """Points in the callers' streams behind which the sources are final."""
+        """Points in the callers' streams after which the sources are final."""
         self.waiting = self.nslices
 
     def rewind(self) -> None:
-        """Before an exchange."""
         self.step = 0
         self.started = self.done = False
         self.finite = True
         self.weight, self.used = 0.0, 0
         self.scaled: float | torch.Tensor = 1.0
-        """What y has been multiplied by since it came back."""
+        """The factor applied to y since it arrived."""
         self.spent = 0
-        """One bit per slice: an optimizer has stepped with this exchange's average, ahead of the end of its step."""
-        self.said = 0  # the slices of which the server was told in it that the exchange before was not applied there
+        """One bit per slice: an optimizer has applied this exchange's average before the end of the step."""
+        self.said = 0  # slices whose last average was not applied, as this exchange reported to the server
         self.abandoned = ""
-        """Who broke the step off, and why: then there is no sum."""
+        """Who aborted the step, and why; there is no sum then."""
         self.total = 0.0
-        """The weight of all workers that this exchange's gradients were taken as a part of."""
+        """The total weight of all workers on which the scaling of this exchange's gradients is based."""
         self.told: float | None = None
-        """What all workers weigh, where only a device knows it from the exchange and somebody has said so to the host."""
+        """The total weight of all workers, if only a device knows the exchanged value and the host was given it by other means.
+        """
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
-        """x = gradients times factor; zeros where there is none, and everywhere if they weigh nothing (a mean over no samples
-        is NaN, and NaN times 0 would stay it). `worth` is what a debt of 1 is in x."""
+        """Sets x = gradients times factor, with zeros for missing gradients. With weight 0 all of x is zero: a mean over no
+        samples is NaN, and NaN times 0 stays NaN. `worth` is the value in x of a residual of 1."""
         used = 0
         for i, (view, tensor) in enumerate(zip(self.views, self.sources, strict=True)):
             if tensor is not None:
@@ -214,24 +213,25 @@ class WorkerBucket(BucketDebts):
         if self.carried is not None:
             self.x += self.carried.to(self.x.device) * worth
         self.used, self.weight = used, weight
-        if self.late:  # its gradients are others when the result is used; on a GPU nobody waits for these
+        if self.late:  # the sources have changed when the result is used; on a GPU nothing waits for these sums
             self._put_in = torch.stack([view.sum() for view in self.views])
 
     def _mark_changed(self, there: int) -> int:
-        """Buffers: which slices this rank has changed, of those that are there. Only a frame's header needs it on the host."""
+        """Buffers: returns the slices in the mask `there` that this rank has changed. Only a frame header needs the mask on the
+        host."""
         assert self.agreed is not None
         mask = torch.tensor([there >> i & 1 for i in range(self.nslices)], device=self.x.device)
         self.changed = self.agreed.changed(self.x) * mask
         return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.served else there
 
     def flags(self) -> torch.Tensor:
-        """By slice, above 0 where some rank used it: where the exchange has left that, on the device of x."""
+        """By slice, above 0 if some rank used it. On the device of x, where the exchange left it."""
         if not self.served:
             return self.tail_y[:-1]
         return torch.tensor([self.used >> i & 1 for i in range(self.nslices)], device=self.x.device)
 
     def write_tail(self, tail: torch.Tensor) -> None:
-        """Puts used and weight where a collective will sum them, or share them."""
+        """Writes `used` and weight for a collective to sum or share."""
         if self.agreed is not None and not self.served:
             tail[:-1] = self.changed
             tail[-1] = self.weight
@@ -243,46 +243,47 @@ class WorkerBucket(BucketDebts):
             tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
     def read_used(self) -> None:
-        """Takes `used` from the tail, after a collective has summed it. Needless, and skipped, where every slice was used."""
+        """Reads `used` from the summed tail. Skipped if this rank used every slice, since the result is known."""
         if self.used != self.all_slices or (self.agreed is not None and self.served):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def read_result(self) -> None:
-        """The owner's result has been handed on to this worker: takes its facts. What the owner found not finite is NaN."""
+        """Reads weight and `used` of the result that the owner shared with this worker. NaN marks a result that is not finite.
+        """
         self.weight = float(self.tail_y[-1])
         self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
         self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())
 
     @property
     def read_here(self) -> bool:
-        """Whether the host reads what a collective brings at no cost."""
+        """Whether the host can read the result of a collective without a device synchronization."""
         return self._facts_y is not None
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
-        """scale / summed weight of a collective; on a device as a tensor, so that nothing waits for it."""
+        """scale / summed weight of a collective. On a device it is a tensor, so that the host does not wait."""
         if self.told == 0.0:
             raise ZeroDivisionError
         return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
 
     def summed_weight(self) -> float:
-        """What all workers weighed in the exchange whose result is in y; 0 where only a device knows."""
+        """The summed weight of all workers in the exchange whose result is in y; 0 if only a device knows it."""
         if self.served:
             return self.weight
         return self.told or 0.0 if self._facts_y is None else float(self._facts_y[-1])
 
     def op(self, coding: str) -> str:
-        """"encode" or "decode" as paths spell it."""
+        """"encode" or "decode", with the device, as paths spell it."""
         return f"{coding}@{'gpu' if self.on_device else 'cpu'}"
 
     def to_mean(self) -> None:
-        """x, what this node's ranks weighed together, becomes the mean of theirs, where a server weighs it."""
+        """Divides x, the weighted sum over this node's ranks, by their weight if the server averages means."""
         if self.means:
             self.x.div_(self.weight or 1.0)
             if self.x.device.type == "cpu":
                 self.host.copy_(self.x)
 
     def encode(self) -> int:
-        """Round 0: x to payload."""
+        """Round 0: encodes x into the payload."""
         self.started = self.codes = True
         self._drop_result()
         if self.entries is not None:
@@ -296,8 +297,11 @@ class WorkerBucket(BucketDebts):
         return nbytes
 
     def restart(self, total: float) -> int:
-        """Round 0 anew, as parts of another total weight than that first taken. So are debts of other ranks of this node, which
-        x holds, too; each of them carries on what is missing (`carry_on`)."""
+        """Repeats round 0 because the total weight differs from the assumed one.
+
+        Residuals of other ranks of this node are in x and are scaled, too; each of those ranks keeps the missing part
+        (`carry_on`).
+        """
         x = self.coded_x
         self.codec.undo(self.state, x)
         carried = 0.0 if self.carried is None else self.carried.to(x.device)
@@ -307,23 +311,23 @@ class WorkerBucket(BucketDebts):
 
     @property
     def coded_x(self) -> torch.Tensor:
-        """What the codec is given."""
+        """The codec's input."""
         return self.x if self.on_device else self.host
 
     @property
     def result(self) -> torch.Tensor:
-        """What came back, where it is read at least cost."""
+        """The received sum, in the memory where reading it costs least."""
         return self.host_y if self._reader is None and self._decoder is None and not self.on_device else self.y
 
     def slice_of_result(self, number: int) -> torch.Tensor:
-        """The values of a slice that came back, without those that are zeros where it came as entries."""
+        """The received values of a slice; without zeros if the result arrived as entries."""
         return self.layout.views(self.y)[number] if self.sparse is None else self.sparse.entries(number)[1]
 
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
 
     def decode(self, result: memoryview) -> None:
-        """The last round's result to x."""
+        """Decodes the last round's result."""
         if self._reader is not None:
             self._read(self._reader, result)
             return
@@ -346,11 +350,11 @@ class WorkerBucket(BucketDebts):
 
     @property
     def keeps_body(self) -> bool:
-        """Whether `decode` has kept the result's body: the bucket recycles that itself."""
+        """Whether `decode` has kept the result's body, which the bucket then recycles itself."""
         return self.coded_result is not None
 
     def let_go(self) -> None:
-        """Between two exchanges: where nothing of the last one can be taken back, its memory goes back to the system."""
+        """Between two exchanges: returns memory to the system if nothing of the last exchange can be undone."""
         if self.started or self.unapplied or self.late or not self.coded or self.on_device:
             return
         self.codes = False
@@ -372,17 +376,17 @@ class WorkerBucket(BucketDebts):
         self.views_y = [] if read is not None else self.layout.views(self._y)
 
     def look(self) -> None:
-        """Whether the sum is finite, where nobody has decoded anything that says so."""
+        """Sets `finite` if no decoder has reported it."""
         self.finite = all_finite(self.y)
 
     def late_not_finite(self) -> int:
-        """The same as `own_not_finite`, of the exchange whose result has come a step late."""
+        """As `own_not_finite`, for the exchange whose result has arrived one step late."""
         bad = [s.tensor for s, there in zip(self.slices, self._put_in.isfinite().tolist(), strict=True) if not there]
         return bad[0] if bad else -1
 
     def own_not_finite(self) -> int:
-        """The first tensor of which what this worker put in is not finite; -1 if there is none. Ahead of `commit`, which may
-        overwrite it."""
+        """The first tensor for which this worker's own input is not finite; -1 if there is none. Call it before `commit`, which
+        may overwrite the input."""
         for s, source in zip(self.slices, self.sources, strict=True):
             if source is not None:
                 values = source.detach()
@@ -393,7 +397,7 @@ class WorkerBucket(BucketDebts):
         return -1
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = y times factor; None leaves out a slice. Buffers stay what they are if y is not finite. To be called
+        """Sets targets = y times factor, skipping targets that are None. Buffers stay unchanged if y is not finite. Call it
         once."""
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)

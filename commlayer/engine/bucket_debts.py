@@ -1,8 +1,8 @@
-"""What one bucket owes: residuals, debts of earlier plans, and what of its last exchange was not applied. Knows no routes.
+"""What one bucket still has to send: residuals, residuals of earlier plans, and averages that were not applied.
 
-What is owed has one word for each thing. A residual is what a codec keeps back of what it was given, in its state. A debt is
-any of it, by elements, as it goes from plan to plan. `carry` is the debt that this bucket took over from an earlier plan; it
-goes out with the next gradients, and `carried` is what of it went with the last.
+A residual is the part of a codec's input that was not sent; the codec keeps it in its state. A `Debt` is a residual by element
+range, in the form in which it moves between plans. `carry` is the inherited residual, from an earlier plan. `carry` is sent
+with the next gradients; `carried` is the part that was sent with the last ones.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from commlayer.compressors.feedback import add_where
 from commlayer.records import Slice
 
 TINY = 1e-30
-"""In place of a weight of nothing, which ends the step with an error."""
+"""Replaces a total weight of 0, which ends the step with an error."""
 
 
 class Entries(Protocol):
-    """Tells codecs how much to send: entries_sent.py."""
+    """Sets how much codecs send: entries_sent.py."""
 
     def begin(self, step: int) -> None:
-        """Ahead of each encode of that step."""
+        """Called before each encode of that step."""
         ...
 
     def forget(self) -> None:
-        """States are others now, and the step may come again."""
+        """Codec states were replaced, and the step may be repeated."""
         ...
 
 
 class BucketDebts:
-    """A WorkerBucket's."""
+    """The residuals of a WorkerBucket."""
 
     codec: Codec
     state: State
@@ -58,24 +58,24 @@ class BucketDebts:
 
     @property
     def coded_x(self) -> torch.Tensor:
-        """What the codec is given."""
+        """The codec's input."""
         raise NotImplementedError
 
     @property
     def result(self) -> torch.Tensor:
-        """What came back, where it is read at least cost."""
+        """The received sum, in the memory where reading it costs least."""
         raise NotImplementedError
 
     def debts(self) -> list[Debt]:
-        """What this worker owes on the bucket's elements, in the unit of residuals: see Units.worth."""
-        found = [] if self.carry is None else list(spread(self.slices, 0, self.carry))
+        """This worker's residuals on the bucket's elements, in the unit of residuals (Units.worth)."""
+        debts = [] if self.carry is None else list(spread(self.slices, 0, self.carry))
         for (low, high), state in self.coders:
             if (values := owed(state, high - low)) is not None:
-                found += spread(self.slices, low, values)
-        return found
+                debts += spread(self.slices, low, values)
+        return debts
 
     def judge(self, *, finite: bool) -> None:
-        """The step is over. A slice that nobody used is applied nowhere, nor is anything of a step that is not finite."""
+        """Finalizes a step. A slice that no rank used is not applied; neither is anything of a step that is not finite."""
         if self.buffer:
             return
         self.sound = self.finite
@@ -84,16 +84,17 @@ class BucketDebts:
             self.carry_on(self.used)
 
     def carry_on(self, slices: int) -> None:
-        """Of these slices' average, applied: what went along has reached the mean but for a part, which goes with the next."""
+        """These slices' average was applied. The part of the inherited residual that did not reach the mean goes with the next
+        step."""
         if self.carried is not None and (left := 1.0 - self._paid()):
             rest = torch.zeros_like(self.carried)
             add_where(rest, self.carried * left, cut_of(self.slices, slices))
-            self.carried = self.carried - rest  # a part that is taken back yet
+            self.carried = self.carried - rest  # so that `take_back` undoes only the part that was sent
             self.carry = rest if self.carry is None else self.carry + rest
 
     def _paid(self) -> float:
-        """The part of what was carried that reached the mean: all of it, where all workers weighed what this one took for
-        granted, or where it has coded again. Other ranks of its node took what they did."""
+        """The fraction of `carried` that reached the mean. It is 1 if all workers weighed what this worker had assumed, or if
+        this worker encoded again. Other ranks of its node keep their assumption."""
         return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
 
     @property
@@ -101,13 +102,14 @@ class BucketDebts:
         return (1 << self.nslices) - 1
 
     def forget(self) -> None:
-        """Its state is another now: what the last exchange coded is in none that could be taken back."""
+        """The codec state was replaced, so the last exchange cannot be undone any more."""
         self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
         if self.entries is not None:
             self.entries.forget()
 
     def take_back(self) -> int:
-        """Makes undone what of the last exchange was not applied, ahead of the next one. The slices that it took back."""
+        """Undoes the part of the last exchange that was not applied, before the next exchange. Returns the slices that were
+        undone."""
         back, self.unapplied = self.unapplied, 0
         if back:
             cut = cut_of(self.slices, back)

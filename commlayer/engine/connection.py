@@ -1,6 +1,7 @@
-"""One rank's connection to its job: groups, coordinator and servers, the worker and its plan. Decides nothing.
+"""Holds everything that one rank keeps for its job: process groups, coordinator and server links, worker and plan.
 
-Made by engine/start.py, moved to another plan by engine/switch.py, closed by its session or at exit.
+`engine/start.py` makes it, `engine/switch.py` moves it to another plan, and the session closes it, or the exit of the process.
+It takes no decisions.
 """
 
 from __future__ import annotations
@@ -42,74 +43,77 @@ T = TypeVar("T")
 
 
 class Waits(NamedTuple):
-    """How long this rank waits for others around an error or an end."""
+    """How long this rank waits for other ranks around an error or at the end, in seconds."""
 
     notice_s: float = 0.0
-    """For the coordinator's word who left or died."""
+    """For the coordinator to report which rank left or died."""
     verdict_s: float = 0.0
-    """The same, behind a collective, which names nobody: the silence after which a worker counts as dead comes first."""
+    """As `notice_s`, after a failed collective. A collective names no rank, so the heartbeat timeout of the dead worker comes
+    first."""
     stay_s: float = 0.0
-    """Before the servers that this rank hosts end under the others."""
+    """Before the servers hosted by this rank shut down, because other ranks may still use them."""
     silent_s: float = 0.0
-    """For a peer that gives no sign of life, until it counts as dead."""
+    """For a peer without heartbeats, until it counts as dead."""
 
 
 class Changes(Protocol):
-    """Of members: regroup.py."""
+    """Membership changes as the connection uses them; `regroup.py` implements them."""
 
     def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
-        """Called by whoever waits for others in a step, until all of it is `here`. Regroup if it is to be done again by those
-        who are left."""
+        """Polled while a step waits for other ranks, until the step's data `here` is complete. Raises Regroup if the remaining
+        ranks have to repeat the step."""
         ...
 
     def unfit(self, plan: Plan) -> str:
-        """Why they cannot change under that plan; "" if they can."""
+        """Why the members cannot change under that plan; "" if they can."""
         ...
 
     def invites(self) -> bool:
-        """Whether others wait to be let in, and it is this rank's part to see that all come to a step for that."""
+        """Whether new members wait to join and this rank has to bring all ranks to a step where they can."""
         ...
 
     def pending(self, wait_s: float) -> bool:
-        """Whether members have gone without whom this rank has yet to go on; waits so long to hear of it."""
+        """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` for the report.
+        """
         ...
 
     def patience(self) -> float:
-        """For how many seconds behind its deadline this rank waits for others, since the coordinator judges who is late."""
+        """Seconds that this rank waits after its deadline, because the coordinator decides which ranks are too slow."""
         ...
 
     def gone(self) -> list[str]:
-        """Their names in errors."""
+        """The names of the members that left, for errors."""
         ...
 
     def go(self) -> None:
-        """Behind Regroup: goes over to the view of those who are left. CommError if that fails."""
+        """After Regroup: switches to the epoch of the remaining members. Raises CommError if that fails."""
         ...
 
     def between(self, plan: Plan | None = None) -> None:
-        """The same between two steps, if members have gone. `plan`: goes over to that, which servers may know already."""
+        """Does the same between two steps if members have left. `plan` is the plan to switch to; servers may have it already.
+        """
         ...
 
 
 class Giving(Protocol):
-    """replica.py."""
+    """What `replica.py` implements."""
 
     def given(self, made: Connection, plan: Plan) -> bytes: ...
 
 
 class Joined(NamedTuple):
-    """What a rank that joins is given, for when it is needed."""
+    """State that a joining rank receives and applies later."""
 
     local: Mapping[str, torch.Tensor]
-    """As LocalSteps.snapshot."""
+    """As from LocalSteps.snapshot."""
     restore: Callable[[], None]
-    """Puts the optimizer's state in place again."""
+    """Restores the optimizer's state."""
     followed: dict[str, str]
-    """What `followers` of who gave it have said."""
+    """The values that `followers` returned on the rank that sent this state."""
 
 
 class Connection:
-    """What a session holds on to. `worker` is None where there is nobody to average with.
+    """State shared by a session's components. `worker` is None if there are no other ranks to average with.
 
     =====================================  ====================================================================
     attribute                              changed by
@@ -121,93 +125,93 @@ class Connection:
     plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
     matched                                switch(), told_lengths.py, newcomer.py
-    stepped                                whoever steps: module_driver.py
-    decisions, events                      added to by whoever decides
+    stepped                                module_driver.py
+    decisions, events                      appended to by components that decide
     passes, passed_s, fresh                step_loop.py, exchange_schedule.py
     parted, entered                        regroup.py; newcomer.py
     lets_in                                closed_door()
     in_join                                uneven_inputs.py, module_driver.py
     replica                                start.py
     joined                                 newcomer.py, begun()
-    followers                              added to by whoever is followed, as a sampler is
-    on_close, on_shares                    added to by whoever has something to end, or wants to hear
-    catch_up, before_switch, after_switch  added to by whoever must act around a change of plans
+    followers                              script objects whose state joining ranks need, such as a sampler
+    on_close, on_shares                    callbacks: end of the connection; moved work
+    catch_up, before_switch, after_switch  callbacks: change of plan
     end_rounds                             exchange_schedule.py
-    after_regroup, after_between           added to by whoever must act when members have gone
-    bring_in                               added to by whoever lets exchanges run behind steps
+    after_regroup, after_between           callbacks: members have left
+    bring_in                               callbacks: exchanges that run after their step
     =====================================  ====================================================================
     """
 
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self.id = 0
-        """This rank's number on the wire and at the coordinator: its first rank, whoever has gone since."""
+        """This rank's number on the wire and at the coordinator: its initial rank, which stays when other members leave."""
         self.members: Changes | None = None
-        """Where the members of the job may change."""
+        """None unless the members of the job may change."""
         self.groups: Groups | None = None
         self.rows: RowChannel | None = None
-        """What observers (observers.py) of all ranks tell each other, in their order."""
+        """Exchanges rows between the observers (observers.py) of all ranks, in the same order on each."""
         self.uplink: Uplink | None = None
         self.embedded: list[Embedded] = []
         self.plan: Plan | None = None
         self.worker: Worker | None = None
         self.waits = Waits()
         self.terms = PlanTerms()
-        """What its plans have to heed."""
+        """What its plans must respect."""
         self.local: LocalSteps | None = None
-        """Under a plan of local steps."""
+        """Set under a plan of local steps."""
         self.matched: bool | None = None
-        """Whether all ranks make means of changes as long as the changes; None: they have not told each other yet."""
+        """Whether all ranks average with norm matching. None until the ranks have agreed."""
 
         self.replica: Giving | None = None
-        """What who joins is given here. None where nobody can be taken in."""
+        """Makes the state that a joining rank receives from this one. None if no rank can join."""
         self.followers: dict[str, Callable[[], str]] = {}
-        """By name: who of the script's own, such as a sampler, says what who joins must know of it."""
+        """By name: script objects, such as a sampler, whose state a joining rank needs as a string."""
         self.joined: Joined | None = None
-        """What this rank was given, where it has joined a running job."""
+        """The state that this rank received when it joined a running job."""
         self.fresh = False
-        """Whether it has, and its first step is still to come."""
+        """Whether this rank has joined a running job and not finished its first step."""
         self.in_join = False
-        """Whether it is inside session.join(): ranks may stand in different places of their scripts."""
+        """Whether this rank is inside session.join(): ranks may be at different places of their scripts."""
         self.lets_in = True
-        """Whether members may join in what is at hand."""
+        """Whether new members may join during the current operation."""
         self.passes = 0
-        """Training steps since the job began, the same on all ranks, those that were dropped among them."""
+        """Training steps since the job began, dropped steps included. The same on all ranks."""
         self.passed_s = 0.0
-        """By time.perf_counter: the end of the last one's backward pass. backward() may wait for averages first, or not."""
+        """When the last backward pass ended, by time.perf_counter. backward() may return only after averages have arrived."""
 
         self.parted: dict[int, int] = {}
-        """By member that has gone: `carried` as it then was, so that it has no part in later steps."""
+        """By member that has left: `carried` when it left. The member has no part in later steps."""
         self.entered = 0
-        """`carried` as it was when this rank joined the running job."""
+        """`carried` when this rank joined the running job."""
 
         self.logs = True
-        """Whether this rank is the one of its node, or home, that logs what all ranks know."""
+        """Whether this rank logs for its node or home what all ranks know."""
         self.decisions: list[str] = []
-        """What was decided in this run, at which step, and why."""
+        """Decisions in this run, with step and reason."""
         self.events: list[StalePlan] = []
-        """The same as records, as far as there are any."""
+        """Decisions that have a record."""
 
         self.on_close: list[Callable[[], None]] = []
-        """What else is to be closed with it."""
+        """Called when the connection closes."""
         self.on_shares: list[Callable[[float], None]] = []
-        """Who wants to hear, on all ranks after the same step, that work moves: by what part a step's computing changes."""
+        """Called on all ranks after the same step when work moves, with the factor by which a step's computing changes."""
         self.catch_up: list[Callable[[], object]] = []
-        """Called ahead of all that ranks do together between two steps: does what others may have done already."""
+        """Called before any joint operation between two steps: catches up with what other ranks may have done already."""
         self.end_rounds: list[Callable[[], object]] = []
-        """Called on all ranks behind the same step: exchanges until all steps are in what all ranks have."""
+        """Called on all ranks after the same step: exchanges until no local step is left unsent."""
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
-        """Called on all ranks between the same two steps, when it is known that all can go over, and when they have."""
+        """Called on all ranks between the same two steps: before the switch, once all ranks can switch, and after it."""
         self.stepped: Stepped | None = None
-        """What the optimizer makes of gradients, where one was given."""
+        """How the optimizer transforms gradients, if an optimizer was given."""
         self.after_regroup: list[Callable[[], None]] = []
-        """Called on all ranks in the same step when members have gone, and the others go on."""
+        """Called on all remaining ranks in the same step after members have left."""
         self.after_between: list[Callable[[], None]] = []
-        """The same behind that, where it is between two steps: those who are left may ask each other."""
+        """Called after `after_regroup` if the members left between two steps. Callbacks may use collectives."""
         self.bring_in: list[Callable[[], object]] = []
-        """Called on all ranks between the same two steps, ahead of a save, a load and an orderly end: brings in what is under
-        way."""
+        """Called on all ranks between the same two steps before a save, a load and an orderly end: completes pending exchanges.
+        """
 
         self._verdict = FaultVerdict()
         self._notices: WaitNotices | None = None
@@ -216,28 +220,27 @@ class Connection:
 
     @property
     def exchanges(self) -> int:
-        """Whole exchanges since the start, the same on all ranks between two steps. `worker.step` is the number of the next
-        one on the wire: it goes on after a restored checkpoint, and an exchange that was dropped has one, too."""
+        """Complete exchanges since the start; between two steps the same on all ranks. `worker.step` differs: it is the wire's
+        number of the next exchange, continues after a restored checkpoint and also counts dropped exchanges."""
         return 0 if self.worker is None else self.worker.counters.exchanges
 
     @property
     def carried(self) -> int:
-        """So many of the training steps, as `passes` counts them, are in what all ranks have, whoever dies: those that are
-        averaged, and of local steps those of exchanges that are whole. The same on all ranks behind the same step."""
+        """Training steps (as `passes` counts) that survive the death of any rank: averaged steps, and local steps in complete
+        exchanges. The same on all ranks after the same step."""
         return self.passes - (0 if self.local is None else self.local.behind)
 
     def passed(self) -> None:
-        """The backward pass of a training step is over."""
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
 
     def given(self, plan: Plan) -> bytes:
-        """What this rank gives to who joins, under the plan that then stands."""
+        """The state that this rank sends to a joining rank, under the given plan."""
         assert self.replica is not None
         return self.replica.given(self, plan)
 
     @contextlib.contextmanager
     def closed_door(self) -> Iterator[None]:
-        """Nobody is let in: who joins would not know what is done here."""
+        """No rank can join inside: a joining rank would not know what is done there."""
         self.lets_in, before = False, self.lets_in
         try:
             yield
@@ -245,8 +248,9 @@ class Connection:
             self.lets_in = before
 
     def begun(self) -> None:
-        """The first step behind joining is whole: the script may do all that it does elsewhere. What it did to the optimizer
-        ahead of that, as schedulers do that catch up, the others have done to theirs."""
+        """The first step after joining is complete: from now on the script may do all that other ranks do. Before that step the
+        script may have changed the optimizer (schedulers that catch up); the other ranks did so earlier, so the state sent is
+        restored."""
         self.fresh = False
         if self.joined is not None:
             self.joined.restore()
@@ -261,7 +265,7 @@ class Connection:
                 "kept_nbytes": 0 if resumed is None else resumed.kept_nbytes}
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
-        """A worker that runs this plan here; it takes no part in anything until `follow`."""
+        """Makes a worker that runs this plan. It is idle until `follow`."""
         assert self.uplink is not None
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
@@ -270,7 +274,8 @@ class Connection:
         )
 
     def follow(self, worker: Worker) -> None:
-        """From now on what the coordinator says of the others goes to this worker, and is kept for `explain`."""
+        """Makes this worker the current one: the coordinator's reports about other ranks go to it and are kept for `explain`.
+        """
         assert self.uplink is not None
         self.worker = worker
         self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
@@ -292,17 +297,17 @@ class Connection:
             worker.patience = members.patience
 
     def _waiting(self) -> Waiting | None:
-        """What waits for other ranks now, if anything does: a step, or a call between two steps."""
+        """The step, or the call between two steps, that may be waiting for other ranks now."""
         in_step = self.worker is not None and self.worker.waiting_since
         return self.worker if in_step or self.groups is None else self.groups
 
     def hand_on(self, old: Worker, new: Worker) -> None:
-        """`new` goes on where `old` stopped, and owes what that owed."""
+        """`new` continues where `old` stopped and takes over its residuals."""
         hand_over(old, new, *(() if self.stepped is None else (self.stepped.effect, self.stepped.rate)))
 
     def broke(self, error: CommError) -> None:
-        """Something that ranks do together between steps: for good, and the error is raised; or since members have gone, and
-        then it is left, Regroup is raised, and the next step goes on with those who are left."""
+        """Handles the failure of a joint operation between steps. If members have left, raises Regroup: the operation is
+        dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
         assert self.worker is not None
         if self.worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
             raise Regroup from error
@@ -310,9 +315,10 @@ class Connection:
         self.worker.check()
 
     def anew(self, act: Callable[[], T]) -> T:
-        """What all ranks do together between two steps; again, from its beginning, with those who are left if members go.
+        """Runs a joint operation of all ranks between two steps. If members leave, the remaining ranks repeat `act` from its
+        start.
 
-        A collective that lacks one who is gone fails on all who are left, so all of them begin again.
+        A collective that misses one rank fails on all ranks, so all of them start again.
         """
         while True:
             try:
@@ -328,17 +334,17 @@ class Connection:
             self.members.between()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Who is to blame for it, as the coordinator knows soon."""
+        """Names the peer that caused the error, as soon as the coordinator reports it."""
         error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
         if isinstance(error, CommError) and self.uplink is not None:
             error.call(", ".join(map(self.uplink.called, error.peer.split(", "))))
         return error
 
-    # ---- what people see
+    # ---- decisions and logs
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False) -> None:
-        """Adds a decision to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows
-        it, so this one logs it whatever its place in the node."""
+        """Adds a decision to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows it,
+        so this rank logs it even if another one logs for its node."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
             log.log(level, "%s", self.decisions[-1])
@@ -346,12 +352,13 @@ class Connection:
             self.log(self.decisions[-1], level)
 
     def log(self, line: str, level: int = logging.INFO) -> None:
-        """Logs what all ranks know: once on each node, and in each home."""
+        """Logs what all ranks know, once on each node and in each home."""
         if self.logs:
             log.log(level, "%s", line)
 
     def called(self, place: int) -> str:
-        """A rank, by its place among those that train: "rank 2 (ben)", or "rank 2" where all nodes have one name."""
+        """The name of a rank, by its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes share one name.
+        """
         number = place if self.groups is None else self.groups.members.ranks[place]
         name = "" if self.uplink is None else self.uplink.name_of(self.uplink.view.members[place].rank)
         return f"rank {number} ({name})" if name else f"rank {number}"
@@ -364,14 +371,14 @@ class Connection:
 
     def close(self, reason: str = "") -> None:
         if self._closed or os.getpid() != self._owner:
-            return  # a forked copy of the trainer has no part in the job
+            return  # a forked copy of the trainer is not a member of the job
         self._closed = True
         atexit.unregister(self.at_exit)
         if not reason and self.worker is not None and self.worker.error is None:
             try:
                 for act in self.bring_in:
                     act()
-            except Exception as failed:  # of an optimizer, too: whatever it is, the others must hear of the end
+            except Exception as failed:  # even an optimizer's error: the goodbye below must still be sent
                 log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
             self.worker.rest()
         error: BaseException | None = self._verdict.error
@@ -392,6 +399,6 @@ class Connection:
             self.groups.close()
 
     def at_exit(self) -> None:
-        """The end of a script that did not close: the exception that ended it is the reason that others hear."""
+        """Closes at the end of a script that did not. The exception that ended the script is the reason sent to other ranks."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else cause_of(error))

@@ -1,4 +1,4 @@
-"""Hooks on a model's parameters: tell a worker when gradients are final. Knows autograd; nothing of codecs or networks."""
+"""Autograd hooks on a model's parameters: report each gradient when it is final, and the end of the backward pass."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def in_compiled_autograd() -> bool:
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps torch.compile from a hook that autograd calls, and from what that calls: a compiled function may call backward().
+    """Excludes a hook that autograd calls, and all that the hook calls, from torch.compile: a compiled function may call
+    backward().
 
-    torch.compiler.disable does the same with a wrapper that costs more than a hook. It serves torch 2.6, which lacks this call.
+    torch.compiler.disable does the same, but its wrapper costs more than a hook. It serves torch 2.6, which lacks this call.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     frames: Any = torch._C._dynamo.eval_frame
@@ -62,36 +63,36 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 class Hooks:
     """Calls `ready(tensor, gradient)` for each parameter and `finish()` when the outermost backward pass ends.
 
-    `finish` runs as an end callback of the autograd engine, so gradients are final when backward() returns: GradScaler and
-    clipping read them before any step hook could run.
+    `finish` runs as an end callback of the autograd engine, so gradients are final when backward() returns. GradScaler and
+    clipping read gradients before any step hook could run.
 
-    Under reentrant activation checkpointing each segment is a backward pass inside the outer one, and a parameter of several
-    segments gets its gradient in several parts. So nothing is announced then: `finish` finds all gradients.
+    Under reentrant activation checkpointing each segment is a backward pass inside the outer one. A parameter used in several
+    segments gets its gradient in several parts, so `ready` is not called; `finish` finds all gradients.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
         finish: Callable[[], None], active: Callable[[], bool], broke_off: Callable[[], None],
     ) -> None:
-        """`active` says whether the pass is to be synchronised. `broke_off` hears, ahead of the next, of one that raised."""
+        """`active` returns whether to synchronise this pass. `broke_off` is called before the next pass if a pass raised."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
         self._broke_off = broke_off
         self._graphs: set[int] = set()
-        """torch's numbers of the pass under way and of those inside it, as far as they have had a hook."""
+        """Autograd's ids of the current pass and of passes nested in it, once one of their hooks has run."""
         self._root: Callable[[], object] = _nothing
-        """What the pass under way began from."""
+        """Weak reference to the tensor that the current pass started from."""
         self._segmented = self._holds = self._logged = False
-        """Whether this pass has others inside; whether nothing more of it is announced; whether that was logged."""
+        """Whether the pass has nested passes; whether `ready` is suspended; whether that was logged."""
         self._climbing: list[Any] = []
         self._brought: list[torch.Tensor] = []
-        """Parameters that have got a gradient in this pass."""
+        """Parameters that have received a gradient in this pass."""
         self._handles = [p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
                          for number, p in enumerate(parameters) if p.requires_grad]
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def final(parameter: torch.Tensor) -> None:
             graph = torch._C._current_graph_task_id()
-            if graph not in self._graphs:  # it is a new pass; within one, that has been asked
+            if graph not in self._graphs:  # a new pass; `_active` is called once per pass
                 if not self._active():
                     return
                 self._enter(graph)
@@ -104,7 +105,7 @@ class Hooks:
         return final
 
     def _enter(self, graph: int) -> None:
-        """Once per backward pass: asks to be called at its end."""
+        """Once per backward pass: registers the callback for its end."""
         if in_compiled_autograd():
             self._worker().latch(InvalidState("E-COMPILED", COMPILED))
             self._worker().check()
@@ -132,7 +133,7 @@ class Hooks:
         self._climb(node)
 
     def _climb(self, node: Any) -> None:
-        """Asks to be called at the end of the pass around the one that this node runs: it goes on with the nodes after."""
+        """Registers the end callback in the pass that runs this node: it is queued when that pass reaches the next nodes."""
         def queue(_gradients: Any) -> None:
             for handle in handles:
                 handle.remove()
@@ -143,20 +144,20 @@ class Hooks:
 
     def _end(self) -> None:
         if not self._graphs:
-            return  # it has ended already
+            return  # already ended
         if (node := _node_around()) is not None:
             self._climb(node)
             return
-        taken = next((p for p in self._brought if p.grad is None), None)
+        taken_parameter = next((p for p in self._brought if p.grad is None), None)
         self._holds = self._segmented
         self._clear()
-        if taken is not None:
-            self._worker().latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(taken.shape))))
+        if taken_parameter is not None:
+            self._worker().latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(taken_parameter.shape))))
             self._worker().check()
         self._finish()
 
     def end_broken(self) -> None:
-        """If the last backward pass raised: no other follows, before which it would have been reported."""
+        """Reports a last backward pass that raised; otherwise the next pass would do so."""
         if self._graphs:
             self._clear()
             self._broke_off()
@@ -180,8 +181,8 @@ def _nothing() -> object:
 
 
 def _node_around() -> Any:
-    """The node of another pass whose backward() runs this thread's pass, as a reentrant checkpoint's does. None if there is
-    none."""
+    """The node of an outer pass whose backward() runs this thread's pass, as in a reentrant checkpoint; None if there is none.
+    """
     inside = False
     for frame in _stack():
         if frame.f_code.co_name == RUNS:
@@ -196,17 +197,17 @@ def _node_around() -> Any:
 
 
 def _root() -> torch.Tensor | None:
-    """What the outermost pass of this thread began from. On a device's thread, which is autograd's own, that is not known."""
+    """The tensor that the outermost pass of this thread started from. Unknown on a device's thread, which autograd owns."""
     if isinstance(threading.current_thread(), threading._DummyThread):
         return None
-    found = [frame for frame in _stack() if frame.f_code.co_name == RUNS]
-    outputs = found[-1].f_locals.get("t_outputs") if found else None
+    frames = [frame for frame in _stack() if frame.f_code.co_name == RUNS]
+    outputs = frames[-1].f_locals.get("t_outputs") if frames else None
     return outputs[0] if outputs and isinstance(outputs[0], torch.Tensor) else None
 
 
 def _inside_pass() -> bool:
-    """Whether a backward pass runs inside another: both are on the stack of the thread that began the outer one. A device's
-    thread is autograd's own, so there the inner one stands alone."""
+    """Whether a backward pass runs inside another. Both are on the stack of the thread that started the outer pass. A device's
+    thread belongs to autograd, so only the inner pass is on its stack."""
     own = isinstance(threading.current_thread(), threading._DummyThread)
     return sum(frame.f_code.co_name == RUNS for frame in _stack()) + own > 1
 

@@ -1,4 +1,4 @@
-"""Takes gradients as they become final, and begins the exchange of each bucket that is complete. Knows routes; no autograd."""
+"""Assembles gradients into buckets as they become final, and starts the exchange of each complete bucket."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ from commlayer.records import Job
 
 
 class Intake:
-    """One worker's, in the step under way."""
+    """The bucket assembler of one worker, for the current step."""
 
     def __init__(
         self, job: Job, buckets: Sequence[WorkerBucket], routes: Routes, staging: Staging, step: Step,
         opens: Callable[[], None],
     ) -> None:
-        """`opens` is called ahead of a step's first gradient."""
+        """`opens` is called before a step's first gradient."""
         self._job, self._buckets, self._routes = job, buckets, routes
         self._staging, self._step, self._opens = staging, step, opens
         self.by_tensor: list[list[tuple[WorkerBucket, int]]] = [[] for _ in job.tensors]
-        """For each tensor the buckets that hold it, and as which of their slices."""
+        """For each tensor the buckets that hold it, each with the index of the slice."""
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 self.by_tensor[s.tensor].append((bucket, i))
         self._order = CollectiveOrder([b for b in buckets if routes.of[b.id].ordered], self._begin)
         self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
-        """Is held back until backward is over. So its sum says whether all workers came to that end."""
+        """The bucket held back until backward has ended. Its sum proves that all workers reached the end of their backward
+        pass."""
         self.reset()
 
     def reset(self) -> None:
-        """Before a step."""
         for bucket in self._buckets:
             bucket.reset()
         self._order.reset()
         self._seen = [False] * len(self._job.tensors)
         self._opened = self._ending = False
         self.begun = False
-        """Whether the step has had a gradient. Asked ahead of each."""
+        """Whether the step has had a gradient. Read before each gradient."""
 
     def cut(self, tensor: int) -> bool:
-        """Whether several buckets hold parts of it: they read and write it by element ranges."""
+        """Whether the tensor is split over several buckets, which then read and write it by element ranges."""
         return len(self.by_tensor[tensor]) > 1
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
-        """The gradient of that tensor is final."""
         if self._seen[tensor]:
             raise InvalidState("E-GRADIENT-TWICE",
                 f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: it is used outside and "
@@ -63,7 +62,8 @@ class Intake:
         self._feed(tensor, gradient)
 
     def send(self, buckets: Sequence[WorkerBucket], changes: Mapping[int, torch.Tensor]) -> None:
-        """All of these buckets are final, by tensor; of one that is not whole in them the elements that they hold."""
+        """Completes these buckets with `changes`, by tensor. Of a tensor split over buckets only the elements in these buckets
+        count."""
         self.begun = True
         mark = self._open()
         for bucket in buckets:
@@ -77,7 +77,7 @@ class Intake:
             self._complete(bucket)
 
     def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Backward is over: the tensors that were not announced have what `leftovers` says."""
+        """Backward has ended: tensors without a hook call take their gradient from `leftovers`."""
         waiting = self.last if self.last is not None and self.last.waiting == 0 else None
         self._ending = True
         for tensor, seen in enumerate(self._seen):
@@ -101,7 +101,7 @@ class Intake:
                 self._complete(bucket)
 
     def _open(self) -> object:
-        """Ahead of what is given to buckets: when it is there."""
+        """Starts the step if this is its first gradient. Returns a mark after which the gradients are final on the device."""
         if not self._opened:
             self._opened = True
             self._opens()
@@ -109,7 +109,7 @@ class Intake:
 
     def _complete(self, bucket: WorkerBucket) -> None:
         if bucket is self.last and not self._ending:
-            return  # until backward is over: should it break off, there is something left to say so with
+            return  # held until backward has ended: if backward fails, the other workers learn of it from this bucket
         if not self._routes.of[bucket.id].ordered:
             self._begin(bucket)
             return
@@ -124,11 +124,11 @@ class Intake:
 
 
 class CollectiveOrder:
-    """`ready(bucket)` calls `begin` on buckets strictly in the order given.
+    """Calls `begin` on buckets strictly in the given order.
 
     All ranks must call collectives in one order. Ready order differs between ranks (an unused parameter, another branch), so a
-    bucket waits until those before it in the plan are ready. Whoever makes a bucket ready begins it and those that waited for
-    it: the order is what matters, not the thread, and handing over to a thread would cost more than the call.
+    bucket waits until those before it in the plan are ready. The thread that makes a bucket ready also starts the buckets that
+    waited for it. Only the order matters; a handover to another thread would cost more than the call.
     """
 
     def __init__(self, buckets: Sequence[WorkerBucket], begin: Callable[[WorkerBucket], None]) -> None:
@@ -137,7 +137,6 @@ class CollectiveOrder:
         self.reset()
 
     def reset(self) -> None:
-        """Before a step."""
         self._next = 0
         self._ready: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""How buckets lie in memory: slices in the shapes of tensors, cut tensors, boundaries that codecs want. Knows no codec."""
+"""Memory layout of buckets: slices as views in the shapes of their tensors, parts of tensors, alignment for codecs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALIGN = 64
 
 
 class Layout:
-    """One bucket's. The same for all memory that holds its elements in its order."""
+    """The layout of one bucket. It fits any memory that holds the bucket's elements in order."""
 
     def __init__(self, bucket: Bucket, job: Job) -> None:
         self.slices = bucket.slices
         self.shapes = [_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
 
     def views(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The slices in x, each in the shape of its tensor; a part of a tensor is flat."""
+        """The slices of x, each in the shape of its tensor. A part of a tensor is flat."""
         views, at = [], 0
         for s, shape in zip(self.slices, self.shapes, strict=True):
             views.append(x[at : at + s.numel].view(shape))
@@ -33,7 +33,7 @@ class Layout:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (view, the same elements of the tensor) of the slices that have a tensor.
 
-        A whole tensor is paired in its own shape, so any strides will do; a cut one must be contiguous (see `whole`).
+        A complete tensor is paired in its own shape, so any strides work. A split one must be contiguous (see `whole`).
         """
         pairs = []
         for view, tensor, s in zip(views, tensors, self.slices, strict=True):
@@ -48,8 +48,8 @@ def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
 
 
 def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Room for `lead` bytes and then so many, those on a 64-byte boundary. Not from the allocator's heap, where a plan that was
-    left would leave holes."""
+    """Memory for `lead` bytes followed by `nbytes` on a 64-byte boundary. It does not come from the allocator's heap, where
+    memory of earlier plans would leave holes."""
     room = ALIGN + lead + nbytes + ALIGN
     raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else fresh_zeros(-(-room // 4)).view(torch.uint8)
     skip = -(raw.data_ptr() + lead) % ALIGN
@@ -58,11 +58,11 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def whole(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
-    """The targets, with contiguous zeros in place of those that are cut and have no element ranges; copied back at the end."""
-    made = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
-            if target is not None and cut(t) and not target.is_contiguous()}
-    yield [made.get(t, target) for t, target in enumerate(targets)]
-    for t, copy in made.items():
+    """Yields the targets, with contiguous zeros for split targets that are not contiguous; they are copied back at the end."""
+    copies = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
+              if target is not None and cut(t) and not target.is_contiguous()}
+    yield [copies.get(t, target) for t, target in enumerate(targets)]
+    for t, copy in copies.items():
         target = targets[t]
         assert target is not None
         target.detach().copy_(copy)
