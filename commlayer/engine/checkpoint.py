@@ -1,4 +1,4 @@
-"""Saves and restores what codecs keep back, a file per rank and per server. Knows connections; no model, and no folders."""
+"""Saves and restores residuals and other codec state, with one file per rank and per server."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from commlayer.records import Bucket, Plan
 log = logging.getLogger("commlayer")
 
 _Files = dict[str, dict[str, torch.Tensor]]
-"""By name, as checkpoint_files.mine."""
+"""By name, as in checkpoint_files.mine."""
 
 
 def worker_state(connection: Connection) -> dict[str, Any]:
-    """Residuals and the like of every bucket that this worker codes, and the step that comes next."""
+    """Codec state (residuals and the like) of every bucket that this worker codes, and the number of the next step."""
     worker = connection.worker
     if worker is None:
         return {}
@@ -50,7 +50,7 @@ def worker_state(connection: Connection) -> dict[str, Any]:
 
 
 def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
-    """The reverse. The plan must be the one it was saved under, and the servers must be where the worker then is."""
+    """Restores `worker_state`, under the plan of the save. The servers must be at the step of the save."""
     worker = connection.worker
     if worker is None:
         return
@@ -82,7 +82,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
 
 
 def save(connection: Connection, directory: Path) -> None:
-    """See Session.save, and engine/checkpoint_files.py for what lies where and in which order."""
+    """See Session.save_residuals, and engine/checkpoint_files.py for the layout and order of files."""
     if connection.worker is not None:
         connection.anew(lambda: _save(connection, directory))
 
@@ -90,11 +90,11 @@ def save(connection: Connection, directory: Path) -> None:
 def _save(connection: Connection, directory: Path) -> None:
     for act in connection.bring_in:
         act()
-    worker, uplink = connection.worker, connection.uplink  # of the plan that stands then
+    worker, uplink = connection.worker, connection.uplink  # `bring_in` may have changed them
     assert worker is not None
     files: _Files = {}
     with together(connection.groups, "save_residuals()"):
-        with checkpoint_files.writing(directory):  # first, for what follows takes back what the last step did not apply
+        with checkpoint_files.writing(directory):  # first: the calls below undo what the last step did not apply
             highest = max(checkpoint_files.numbers(directory), default=0)
             directory.mkdir(parents=True, exist_ok=True)
         worker.drain()
@@ -107,15 +107,15 @@ def _save(connection: Connection, directory: Path) -> None:
                 data = uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             files[f"server-{server}"] = tensors
-    worker.heard()  # on all ranks, though one told each server
-    # A number above all that any rank has, so that no file of an earlier save lies where this one goes.
+    worker.heard()  # on all ranks, although only one rank reported to each server
+    # Higher than any rank's number, so that no file of an earlier save is overwritten.
     rows = gather(connection.groups, [highest, secrets.randbits(62)])
     number = 1 + max(row[0] for row in rows)
     mark = checkpoint_files.Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world,
                                  servers=worker.plan.servers, plan=records.digest(worker.plan))
     folder, first = checkpoint_files.folder_of(directory, number), connection.rank == 0
     try:
-        # The next step's frames would change what others still fetch.
+        # No rank may continue yet: frames of the next step would change state that other ranks still fetch.
         with together(connection.groups, "save_residuals()"):
             files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
             with checkpoint_files.writing(directory):
@@ -125,15 +125,15 @@ def _save(connection: Connection, directory: Path) -> None:
                 with checkpoint_files.writing(directory):
                     checkpoint_files.seal(folder, mark)
     except Exception as error:
-        if not isinstance(error, CommError):  # behind one nobody knows how far the others came
+        if not isinstance(error, CommError):  # after a CommError this rank does not know how far the others came
             checkpoint_files.remove(folder)
         raise
     checkpoint_files.keep_only(directory, number)
 
 
 def load(connection: Connection, directory: Path) -> None:
-    """See Session.load. Nothing is restored unless every rank has read files of one save. Where somebody goes meanwhile, or
-    fails at what is restored, nobody trains on."""
+    """See Session.load_residuals. Nothing is restored unless every rank has read its files of the same save. If a member leaves
+    meanwhile, or fails to restore, the job ends on all ranks."""
     if connection.worker is None:
         return
     try:
@@ -147,7 +147,7 @@ def load(connection: Connection, directory: Path) -> None:
 
 
 def _not_loaded(connection: Connection, directory: Path, error: Exception) -> CommError:
-    """The end of the job on all ranks: what was saved is of all who were there, and some may have theirs back by now."""
+    """Ends the job on all ranks: a save holds state of all ranks, and some may have restored theirs already."""
     if isinstance(error, Regroup) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     known = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
@@ -167,7 +167,7 @@ def _not_loaded(connection: Connection, directory: Path, error: Exception) -> Co
 
 
 def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_files.Mark]:
-    """Where all have chosen the same save, gone over to its plan and read their files."""
+    """All ranks choose the same save, switch to its plan and read their files."""
     rank = connection.rank
     for act in connection.bring_in:
         act()
@@ -196,7 +196,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
 def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> None:
     worker, uplink = connection.worker, connection.uplink
     assert worker is not None
-    with together(connection.groups, "load_residuals()"):  # nobody may push before every server has its state back
+    with together(connection.groups, "load_residuals()"):  # no rank may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
             for bucket in _summed_by(worker.plan, server):
@@ -206,7 +206,7 @@ def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> N
 
 
 def _take_plan(connection: Connection, folder: Path) -> None:
-    """Where nobody asked for a plan, goes over to that of the save: the run that saved may have changed it since it began."""
+    """Switches to the plan of the save, unless the user named a plan: the saving run may have changed plans after its start."""
     if not connection.terms.auto:
         return
     saved: Plan | None = None
@@ -221,7 +221,7 @@ def _take_plan(connection: Connection, folder: Path) -> None:
 
 
 def _servers_of(connection: Connection) -> list[int]:
-    """The servers whose files this rank sees to: spread over the ranks, each by one."""
+    """The servers whose files this rank writes and reads. Each server belongs to one rank."""
     assert connection.plan is not None
     return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
 

@@ -1,9 +1,9 @@
-"""Saves on disk: which files make one, and which is the newest whole one. Knows folders and headers; nothing of what is saved.
+"""Files of a saved state: their layout on disk, and the search for the newest complete save.
 
-Each save has a folder of its own, `save-N`, in the directory that the user named. All ranks write their files there. When all
-have, rank 0 writes the manifest, and when that is on its disk, and not before, everybody removes older saves. So whatever
-breaks off where, a save that all ranks have whole is left, whether they share a disk or each has its own: a manifest says that
-every rank's files were there, and a save that lacks one, or files, was broken off.
+Each save has its own folder, `save-N`, in the user's directory. All ranks write their files there, on a shared disk or each on
+its own. After that rank 0 writes the manifest. Only when the manifest is on rank 0's disk do all ranks remove older saves. So a
+save that is complete on all ranks remains, wherever a failure happens. A save without manifest, or with missing files, is
+incomplete.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from commlayer.records import Record
 log = logging.getLogger("commlayer")
 
 FORMAT = "commlayer-state-2"
-"""Version 1 lay in the directory itself, and owed in units of its day's sums: nobody can tell what it is worth today."""
+"""Version 1 had no folders, and its residuals had units that cannot be converted today."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 FOLDER = "save-"
 
 
 class Mark(Record, frozen=True):
-    """What all files of one save say of it. The manifest is this alone."""
+    """The header common to all files of one save. The manifest holds nothing else."""
 
     save: str
-    """A random name, so that files of two saves are never taken for those of one."""
+    """A random name that distinguishes the files of two saves."""
     step: int
     world: int
     servers: int
@@ -45,19 +45,19 @@ class Mark(Record, frozen=True):
 
 
 class Held(Record, frozen=True):
-    """What one rank has of a save."""
+    """What one rank holds of a save."""
 
     number: int
     save: str = ""
     step: int = -1
     world: int = 0
     fault: str = ""
-    """Why it is not whole here."""
+    """Why it is incomplete on this rank."""
 
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """What the disk refuses to save_residuals() is one line."""
+    """Reports a disk error of save_residuals() in one line."""
     try:
         yield
     except OSError as error:
@@ -67,7 +67,7 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """The same for load_residuals()."""
+    """Reports a disk error of load_residuals() in one line."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def folder_of(directory: Path, number: int) -> Path:
 
 
 def numbers(directory: Path) -> list[int]:
-    """Of all saves that lie there, whole or not."""
+    """The numbers of all saves on disk, complete or not."""
     if not directory.exists():
         return []
     names = [path.name.removeprefix(FOLDER) for path in directory.iterdir() if path.name.startswith(FOLDER)]
@@ -93,12 +93,12 @@ def numbers(directory: Path) -> list[int]:
 
 
 def mine(rank: int, world: int, servers: int) -> list[str]:
-    """The files that a rank sees to: its own, and those of its part of the servers."""
+    """The files that a rank writes and reads: its own, and those of its servers."""
     return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
 
 
 def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
-    """One rank's files, on its disk when this returns. `plan` is rank 0's to write; empty elsewhere."""
+    """Writes one rank's files. They are on disk when this returns. `plan` comes from rank 0; elsewhere it is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
     for name, tensors in states.items():
@@ -115,12 +115,12 @@ def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, 
 
 
 def seal(folder: Path, mark: Mark) -> None:
-    """From here on it is a whole save. Rank 0 does it, once all ranks have written."""
+    """Marks the save as complete. Rank 0 calls it once all ranks have written."""
     files.write_whole({folder / MANIFEST: records.encode(mark)}, durable=True)
 
 
 def remove(folder: Path) -> None:
-    """First the manifest: half a save is never whole. Other ranks may be removing the same files."""
+    """Removes the manifest first, so that a half-removed save is never complete. Other ranks may remove the same files."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -129,33 +129,32 @@ def remove(folder: Path) -> None:
 
 
 def keep_only(directory: Path, number: int) -> None:
-    """Removes all other saves."""
     for other in numbers(directory):
         if other != number:
             remove(folder_of(directory, other))
 
 
 def held(directory: Path, rank: int) -> list[Held]:
-    """What this rank has of each save, the newest first."""
+    """What this rank holds of each save, newest first."""
     return [_look(directory, number, rank) for number in reversed(numbers(directory))]
 
 
 def _look(directory: Path, number: int, rank: int) -> Held:
-    folder, seen = folder_of(directory, number), Held(number)
+    folder, result = folder_of(directory, number), Held(number)
     try:
         mark = mark_of(_path(folder, f"rank-{rank}"))
-        seen = Held(number, mark.save, mark.step, mark.world)
+        result = Held(number, mark.save, mark.step, mark.world)
         for name in mine(rank, mark.world, mark.servers)[1:]:
             same(_path(folder, name), mark)
         if rank == 0:
             _sealed(folder / MANIFEST, mark)
     except ValueError as error:
-        return msgspec.structs.replace(seen, fault=str(error))
-    return seen
+        return msgspec.structs.replace(result, fault=str(error))
+    return result
 
 
 def newest(directory: Path, rows: list[list[Held]]) -> Held:
-    """The newest save that all ranks have whole. `rows` is what each of them holds."""
+    """The newest save that is complete on all ranks. `rows` has what each rank holds."""
     usable = [{(held.number, held.save, held.step) for held in row if not held.fault} for row in rows]
     for candidate in rows[0]:
         if all((candidate.number, candidate.save, candidate.step) in row for row in usable):
@@ -182,7 +181,7 @@ def _why_none(directory: Path, rows: list[list[Held]]) -> str:
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
-    """The tensors of one file of the save that has that mark."""
+    """The tensors of one file of the save with that mark."""
     path = _path(folder, name)
     same(path, mark)
     with safe_open(path, framework="pt") as file:
@@ -190,7 +189,7 @@ def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
 
 
 def mark_of(path: Path) -> Mark:
-    """From a file's header, which also tells whether all of the file is there."""
+    """Reads a file's header. That also fails if the file is truncated."""
     if not path.is_file():
         raise InvalidInput("E-CHECKPOINT", f"{path}: no such file; save_residuals() writes one per rank and per server")
     try:
@@ -198,8 +197,8 @@ def mark_of(path: Path) -> Mark:
             meta = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise InvalidInput("E-CHECKPOINT", f"{path}: not a whole file of the safetensors format: {error}") from None
-    if (found := meta.pop("format", None)) != FORMAT:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: format {found!r}, this version reads {FORMAT!r}")
+    if (version := meta.pop("format", None)) != FORMAT:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: format {version!r}, this version reads {FORMAT!r}")
     try:
         return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:
@@ -207,11 +206,11 @@ def mark_of(path: Path) -> Mark:
 
 
 def same(path: Path, mark: Mark) -> None:
-    """ValueError if that file is of another save."""
-    there = mark_of(path)
-    if (there.save, there.step) != (mark.save, mark.step):
+    """Raises ValueError if the file belongs to another save."""
+    other = mark_of(path)
+    if (other.save, other.step) != (mark.save, mark.step):
         raise InvalidInput("E-CHECKPOINT",
-                           f"{path}: files of different saves: this one is of step {there.step}, the rank's own of step "
+                           f"{path}: files of different saves: this one is of step {other.step}, the rank's own of step "
                            f"{mark.step}; load a directory that one save_residuals() has filled")
 
 
@@ -219,12 +218,12 @@ def _sealed(path: Path, mark: Mark) -> None:
     if not path.is_file():
         raise InvalidInput("E-CHECKPOINT", f"{path}: no such file, so the save was broken off")
     try:
-        there = records.decode(path.read_bytes(), Mark, str(path))
+        manifest = records.decode(path.read_bytes(), Mark, str(path))
     except RecordError as error:
         raise InvalidInput("E-CHECKPOINT", f"{error}: not a whole manifest") from None
-    if there != mark:
+    if manifest != mark:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{path}: files of different saves: the manifest is of step {there.step}, rank 0's file of step "
+                           f"{path}: files of different saves: the manifest is of step {manifest.step}, rank 0's file of step "
                            f"{mark.step}; load a directory that one save_residuals() has filled")
 
 

@@ -1,4 +1,4 @@
-"""When local steps exchange. Knows the script's model and optimizer by their hooks; what an exchange does is LocalSteps'."""
+"""Decides when local steps are counted and exchanged, by hooks on the model and its optimizer. LocalSteps does the exchange."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from commlayer.optim import Outer
 
 
 def _nothing() -> None:
-    """Everything is in the exchange."""
+    """The default of `share`."""
 
 
 class ExchangeSchedule:
-    """Of one attached model, under whatever plan is in force; under one that averages gradients it does nothing.
+    """The schedule of one attached model. It does nothing under a plan that averages gradients.
 
-    Steps are counted by the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
-    that a scaler skips on one rank alone counts there, too. A pass begins another step if gradients were applied or cleared
-    before it. A step with gradients of no backward pass, as of torch.autograd.grad, counts as it begins.
+    The optimizer's steps are counted. A step counts from the first backward pass that adds to its gradients, so a step that a
+    scaler skips on one rank only is counted there, too. A pass begins another step if gradients were applied or cleared before
+    it. A step with gradients of no backward pass (torch.autograd.grad) is counted when it begins.
 
-    An exchange follows the optimizer's step, or if that was skipped, comes before the next forward pass of the training.
+    An exchange follows the optimizer's step. If that step was skipped, the exchange runs before the next training forward pass.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class ExchangeSchedule:
         hooks: OptimizerHooks, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
         guard: StepGuard | None = None, optimizer: Any = None, share: Callable[[], None] = _nothing,
     ) -> None:
-        """`model`: the module whose forward passes come behind exchanges. `share` is called with each, on all ranks."""
+        """`model`: the module whose forward passes follow exchanges. `share` is called at each exchange, on all ranks."""
         self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
         self._share, self._guard, self._optimizer = share, guard, optimizer
         self._counted = False
-        """Whether a step was counted since steps are local."""
+        """Whether a step was counted since local steps began."""
         self._noted = 0, 0
-        """How many gradients there were after the last pass, and the sum of their versions."""
+        """The number of gradients after the last pass, and the sum of their versions."""
         if guard is not None:
             guard.local_step = self._local_step
         self.merged: Callable[..., None] | None = None
@@ -71,9 +71,9 @@ class ExchangeSchedule:
         return self._connection.local
 
     def count(self, scale: float, *, adds: bool = True) -> bool:
-        """A backward pass is over, of a loss times `scale`. Whether it was of a local step.
+        """Called after a backward pass of a loss times `scale`. Returns whether it belonged to a local step.
 
-        `adds`: it has added to gradients. Otherwise the script has put them in place.
+        `adds`: the pass has added to gradients. Otherwise the script has written them.
         """
         if self.local is None:
             return False
@@ -101,13 +101,13 @@ class ExchangeSchedule:
             self._count()
             self.local.pay()
             self._noted = self._versions()  # a closure may clear them
-        elif self._counted:  # else its gradients are averages of the plan before
+        elif self._counted:  # otherwise its gradients are averages of the previous plan
             self.local.begin()
         return True
 
     @property
     def _accumulates(self) -> bool:
-        """Whether a local step is counted whose gradients the optimizer has not applied yet."""
+        """Whether the last counted step's gradients have not been applied by the optimizer yet."""
         return self._counted and self._guard is not None and self._guard.awaits_step(self._optimizer)
 
     @property
@@ -119,13 +119,13 @@ class ExchangeSchedule:
         return len(grads), sum(grad._version for grad in grads)
 
     def _cleared(self) -> bool:
-        """Whether gradients were cleared before the last pass added to them. Adding moves the version of each by one, and
-        clearing by one more; gradients in place of None begin at version 0."""
+        """Whether gradients were cleared before the last pass added to them. Adding increases each version by one, clearing by
+        one more. Gradients that replace None begin at version 0."""
         count, versions = self._noted
         return not 1 <= self._versions()[1] - versions <= count
 
     def _skipped(self) -> bool:
-        """Before a forward pass: whether gradients that no step has applied are gone, zeros or not finite."""
+        """Before a forward pass: whether gradients that no step has applied are missing, zeros or not finite."""
         grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
         largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
@@ -139,30 +139,29 @@ class ExchangeSchedule:
             self.local.take_back()
             self._if_due()
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
-            self._noted = self._versions()  # clipped, or a scale was taken out: they are not cleared
+            self._noted = self._versions()  # clipped or unscaled, not cleared
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
-        """The others have let this rank in, in an exchange. `given`: what they gave."""
+        """This rank joins during an exchange of the other ranks. `given` is the state that one of them sent."""
         assert self.local is not None
         self.local.join(given)
         if self.local.tells:
             self._lengths.agree(self.local.starts)
 
     def drain(self) -> None:
-        """Exchanges what was done since the last exchange. All ranks call it behind the same step."""
+        """Exchanges all steps since the last exchange. All ranks call it after the same step."""
         with self._connection.closed_door():
             if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
                 self._drained()
 
     def settle(self) -> None:
-        """Brings in what is under way. All ranks call it behind the same step."""
+        """Completes an outer step that has begun. All ranks call it after the same step."""
         if self.local is not None and self.local.under_way:
             with self._connection.closed_door():
                 self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._drained()
 
     def detach(self) -> None:
-        """No more exchanges."""
         if self.local is not None and self.local.unsent:
             self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so ranks end with different weights: "
                                  "session.drain() before close() brings them together", logging.WARNING)
@@ -175,33 +174,33 @@ class ExchangeSchedule:
             self._forward = None
 
     def _enter(self) -> None:
-        """A plan has come into force."""
-        made = self._connection
-        if made.worker is None:
+        """Called when a plan takes effect."""
+        connection = self._connection
+        if connection.worker is None:
             return
-        plan, units = made.worker.plan, made.worker.units
+        plan, units = connection.worker.plan, connection.worker.units
         if not plan.steps_locally:
-            if made.local is not None:
-                units.weigh(*made.local.weights.now)
-                owe(made.worker, made.local.unpaid)
-                made.local = None
+            if connection.local is not None:
+                units.weigh(*connection.local.weights.now)
+                owe(connection.worker, connection.local.unpaid)
+                connection.local = None
                 self._lengths.rest()
                 self._unhook()
             return
-        how: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
-        if made.local is None:
+        schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
+        if connection.local is None:
             weights = StepWeights(units.weight, units.total if units.told else None)
-            made.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
-                                    hold=self._invites, merged=self._heard)
-            made.local.owe(made.worker.unpaid)
+            connection.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
+                                          hold=self._invites, merged=self._heard)
+            connection.local.owe(connection.worker.unpaid)
             self._counted = False
             self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
-        made.local.go(plan.local_steps, **how, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
+        connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:
-        """Exchanges as behind a round's last step until all steps are in what all ranks have: once, or twice where rounds
-        overlap. All ranks call it behind the same step. Unlike a drain it lets in who waits to take part."""
+        """Exchanges until all ranks share all steps: once, or twice if exchanges overlap with steps. All ranks call it after
+        the same step. Unlike in `drain`, new members may join."""
         while self.local is not None and self.local.behind:
             self._exchange(self.local)
 
@@ -210,19 +209,19 @@ class ExchangeSchedule:
             self._exchange(self.local)
 
     def _exchange(self, local: LocalSteps) -> None:
-        # Ranks that differ in speed drift apart for all of the steps between.
+        # The deadline covers all steps between exchanges, because ranks may differ in speed.
         local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
         if self._connection.fresh:
             self._connection.begun()
         self._share()
-        with contextlib.suppress(Regroup):  # then observers begin anew with those who are left
+        with contextlib.suppress(Regroup):  # observers restart with the remaining ranks
             for observer in self._observers:
                 observer.after_exchange()
         if local is self.local and not local.under_way and local.every > 1:
             self._worker.let_go()
 
     def _regroup(self) -> Worker:
-        """Members have gone from the exchange under way."""
+        """Members have left during an exchange: switches to the remaining ranks."""
         assert self._connection.members is not None
         self._connection.members.go()
         if self.local is not None and self.local.tells:
@@ -230,12 +229,12 @@ class ExchangeSchedule:
         return self._worker
 
     def _weigh_anew(self) -> None:
-        """Members have gone or come: what the steps so far say of all is no longer so."""
+        """Members have left or joined, so the total weights of earlier steps are no longer valid."""
         if self.local is not None:
             self.local.weights.regroup()
 
     def _align(self) -> None:
-        """Members have gone between two exchanges."""
+        """Members have left between two exchanges."""
         if self.local is not None and self.local.tells:
             self.local.align(self._lengths.agree)
 

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, in one pass over their memory where that can be."""
+"""Checks whether tensors are finite, if possible in one pass over their memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from commlayer.compressors import kernels
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Of any dtype and device; on a device the caller waits for the answer."""
+    """Any dtype and device; on a device the caller waits for the result."""
     plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
     return kernels.all_finite(tensor.detach().view(-1)) if plain else bool(tensor.isfinite().all())

@@ -1,13 +1,14 @@
-"""overlap="forward": backward() returns while results are on their way, and each is applied when it comes in. Exact.
+"""overlap="forward": backward() returns before averages have arrived, and each update is applied when its average arrives.
+Exact.
 
-    hand_in       backward is over: marks stand in `.grad`, which refuse to be used
-    step()        the optimizer applies what is in; of the rest it is noted with which hyperparameters it is to be applied
-    forward       each module waits for what it holds, the whole model for what is in no module that is called
-    end           the next backward pass begins: what is left comes in, the step ends, observers look at it
+    hand_in       backward has ended: `.grad` holds placeholders (pending-gradient marks) that raise if they are used
+    step()        the optimizer applies the averages that have arrived; for the rest its hyperparameters are kept
+    forward       each module waits for its own tensors; the whole model waits for tensors of modules that are not called
+    end           the next backward pass begins: the remaining averages arrive, the step ends, observers read it
 
-Knows modules, an optimizer and their hooks; how results travel it knows not. Where a weight is used by other ways than its
-module, engine/deferred_tensor.py brings it in; what is done to a gradient meets engine/gradient_mark.py. A step that must
-be known as a whole (a loss scaler, a closure, somebody who looks at sums or times) is waited for at the end of its backward.
+If a weight is used outside its module, engine/deferred_tensor.py waits for it. engine/gradient_mark.py handles access to
+pending gradients. Some steps need all averages at once: a loss scaler, a closure, observers of sums or times. Such a step waits
+for them at the end of its backward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger("commlayer")
 
 
 class ForwardOverlap:
-    """Of one attached module and its optimizer. At most one step is on its way."""
+    """Overlap of one attached module and its optimizer. At most one step is in flight."""
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
@@ -47,7 +48,7 @@ class ForwardOverlap:
         """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
         self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
-        # Where nobody asked for it, a script may use gradients as under any other plan.
+        # If the user did not ask for this overlap, the script may use gradients as under any other plan.
         self._waits = loop.connection.terms.asked.overlap != "forward"
         self._marks = Marks(named, self._final if self._waits else None)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
@@ -56,20 +57,20 @@ class ForwardOverlap:
         self._out: Outstanding | None = None
         self._buffers: Sequence[torch.Tensor] = ()
         self._later: dict[int, Group] = {}
-        """Parameters whose update is still to come, and the hyperparameters of their step."""
+        """Parameters not updated yet, with the hyperparameters of their step."""
         self._held: list[int] = []
-        """Parameters without their average in the optimizer's step that runs."""
+        """Parameters withheld from the running optimizer step, because their average has not arrived."""
         self._stepping = self._unobserved = self._shared = False
         self._stepped: set[int] = set()
         self._gone: set[int] = set()
-        """Parameters whose averages were thrown away before the optimizer had them."""
+        """Parameters whose averages were discarded before an optimizer step."""
         self._passed_over = False
-        """Whether some were, since they are not finite."""
+        """Whether some averages were skipped because they are not finite."""
         self._after: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._error: CommError | None = None
         self._seen: set[int] = set()
-        """What modules hold that were called since the whole model was."""
+        """Tensors of the modules called since the last call of the whole model."""
         self._whole_called = False
         self._handles: list[Any] = []
         self._hook(model, buffers())
@@ -77,24 +78,24 @@ class ForwardOverlap:
     def _hook(self, model: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
         numbers = self._numbers | {id(b): len(self._parameters) + i for i, b in enumerate(buffers)}
         for module in model.modules():
-            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if (mine := [numbers[id(tensor)] for tensor in held if id(tensor) in numbers]) and module is not model:
-                hook = ModuleHook(partial(self._before_module, mine), compiled=False)
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if (tensor_numbers := [numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers]) and module is not model:
+                hook = ModuleHook(partial(self._before_module, tensor_numbers), compiled=False)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        # Compiled code calls no modules: what it reads is waited for ahead of it.
-        whole = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
+        # Compiled code calls no module hooks, so its tensors are waited for before it runs.
+        model_hook = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
         self._steps.join(self._around)
         self._handles += [
-            model.register_forward_pre_hook(whole, prepend=True),
+            model.register_forward_pre_hook(model_hook, prepend=True),
             *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
             self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
         ]
 
-    # ---- behind the backward pass
+    # ---- after the backward pass
 
     def takes(self) -> bool:
-        """Whether the step whose backward pass is over goes this way."""
+        """Whether the step whose backward pass has ended can overlap with the next forward pass."""
         if self._scaler is not None and self._scaler.is_enabled():
             return self._not("a GradScaler skips steps by all gradients")
         if self._stepping:
@@ -108,7 +109,7 @@ class ForwardOverlap:
         return False
 
     def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Everything is on its way; nobody waits."""
+        """Hands over all gradients and buffers to be exchanged, without waiting."""
         with self._lock:
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 if p.dtype != mark.dtype:
@@ -116,10 +117,10 @@ class ForwardOverlap:
                                        f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was "
                                        "attached: "
                                        "overlap='forward' needs it as it was; convert the model before attach()")
-            # Alike on all ranks or not: what is waited for here is observed where the others do.
-            whole = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
+            # This may differ between ranks: a step completed here is observed at the same point as on the other ranks.
+            finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
             self._shared = False
-            # Buffers under another name, which is not deferred: they are read and written by who sends and receives them.
+            # Buffers go as detached aliases, which are not deferred: the exchange reads and writes them.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
             self._loop.hand_in(tensors)
             self._out = Outstanding(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
@@ -128,7 +129,7 @@ class ForwardOverlap:
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
                 defer(buffer, partial(self._need, (number,)))
-            if whole:
+            if finish:
                 self.end()
 
     # ---- the optimizer's step
@@ -139,12 +140,12 @@ class ForwardOverlap:
             try:
                 self._hold(args, kwargs)
             except BaseException:
-                self._stepping = False  # there will be no step
+                self._stepping = False  # the step will not run
                 raise
             undefer_state(self._optimizer)
 
     def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Takes what is in, and keeps the rest from the optimizer."""
+        """Takes the averages that have arrived and withholds the other parameters from the optimizer."""
         if self._out is None:
             return
         closure = closure_of(args, kwargs)
@@ -155,10 +156,10 @@ class ForwardOverlap:
         self._take(self._out.arrived)
         self._keep_from_step()
         marked = [*enumerate(zip(self._parameters, self._marks, strict=True))]
-        # Ahead of holding any: what is waited for brings others with it.
+        # Before any gradient is withheld, because this wait may bring further averages.
         if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
             self._take(partial(self._out.wait, zeroed))
-        # Of what was set to zeros the optimizer applies nothing; what stands in another's place it does step.
+        # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
         self._gone -= {number for number, (p, mark) in marked if p.grad is not None and not mark.zeroed}
         for number, (p, mark) in marked:
             if p.grad is mark:
@@ -203,19 +204,19 @@ class ForwardOverlap:
             self._need(sorted(unseen))
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Somebody is about to use these."""
+        """These tensors are about to be used: waits for them."""
         with self._lock:
             if self._out is None:
                 return
             out = self._out
-            # A result that came in ahead of an error has been written, and not applied: asking for it meets that error.
+            # A result that arrived before an error has been written but not applied. Waiting for it raises that error.
             wanted = [n for n in numbers if n in self._later or (n >= len(self._parameters) and not out.complete(n))]
             if wanted:
                 self._take(partial(out.wait, wanted))
             self._end_if_over()
 
     def _bring_in(self) -> None:
-        """Weights and buffers are what the last step makes them."""
+        """Brings weights and buffers up to date with the last step."""
         self._need([*self._later, *range(len(self._parameters), len(self._parameters) + len(self._buffers))])
 
     # ---- the end of a step
@@ -228,7 +229,7 @@ class ForwardOverlap:
             self._shared = gradient_held(p)
 
     def look(self) -> None:
-        """The last step is over, and observers have looked at it."""
+        """Ends the last step and lets observers read it."""
         with self._lock:
             self.end()
             if self._unobserved:
@@ -236,7 +237,8 @@ class ForwardOverlap:
                 self._loop.observe(between=False)
 
     def end(self) -> bool:
-        """Waits for what is on its way: weights, buffers and gradients are then as without overlap. Whether anything was."""
+        """Waits for all averages in flight. Then weights, buffers and gradients are as without overlap. Returns whether there
+        were any."""
         with self._lock:
             if self._out is None:
                 return False
@@ -246,14 +248,15 @@ class ForwardOverlap:
             return True
 
     def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
-        """Somebody reads that gradient: if it is of the step on its way, that is as without overlap from here on."""
+        """A script reads that gradient. If it belongs to the step in flight, the step is completed first, as without overlap.
+        """
         with self._lock:
             if self._out is not None and not self._out.complete(number) and (
                     mark is self._marks[number] or mark.value is self._out.averages[number]):
                 self.end()
         p = self._parameters[number]
-        found = p.grad if mark.value is None else mark.value
-        return torch.zeros_like(p) if found is None or found is mark else found
+        gradient = p.grad if mark.value is None else mark.value
+        return torch.zeros_like(p) if gradient is None or gradient is mark else gradient
 
 
     def _end_if_over(self) -> None:
@@ -276,7 +279,7 @@ class ForwardOverlap:
         self._act()
 
     def _act(self) -> None:
-        """What was put off until the step is over."""
+        """Runs the actions postponed to the end of the step."""
         after, self._after = self._after, []
         for act in after:
             act()
@@ -291,19 +294,19 @@ class ForwardOverlap:
         self._passed_over = False
 
     def then(self, act: Callable[[], None]) -> None:
-        """Does it when the step on its way is over; now, if there is none."""
+        """Calls `act` when the step in flight has ended, or now if there is none."""
         with self._lock:
             if self._out is None:
                 act()
             else:
                 self._after.append(act)
 
-    # ---- results that have come in
+    # ---- results that have arrived
 
     def _take(self, come: Callable[[], Sequence[int]]) -> None:
         assert self._out is not None
         try:
-            with torch.inference_mode(mode=False):  # an evaluation may be what asks
+            with torch.inference_mode(mode=False):  # the caller may be an evaluation
                 numbers = come()
         except StepAbandoned:
             self._abandon()
@@ -325,7 +328,7 @@ class ForwardOverlap:
             self._apply(due)
 
     def _put(self, number: int) -> None:
-        """The optimizer has not been asked for it, or passes over it."""
+        """Writes an average that no optimizer step is waiting for."""
         assert self._out is not None
         p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
         if self._later.pop(number, None) is not None:
@@ -338,7 +341,7 @@ class ForwardOverlap:
         self._marks.became(number, average)
 
     def _pass_over(self, number: int) -> None:
-        """The optimizer's step has been, and its average is not finite."""
+        """The optimizer's step has run already and the average is not finite: drops the update."""
         p, mark = self._parameters[number], self._marks[number]
         del self._later[number]
         undefer(p)
@@ -349,7 +352,7 @@ class ForwardOverlap:
         self._marks.became(number, None)
 
     def _keep_from_step(self) -> None:
-        """Averages that are in, and not finite: the optimizer is about to step."""
+        """The optimizer is about to step: removes averages that have arrived and are not finite."""
         assert self._out is not None
         for number in self._out.not_finite:
             p = self._parameters[number]
@@ -359,7 +362,7 @@ class ForwardOverlap:
                 self._passed_over = True
 
     def _apply(self, numbers: Sequence[int]) -> None:
-        """Makes the updates that their step has left open."""
+        """Makes the updates that the optimizer's step left pending."""
         assert self._out is not None
         groups: dict[int, Group] = {}
         left = {}
@@ -369,7 +372,7 @@ class ForwardOverlap:
             left[number], p.grad = p.grad, self._out.averages[number]
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
         try:
-            # As in the script's own call of step(), wherever this one comes from.
+            # The conditions of the script's own call of step(), regardless of the caller here.
             kind = self._parameters[numbers[0]].device.type
             with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
                 step_piece(self._optimizer, [*groups.values()])
@@ -388,7 +391,7 @@ class ForwardOverlap:
     # ---- failure and end
 
     def _abandon(self) -> None:
-        """The step is none: gradients are this rank's own again, and nothing has been applied."""
+        """Abandons the step: gradients are this rank's own again, and nothing has been applied."""
         assert self._out is not None
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
             undefer(p)
@@ -402,7 +405,7 @@ class ForwardOverlap:
         self._act()
 
     def _say(self, error: CommError) -> None:
-        """What of the step that broke off has been applied, once, in the error that everybody gets to see."""
+        """Adds to the error how many parameters the failed step has updated. Once per error."""
         if self._later and self._out is not None and error is not self._error:
             self._error = error
             done, due = len(self._stepped), len(self._stepped) + len(self._later)
@@ -411,14 +414,14 @@ class ForwardOverlap:
             error.what += note
 
     def detach(self) -> None:
-        """Hooks go; what is on its way can still be brought in."""
+        """Removes the hooks. The step in flight can still be completed."""
         self._steps.leave(self._around)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def drop(self) -> None:
-        """The connection has ended. What has not come in by now never will."""
+        """The connection has closed, so averages that have not arrived are dropped."""
         with self._lock:
             if self._out is None:
                 return

@@ -1,19 +1,20 @@
-"""Local steps: every H-th step the workers' changes since the last exchange are averaged. Knows a worker; no hooks.
+"""Local steps (as in DiLoCo): every H steps, the workers average their weight changes since the last exchange.
 
-An exchange takes the way of a step's gradients, codec and residual and all, with start minus end in their place. What comes
-back is the outer optimizer's gradient at the start, and all workers go on from where that leads, on the same bits.
+An exchange uses the same codecs and residuals as gradients do, with start minus end instead of the gradient. The average is the
+outer optimizer's gradient at the start. All workers continue from its result, bit for bit the same.
 
-Overlapped, they go on at once. With s a worker's weights when an exchange began and w its weights now, the exchange is merged
-ahead of the next one: start becomes what the outer optimizer makes of start and the mean change, as ever, and w becomes
-start + (w - s). So each change is sent once, starts are the same on all workers, and weights differ by what has not been sent.
+With overlap, workers continue training at once. Let s be a worker's weights when an exchange began and w its weights now. The
+exchange is merged before the next one: the outer optimizer updates start with the mean change, and w becomes start + (w - s).
+So each change is sent once, starts are the same on all workers, and weights differ by the changes not sent yet.
 
-Where the outer optimizer asks for it (Outer.matched), the mean of a turn is made as long as what ranks have changed in it.
+If the outer optimizer asks for it (Outer.matched), each mean is scaled to the norm of the ranks' changes.
 
-Where others wait to take part from now on, one worker keeps its part of an exchange back until all wait for it. So nobody has
-that exchange whole, and they come in there.
+When new members wait to join, one worker withholds its part of an exchange until all ranks wait for it. So no rank has
+completed that exchange, and the new members join there.
 
-In fragments, a part of the buckets goes in each turn of a round, every H / fragments steps. It is merged in the next turn if
-exchanges overlap with steps, in its own otherwise. Of a tensor that is cut, turns have ranges of elements in row-major order.
+An outer step may be split into fragments: one group of buckets is exchanged every H / fragments steps. (The code calls such an
+exchange a turn.) With overlap it is merged at the next turn, otherwise at once. A tensor split over turns is exchanged by
+element ranges in row-major order.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ def _spoilt(_own: int, *, finite: bool) -> None:
 
 
 def _stay() -> Worker:
-    """All do."""
+    """The default of `regroup`, for jobs with fixed members."""
     raise InvalidState("E-MEMBERS-FIXED", "members of the job cannot change")
 
 
 class StepWeights:
-    """What a worker's changes count for in an exchange: the mean of what the batches of its steps weighed since the last."""
+    """The weight of a worker's change in an exchange: the mean weight of the batches of its steps since the last one."""
 
     def __init__(self, weight: float, total: float | None) -> None:
         self._now = weight, total
         self._sum = [0.0, 0.0, 0.0, 0.0]
-        """Steps, their weights, those that say what all weigh, and that."""
+        """Sums over steps: count, weight, steps with a known total, that total."""
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """From now on, for a batch of that weight; see Worker.weigh."""
+        """Sets weight and total of the batches from now on; see Worker.weigh."""
         self._now = weight, total
 
     def count(self) -> None:
-        """A step has been taken."""
+        """Adds a step."""
         weight, total = self._now
         for i, term in enumerate((1.0, weight, float(total is not None), total or 0.0)):
             self._sum[i] += term
@@ -76,16 +77,16 @@ class StepWeights:
         return self._now
 
     def regroup(self) -> None:
-        """Others take part from now on: what all weigh, as the steps so far say, is no longer so."""
+        """The members have changed, so totals of earlier steps are no longer valid."""
         self._now = self._now[0], None
         self._sum[2] = 0.0
 
     def take(self) -> tuple[float, float | None]:
-        """Weight and total of an exchange of the steps so far."""
-        (steps, weights, told, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
+        """Returns weight and total for an exchange of the steps so far, and starts again at zero."""
+        (steps, weights, steps_with_total, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
         if not steps:
             return self._now
-        return weights / steps, totals / steps if told == steps else None
+        return weights / steps, totals / steps if steps_with_total == steps else None
 
     def snapshot(self) -> torch.Tensor:
         return torch.tensor(self._sum, dtype=torch.float64)
@@ -95,18 +96,18 @@ class StepWeights:
 
 
 class _Sent(NamedTuple):
-    """What is under way, by numbers of tensors."""
+    """An exchange in progress. Keys are tensor numbers."""
 
     turn: int
     ranges: dict[int, list[tuple[int, int]]]
-    """The elements that go in it."""
+    """The elements exchanged."""
     changes: dict[int, torch.Tensor]
-    """Of weights; of buffers, what they are. In the shapes of the tensors, though only those elements count. The means come
-    back into these."""
+    """Weight changes; for buffers their values. Each has the shape of its tensor, though only the elements in `ranges` count.
+    The means are written into the same memory."""
     ends: dict[int, list[torch.Tensor]]
-    """By range, what the tensors were when it began, where steps go on meanwhile."""
+    """By range, the tensors' values when the exchange began. Only filled with overlap."""
     held: bool = False
-    """Kept back so far."""
+    """Whether this rank withholds its part until all ranks wait for it."""
 
     def weights(self, count: int) -> list[torch.Tensor]:
         """By range, the changes of the first `count` tensors."""
@@ -114,17 +115,18 @@ class _Sent(NamedTuple):
 
 
 class LocalSteps:
-    """Of one model. How rounds go may change between two of them."""
+    """Local steps of one model. Their schedule may change between two outer steps."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
         overlap: bool = False, regroup: Callable[[], Worker] = _stay, lengths: Lengths | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
-        """`merged(own, finite=...)` is called behind each exchange, on all ranks; `own` as Worker.not_finite.
+        """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` as Worker.not_finite.
 
-        `regroup`: behind Regroup, gives the worker that goes on with those who are left. `lengths`: None if this rank is
-        alone. `hold`: whether others wait, and it is this rank's to keep its part of an exchange back."""
+        `regroup`: after Regroup, returns the worker for the remaining ranks. `lengths`: None if this rank is alone. `hold`:
+        whether new members wait and this rank has to withhold its part of an exchange.
+        """
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
         self._merged = merged
         self._matched = outer.matched
@@ -132,41 +134,41 @@ class LocalSteps:
         self.taken = 0
         """Steps since the last exchange began."""
         self._steps = 0, 0
-        """How many are in the round under way, and how many have been taken since it began."""
+        """Steps in the current outer step, and steps since that outer step began."""
         self.starts = [_wide(p) for p in parameters]
-        """What all ranks have alike: behind each exchange the weights themselves, if no step is under way then."""
+        """The weights common to all ranks. After an exchange without overlap they equal the weights."""
         self.apart = False
-        """Whether weights may differ from rank to rank."""
+        """Whether weights may differ between ranks."""
         self._outer = outer
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
-        """What the outer optimizer's last steps left."""
+        """The outer optimizer's momentum."""
         self._turn = 0
         self._sent: _Sent | None = None
         self._idle = 0
-        """To so many exchanges this rank brings nothing."""
+        """The number of next exchanges to which this rank contributes nothing."""
         self._owed: dict[int, torch.Tensor] = {}
-        """By tensor, what this rank owes in gradients."""
+        """By tensor, this rank's unsent residuals of gradients."""
         self._paid: dict[int, torch.Tensor] = {}
-        """The same of what is in gradients that no optimizer step has applied yet."""
+        """By tensor, the residuals added to gradients that no optimizer step has applied yet."""
         self.recorder = Recorder()
-        """Of steps, without exchanges: a worker records these, from one to the next."""
+        """Records steps without exchanges; a worker records exchanges."""
         self._rooms: dict[int, torch.Tensor] = {}
-        """In this round, for the changes of tensors that are cut."""
+        """For the changes of split tensors, in the current outer step."""
         self._sound: list[bool] = []
-        """By turn of this round so far, whether what came back was finite."""
+        """By turn of the current outer step so far, whether the mean was finite."""
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
-        """From now on. Nothing is under way."""
+        """Sets the schedule. No exchange may be in progress."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
         self._lengths = lengths if self._matched else None
 
     @property
     def tells(self) -> bool:
-        """Whether ranks tell each other how long their changes are. The same on all of them."""
+        """Whether ranks exchange the norms of their changes. The same on all ranks."""
         return self._lengths is not None
 
     def owe(self, debts: Sequence[Debt]) -> None:
-        """What a plan that averaged gradients has left unpaid goes into the next step's, whatever the optimizer makes of it."""
+        """Takes over the residuals of a plan that averaged gradients. They are added to this rank's next gradients."""
         for number, p in enumerate(self._parameters):
             whole = [Slice(number, 0, p.numel())]
             if (owed := pay(debts, whole)) is not None:
@@ -174,25 +176,24 @@ class LocalSteps:
 
     @property
     def unpaid(self) -> list[Debt]:
-        """What of it is still to be applied: gradients of its parameters were missing, sparse or not finite so far, or were
-        cleared."""
+        """The residuals that are still to be applied: their gradients were missing, sparse, not finite or cleared so far."""
         return [Debt(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
 
     def pay(self, scale: float = 1.0) -> None:
-        """Gradients, of a loss times `scale`, are about to be applied: what is owed goes along."""
+        """Adds the residuals to gradients, of a loss times `scale`, that are about to be applied."""
         grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
-        if all(bool(grad.isfinite().all()) for grad in grads.values()):  # else the step is one to skip
+        if all(bool(grad.isfinite().all()) for grad in grads.values()):  # otherwise the optimizer step will be skipped
             for number, grad in grads.items():
                 self._paid[number] = owed = self._owed.pop(number)
                 grad.detach().add_(owed.to(grad.dtype), alpha=scale)
 
     def take_back(self) -> None:
-        """Gradients were cleared before an optimizer step applied them: what was paid into them is owed again."""
+        """Gradients were cleared before an optimizer step applied them: the residuals added to them are pending again."""
         self._owed |= self._paid
         self._paid.clear()
 
     def count(self) -> None:
-        """A step begins, its optimizer step still to come. Whatever was paid into the gradients of the last one is applied."""
+        """Counts a step before its optimizer step. Residuals added to the gradients of the last step have been applied."""
         self._paid.clear()
         self.recorder.mark("backward")
         self.recorder.next()
@@ -202,10 +203,10 @@ class LocalSteps:
         self.weights.count()
 
     def begin(self) -> None:
-        """An optimizer step of this rank's own is to come."""
+        """Called before an optimizer step of this rank."""
         if not self.apart:
             for start, p in zip(self.starts, self._parameters, strict=True):
-                if not torch.equal(start.to(p.dtype), p):  # the script has put other weights in place
+                if not torch.equal(start.to(p.dtype), p):  # the script has replaced the weights
                     start.copy_(p.detach())
         self.apart = True
 
@@ -215,59 +216,60 @@ class LocalSteps:
 
     @property
     def behind(self) -> int:
-        """So many of the last steps are not in what all ranks have, and are lost with a rank that dies. The same on all."""
+        """The last steps that are not shared by all ranks; they are lost if a rank dies. The same on all ranks."""
         return sum(self._steps)
 
     @property
     def unsent(self) -> int:
-        """So many of the last steps are in no exchange that has begun or will be brought in by `settle`."""
+        """The last steps that are in no exchange yet, and that `settle` will not complete."""
         return self._steps[1] if self.apart else 0
 
     @property
     def shifted(self) -> bool:
-        """Whether ranks' weights are alike at no time: then only `starts` can be compared."""
+        """Whether ranks' weights always differ, so that only `starts` can be compared."""
         return self._overlap or self._fragments > 1
 
     @property
     def under_way(self) -> bool:
-        """Whether a round has begun and is not over."""
+        """Whether an outer step has begun and not ended."""
         return self._sent is not None or self._turn > 0
 
-    # ---- what all ranks call together, each behind an optimizer step
+    # ---- called by all ranks together, each after an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """A turn. What it merges is the same on all ranks afterwards, up to steps that an exchange has not seen."""
+        """Runs one turn. Afterwards merged elements are the same on all ranks, except for steps after the exchange began."""
         if self._idle and self._overlap:
-            self._begin(worker, buffers)  # as the others did behind their last round
+            self._begin(worker, buffers)  # the other ranks began theirs after their last exchange
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
         self._begin(worker, buffers)
         if self._sent is not None and not self._overlap:
             self._merge(worker, buffers, self._sent, deadline_s)
-        # A rank whose optimizer step is still to come (the scaler skipped the last) is ahead by the steps that it took since.
+        # If the scaler skipped this rank's last optimizer step, the rank has taken more steps than it exchanges here: keep the
+        # rest.
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
         self.recorder.restart()
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
-        """The others are in an exchange, which is over with this rank's first step: that is none of its own, and it goes on
-        from where the exchange leads. `given`: what `snapshot` gives on one of them."""
+        """Joins while the other ranks are in an exchange that ends with this rank's first step. This rank contributes nothing
+        to that exchange and continues from its result. `given` is the `snapshot` of another rank."""
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._go_on(number, given.get(f"local.velocity.{number}"))
         self.taken, self._idle = self.every - 1, 1 + self._overlap
         sent, since = given["local.behind"].tolist()
-        self._steps = sent, since - 1  # its first step is the last of these
+        self._steps = sent, since - 1  # this rank's first step is the last of these
 
     def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
-        """Between two exchanges: `agree` may change starts, and weights go with them, wherever steps have led since."""
+        """Between two exchanges: `agree` may change starts. Weights are shifted by the same amount."""
         before = [start.clone() for start in self.starts]
         agree(self.starts)
         for start, old, p in zip(self.starts, before, self._parameters, strict=True):
             p.detach().copy_(start + (p.detach() - old))
 
     def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
-        """Brings in what is under way, and what else belongs to the round. The worker that goes on."""
+        """Completes the exchange in progress and the rest of the outer step. Returns the current worker."""
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
         while self._turn:
@@ -275,12 +277,13 @@ class LocalSteps:
         return worker
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
-        """Then exchanges all that is left: weights and buffers are the same on all ranks. Whether there was anything."""
+        """Settles, then exchanges all remaining steps, so that weights and buffers are the same on all ranks. Returns whether
+        there were any."""
         worker = self.settle(worker, buffers, deadline_s)
-        found, self.apart, self.taken = self.apart, False, 0
-        for _ in range(self._fragments if found else 0):
+        unsent, self.apart, self.taken = self.apart, False, 0
+        for _ in range(self._fragments if unsent else 0):
             worker = self._at_once(worker, buffers, deadline_s)
-        return found
+        return unsent
 
     def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
         self._begin(worker, buffers)
@@ -291,7 +294,7 @@ class LocalSteps:
         if self._turn == 0:
             worker.scale = worker.rate = 1.0  # the unit is that of the weights
             worker.weigh(*self.weights.take())
-            if self._idle != 1 + self._overlap:  # else the others had begun it when this rank came
+            if self._idle != 1 + self._overlap:  # otherwise the other ranks began it before this rank joined
                 self._steps = self._steps[1], 0
         if self._idle:
             worker.weigh(0.0, None)
@@ -302,23 +305,23 @@ class LocalSteps:
         ranges = ranges_of(worker.turns[self._turn])
         changes, ends = {}, {}
         for n, of_turn in ranges.items():
-            whole = tensors[n].contiguous()
-            changes[n] = change = whole if self._own(n) else self._room(
-                n, self.starts[n] if n < len(self.starts) else whole, of_turn)
-            now = _parts(whole, of_turn)
+            values = tensors[n].contiguous()
+            changes[n] = change = values if self._own(n) else self._room(
+                n, self.starts[n] if n < len(self.starts) else values, of_turn)
+            ends_now = _parts(values, of_turn)
             if n < len(self.starts):
-                for part, start, end in zip(_parts(change, of_turn), _parts(self.starts[n], of_turn), now, strict=True):
+                for part, start, end in zip(_parts(change, of_turn), _parts(self.starts[n], of_turn), ends_now, strict=True):
                     torch.sub(start, end, out=part)
             else:
-                change.copy_(whole)
+                change.copy_(values)
             if self._overlap:
-                ends[n] = [part.clone() for part in now]
+                ends[n] = [part.clone() for part in ends_now]
         self._sent = sent = _Sent(self._turn, ranges, changes, ends, held=self._hold())
         self._turn = (self._turn + 1) % self._fragments
         with self._whole(sent):
             if not sent.held:
                 self._send(worker, sent, len(tensors))
-            self._tell(worker, sent)  # held or not: all tell in one order
+            self._tell(worker, sent)  # also if withheld: all ranks send in one order
 
     @contextlib.contextmanager
     def _whole(self, sent: _Sent) -> Iterator[None]:
@@ -330,14 +333,14 @@ class LocalSteps:
             raise
 
     def _own(self, number: int) -> bool:
-        """Whether that parameter's own memory holds its change, and then the mean, until both are merged."""
+        """Whether the parameter's own memory holds its change, and then the mean, until the merge."""
         if self._overlap or number >= len(self.starts):
             return False
         p = self._parameters[number]
         return p.is_contiguous() and p.dtype == self.starts[number].dtype
 
     def _put_back(self, sent: _Sent) -> None:
-        """The exchange has failed: weights are again what they were when it began, up to a rounding."""
+        """After a failed exchange: restores the weights from before it, up to rounding."""
         self._sent = None
         for n, of_turn in sent.ranges.items():
             if self._own(n):
@@ -345,7 +348,7 @@ class LocalSteps:
                     torch.sub(start, change, out=change)
 
     def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """For a turn's change of that tensor. All turns of a cut one share it, for buckets keep what they have read."""
+        """Memory for the change of that tensor. All turns of a split tensor share it, because buckets keep references to it."""
         if ranges == [(0, like.numel())]:
             return torch.empty_like(like)
         if number not in self._rooms:
@@ -358,36 +361,36 @@ class LocalSteps:
             worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
-        """How long this rank's change is, while it is on its way."""
+        """Starts the exchange of this rank's norm, while the change is being sent."""
         if self._lengths is not None:
             self._lengths.start(worker.weight, square_of(sent.weights(len(self.starts))))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
-        """The worker that goes on: another one where members have gone."""
+        """Returns the current worker: a new one if members have left."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         with self._whole(sent):
             worker = self._here(worker, sent, len(tensors), deadline_s)
-            told = [] if self._lengths is None else self._lengths.read()
+            lengths = [] if self._lengths is None else self._lengths.read()
         try:
             worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
         except BaseException:
             for n in filter(self._own, sent.ranges):
-                tensors[n].copy_(self.starts[n])  # the change may be gone already
+                tensors[n].copy_(self.starts[n])  # the change may be overwritten already
             raise
         means = sent.weights(len(self.starts))
         finite = math.isfinite(largest_of(means))
         if finite:
-            scale = scale_of(told, square_of(means)) if told else 1.0
+            scale = scale_of(lengths, square_of(means)) if lengths else 1.0
             for mean in means if scale != 1 else ():
                 mean.mul_(scale)
             self._advance(sent)
         for n, of_turn in sent.ranges.items():
-            whole = tensors[n].contiguous()
+            values = tensors[n].contiguous()
             merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], of_turn)
-            for i, (mine, common) in enumerate(zip(_parts(whole, of_turn), merged, strict=True)):
+            for i, (mine, common) in enumerate(zip(_parts(values, of_turn), merged, strict=True)):
                 mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
-            if whole is not tensors[n]:  # a copy, since it lies in memory otherwise
-                tensors[n].copy_(whole)
+            if values is not tensors[n]:  # it was copied because the tensor is not contiguous
+                tensors[n].copy_(values)
         self._sound.append(finite)
         self._sent = None
         if sent.turn == self._fragments - 1:
@@ -403,7 +406,7 @@ class LocalSteps:
         return worker
 
     def _here(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
-        """Waits for the means. The worker that goes on."""
+        """Waits for the means. Returns the current worker."""
         again = False
         while True:
             try:
@@ -419,22 +422,23 @@ class LocalSteps:
                 worker.scale = worker.rate = 1.0
 
     def _advance(self, sent: _Sent) -> None:
-        """The outer optimizer's step."""
+        """Takes the outer optimizer's step."""
         for n, of_turn in sent.ranges.items():
             if n < len(self.starts):
                 velocity = self._velocity[n]
-                left = [None] * len(of_turn) if velocity is None else _parts(velocity, of_turn)
-                for start, mean, of_start in zip(_parts(self.starts[n], of_turn), _parts(sent.changes[n], of_turn), left,
+                momenta = [None] * len(of_turn) if velocity is None else _parts(velocity, of_turn)
+                for start, mean, of_start in zip(_parts(self.starts[n], of_turn), _parts(sent.changes[n], of_turn), momenta,
                                                  strict=True):
                     self._outer.step(start, mean, of_start)
 
     def _go_on(self, number: int, left: torch.Tensor | None) -> None:
-        """With what the outer optimizer of another run left for this tensor."""
+        """Continues with the momentum that the outer optimizer of another run left for this tensor."""
         if (velocity := self._velocity[number]) is not None:
             velocity.zero_() if left is None else velocity.copy_(left)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint, with nothing under way. Starts are in it: between two exchanges no model's file holds them."""
+        """State for a checkpoint, with no exchange in progress. It holds the starts: between two exchanges no model file has
+        them."""
         kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                 "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
         kept |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
@@ -445,7 +449,7 @@ class LocalSteps:
         return kept
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The reverse."""
+        """Restores a `snapshot`."""
         self.taken = int(tensors["local.taken"])
         self.apart = bool(tensors.get("local.apart", self.taken > 0))
         self._steps = 0, self.taken
@@ -458,7 +462,7 @@ class LocalSteps:
 
 
 def _wide(p: nn.Parameter) -> torch.Tensor:
-    """A copy, in float32 where the parameter is narrower, so that small changes of many exchanges add up. Contiguous."""
+    """A contiguous copy, in float32 if the parameter is narrower, so that small changes of many exchanges add up."""
     wide = torch.float32 if p.element_size() < 4 else p.dtype
     return p.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
 
