@@ -1,10 +1,9 @@
-"""The same through DistributedDataParallel's communication hook. Knows DDP's buckets; the worker does the rest.
+"""Averages gradients through DistributedDataParallel's communication hook.
 
-DDP regroups its buckets after the first step, so nothing is keyed by their index: tensors are known by their parameters. The
-first backward pass only collects (its buckets are reduced together when the last one is in), because before it the hook has
-not seen which parameters there are.
+DDP regroups its buckets after the first step, so tensors are identified by their parameters and not by bucket index. The first
+backward pass only collects buckets and exchanges them together after the last one: the hook has not seen all parameters before.
 
-(Annotations are evaluated here: DDP checks those of a hook.)
+(No `from __future__ import annotations`: DDP checks the annotations of a hook.)
 """
 
 import functools
@@ -41,9 +40,9 @@ from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
 from commlayer.optim import family_of
 
 CLOSING_S = 1.0
-"""How long the end of a session waits for its thread."""
+"""Seconds that the end of a session waits for its thread."""
 ENDING_S = 30.0
-"""What an error may take beyond the deadline, until it is known and residuals are put right."""
+"""Seconds after the deadline for an error to be reported and residuals to be restored."""
 
 
 def _forbids(_way: str) -> str:
@@ -52,7 +51,7 @@ def _forbids(_way: str) -> str:
 
 
 class _Part(NamedTuple):
-    """What one call of the hook brought."""
+    """The arguments of one call of the hook."""
 
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -61,48 +60,48 @@ class _Part(NamedTuple):
 
 
 class HookState:
-    """What `comm_hook` needs: `ddp.register_comm_hook(commlayer.HookState(plan=...), commlayer.comm_hook)`."""
+    """The state of `comm_hook`: `ddp.register_comm_hook(commlayer.HookState(plan=...), commlayer.comm_hook)`."""
 
     def __init__(
         self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None,
         process_group: Any = None, exact: bool | None = None,
     ) -> None:
-        """`optimizer` gives the learning rate to codecs that correct for its changes, which without it do not, and plan="auto"
-        plans for its family. `exact`: as in attach(). A hook that a script registers takes no local steps at all.
+        """`optimizer`: source of the learning rate for codecs that correct for its changes; plan="auto" plans for its family.
+        `exact`: as in attach(). A hook registered by a script never takes local steps.
 
-        `process_group`: the ranks to average over, where they are not those of the DDP module that this is registered with.
+        `process_group`: the ranks to average over, if other than those of the DDP module.
         """
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
         self._process_group, self._asked = group_of(process_group), read_ways(None, None, exact=exact)
         self.ways: DDPWays | None = None
-        """What lets plans step locally, where attach() knows the module and its optimizer."""
+        """Allows plans of local steps. Set by attach(), which knows the module and its optimizer."""
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
-        """What is to be loaded once there is a connection."""
+        """State to load once there is a connection."""
         self.connection, self.observers = Connection(), Observers()
         self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
-        """What the script has said since the last step."""
+        """Set by the script since the last step."""
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
         self._guard: StepGuard | None = None
         self._unused_here: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters that this rank has not used in the last pass, with averages that are for them all the same."""
+        """Parameters that this rank did not use in the last pass, with the averages that arrived for them."""
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
-        """What DDP wraps, where that is known: then parameters have the names under which plans are made."""
+        """The module inside DDP, once known. Parameters then have the names used in plans."""
         self._views = False
-        """Whether its gradients lie in its buckets."""
+        """Whether gradients are views of DDP's buckets."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._closed = False
         self._brought: list[torch.Tensor] = []
-        """Parameters that have got a gradient in the pass of this number."""
+        """Parameters that have received a gradient in the pass numbered `_pass`."""
         self._pass = -1
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """One bucket of DDP's; its future completes when the whole step is in."""
+        """Takes one bucket of DDP. The future completes when the whole step has been averaged."""
         if in_compiled_autograd():
             self._latch(InvalidState("E-COMPILED", COMPILED))
         if self._error is not None:
@@ -129,19 +128,19 @@ class HookState:
                 self._latch(error)
                 raise
             self._lane = Lane("ddp", self._latch)
-            for held in self._step:
-                self._feed(held)
+            for earlier in self._step:
+                self._feed(earlier)
         if last:
             step, self._step = self._step, []
             assert self._lane is not None
             self._lane.put(lambda: self._finish(step))
             if not inside:
-                self._end()  # ddp.join(): a rank without inputs takes part with zeros, in no backward pass
+                self._end()  # ddp.join(): a rank without inputs takes part with zeros, outside any backward pass
         return future
 
     @property
     def closed(self) -> bool:
-        """Whether its session has come to an orderly end."""
+        """Whether its session has ended without error."""
         return self._closed or (self.connection.closed and self._error is None)
 
     @property
@@ -150,7 +149,7 @@ class HookState:
         return self._process_group or dist.group.WORLD
 
     def _check(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Before anything of it is taken. What is wrong holds for the pass and all that follow."""
+        """Checks a bucket before it is used. An error holds for this pass and all later ones."""
         try:
             if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
                 raise InvalidInput("E-DDP-HOOK",
@@ -165,29 +164,29 @@ class HookState:
             raise
 
     def _connect(self, device: torch.device) -> None:
-        """The first backward pass: all parameters have been seen. Connects."""
+        """Connects at the end of the first backward pass, when the hook has seen all parameters."""
         self._find_module()
         with Start(self._process_group, device) as start:
-            found = found_in([p for part in self._step for p in part.parameters], self.module)
-            self.claim(found.named)
-            self.connection = connect(found.job, device, start, plan=self._plan, config=self._config, whole=found.whole,
+            model = found_in([p for part in self._step for p in part.parameters], self.module)
+            self.claim(model.named)
+            self.connection = connect(model.job, device, start, plan=self._plan, config=self._config, whole=model.whole,
                                       forbids=_forbids if self.ways is None else self.ways.forbids,
                                       asked=self._asked if self.ways is None else self.ways.asked,
                                       optimizer=family_of(self._optimizer),
                                       must={"wrapper": "DistributedDataParallel", "optimizer": "not given"},
-                                      settings=settings_of(self._optimizer, found.named))
-        self._numbers = {id(p): number for number, (_, p) in enumerate(found.named)}
+                                      settings=settings_of(self._optimizer, model.named))
+        self._numbers = {id(p): number for number, (_, p) in enumerate(model.named)}
         self.connection.on_close.append(self.release)
         self.connection.after_regroup.append(self._regroup)
         if self.connection.worker is None:
             self._unwatch()
         else:
-            self.watch(found.named)
+            self.watch(model.named)
         self.connection.on_close.append(self._unwatch)
         self._loop = StepLoop(
-            self.connection, [p for _, p in found.named if isinstance(p, nn.Parameter)], found.named, optimizer=self._optimizer,
+            self.connection, [p for _, p in model.named if isinstance(p, nn.Parameter)], model.named, optimizer=self._optimizer,
             scaler=self._scaler, config=self._config, observers=self.observers,
-            schedule=None if self.ways is None else self.ways.schedule(self.connection, found.named, self.observers,
+            schedule=None if self.ways is None else self.ways.schedule(self.connection, model.named, self.observers,
                                                                                self._guard),
             guard=self._guard)
         if self.ways is not None and self._guard is not None:
@@ -198,15 +197,15 @@ class HookState:
         for action in self._actions:
             action()
         self._actions.clear()
-        handles = [p.register_post_accumulate_grad_hook(self._got) for _, p in found.named]
+        handles = [p.register_post_accumulate_grad_hook(self._got) for _, p in model.named]
         self.connection.on_close += [*(handle.remove for handle in handles), self._let_go]
 
     def _take_buffers(self, loop: StepLoop) -> None:
-        """If DDP copies buffers among the ranks that average, and these stay."""
-        made, ddp = self.connection, wrapper_of(self)
-        if (ddp is not None and made.worker is not None and made.groups is not None and made.members is None
+        """Takes over DDP's buffer broadcasts, if DDP broadcasts among the averaging ranks and the members are fixed."""
+        connection, ddp = self.connection, wrapper_of(self)
+        if (ddp is not None and connection.worker is not None and connection.groups is not None and connection.members is None
                 and ddp.process_group == self._process_group and ddp.broadcast_buffers and ddp.modules_buffers):
-            DDPBuffers(ddp, made, self._config.deadline_s, lambda: loop.local)
+            DDPBuffers(ddp, connection, self._config.deadline_s, lambda: loop.local)
 
     def _got(self, parameter: torch.Tensor) -> None:
         if (graph := torch._C._current_graph_task_id()) != self._pass:
@@ -215,7 +214,7 @@ class HookState:
         self._brought.append(parameter)
 
     def _let_go(self) -> None:
-        """The session has ended. DDP keeps this state, which must not keep the thread, buffers, the model or the optimizer."""
+        """The session has ended. DDP keeps this state, so it must drop the thread, buffers, the model and the optimizer."""
         if self._lane is not None:
             self._lane.close(CLOSING_S)
         self._closed = self._error is None
@@ -226,19 +225,20 @@ class HookState:
             kept.clear()
 
     def _find_module(self) -> None:
-        """Which module this is registered with, hence what parameters are called and which ranks take part."""
+        """Finds the module, for parameter names, and the process group."""
         if (ddp := wrapper_of(self)) is not None:
             self.module, self._views = ddp.module, ddp.gradient_as_bucket_view
             self._process_group = self._process_group or ddp.process_group
 
     def _regroup(self) -> None:
-        """The world is another: DDP copies buffers in it, and this state averages after the end of its session."""
+        """The members have changed. DDP copies buffers in the new world, and so does its all-reduce after the end of the
+        session."""
         self._process_group = None
         if (ddp := wrapper_of(self)) is not None:
             ddp.process_group = dist.distributed_c10d._get_default_group()
 
     def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """From now on optimizers that step these parameters are checked."""
+        """Starts checks of the optimizers that step these parameters."""
         if self._guard is None:
             ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
             named = [(name, p) for name, p in named if name not in ignored]
@@ -250,11 +250,11 @@ class HookState:
             self._guard = None
 
     def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """ValueError if another session averages one of them."""
+        """Raises ValueError if another session averages one of them."""
         self._claim = self._claim or Claim(named)
 
     def release(self) -> None:
-        """Others may average these parameters."""
+        """Lets other sessions average these parameters."""
         if self._claim is not None:
             self._claim.release()
 
@@ -266,12 +266,12 @@ class HookState:
             loop.weigh(*self._weight)
             self._weight = None
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
-            # DDP fills in zeros, and drops what comes back for what nobody used.
+            # For unused parameters DDP fills in zeros, and drops the result if no rank used them.
             if loop.has_gradient(number := self._numbers[id(p)]):
                 loop.ready(number, gradient)
 
     def _averaging(self) -> StepLoop | None:
-        """If there is anybody to average with."""
+        """None if there are no other ranks to average with."""
         return None if self.connection.worker is None else self._loop
 
     def drain(self, parameters: list[torch.nn.Parameter]) -> bool:
@@ -280,23 +280,24 @@ class HookState:
         return self._loop is not None and self._loop.drain(sorted(mine, key=lambda p: self._numbers[id(p)]))
 
     def _finish(self, step: list[_Part]) -> None:
-        """Lane: ends the step and completes DDP's futures, with the averages or, after an error, with the local gradients."""
+        """On the lane's thread: ends the step and completes DDP's futures with the averages, or after an error with local
+        gradients."""
         try:
             if self.connection.worker is None:
                 self.connection.passed()
-            # A pass that DDP was already going to reduce when local steps began is the first of them.
+            # If local steps began after DDP had started to reduce this pass, the pass is the first local step.
             if (loop := self._averaging()) is not None and not loop.count_local():
-                brought = {self._numbers[id(p)]: (p, gradient) for part in step
-                           for p, gradient in zip(part.parameters, part.gradients, strict=True)}
-                gradients = [brought[n][1] if n in brought else None for n in range(len(self._numbers))]
-                here = [g if loop.has_gradient(n) else None for n, g in enumerate(gradients)]
+                by_number = {self._numbers[id(p)]: (p, gradient) for part in step
+                             for p, gradient in zip(part.parameters, part.gradients, strict=True)}
+                gradients = [by_number[n][1] if n in by_number else None for n in range(len(self._numbers))]
+                inputs = [g if loop.has_gradient(n) else None for n, g in enumerate(gradients)]
 
                 def targets() -> list[torch.Tensor | None]:
                     used = loop.worker.used() if loop.worker.late else []
-                    self._unused_here = [brought[n] for n, anyone in enumerate(used) if anyone and here[n] is None]
+                    self._unused_here = [by_number[n] for n, anyone in enumerate(used) if anyone and inputs[n] is None]
                     return gradients
 
-                loop.average(here, targets)
+                loop.average(inputs, targets)
                 loop.observe()
         except BaseException as error:
             self._latch(error)
@@ -306,10 +307,11 @@ class HookState:
             self._ended.set()
 
     def _end(self) -> None:
-        """End of the backward pass: raises what failed. (An exception set on a future would reach users as a cast error.)"""
-        made = self.connection
-        patience_s = 0.0 if made.worker is None else made.worker.patience()
-        if not self._ended.wait(self._config.deadline_s + ENDING_S + made.waits.verdict_s + patience_s):
+        """At the end of the backward pass: raises the step's error. (An exception set on a future would reach users as a cast
+        error.)"""
+        connection = self.connection
+        patience_s = 0.0 if connection.worker is None else connection.worker.patience()
+        if not self._ended.wait(self._config.deadline_s + ENDING_S + connection.waits.verdict_s + patience_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._guard is not None:
             self._guard.check()
@@ -319,11 +321,12 @@ class HookState:
         if self._error is not None:
             raise self._error
         if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:
-            # Behind DDP's own end of the pass, which puts averages into `.grad`.
+            # After DDP's own end callback, which writes averages into `.grad`.
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._written, loop))
 
     def _written(self, loop: StepLoop) -> None:
-        """DDP leaves a parameter alone that no rank has used in this pass; a late result for it is of an earlier one."""
+        """DDP skips parameters that no rank used in this pass. A late result for one comes from an earlier pass, so write it
+        here."""
         for p, average in self._unused_here:
             write_gradient(p, average, keep=self._views)
         self._unused_here.clear()
@@ -334,18 +337,16 @@ class HookState:
         self._error = self._error or error
 
     def weight(self, n: float, total: float | None = None) -> None:
-        """See Session.weight."""
         self._weight = n, total
         self._weigh()
 
     def _weigh(self) -> None:
-        """Local steps count from the start of a pass, gradients from the first one of a step."""
+        """Under local steps the weight applies from the start of a pass; otherwise from the first gradient of a step."""
         if self._loop is not None and self._loop.local and self._weight is not None:
             self._loop.weigh(*self._weight)
             self._weight = None
 
     def detach(self) -> None:
-        """The session ends."""
         self._unwatch()
         if self.ways is not None:
             self.ways.remove()
@@ -354,32 +355,31 @@ class HookState:
         self.release()
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """See Session.report."""
         if self._loop is not None:
             self._loop.report(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """See Session.state_dict. Before the first backward pass what is to be loaded then."""
+        """See Session.state_dict. Before the first backward pass: the state to be loaded."""
         return self._held if self._lane is None else checkpoint.worker_state(self.connection)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Session.load_state_dict."""
         self._held = state
         self.when_connected(lambda: checkpoint.restore_worker(self.connection, self._held) if self._held else None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """DDP modules are saved and copied with their hooks. Connection, scaler and optimizer are of this process and stay."""
+        """DDP modules are saved and copied with their hooks. Connection, scaler and optimizer belong to this process and are
+        left out."""
         return {"plan": self._plan, "config": self._config, "exact": self._asked.exact, "weight": self._weight,
                 "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """To be registered with a module, as a new one is; DDP does not do that with what it loads."""
+        """The result must be registered with a module again, because DDP does not register hooks that it loads."""
         HookState.__init__(self, saved["plan"], config=saved["config"], exact=saved["exact"])
         self._weight = saved["weight"]
         self.load_state_dict(saved["state"])
 
     def when_connected(self, action: Callable[[], None]) -> None:
-        """Runs it now, or when the first backward pass has made the connection."""
+        """Runs `action` now, or once the first backward pass has connected."""
         if self._lane is not None:
             action()
         else:
@@ -387,7 +387,7 @@ class HookState:
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's hook signature. Averages come from the plan in `state`; after the end of its session, from DDP's own all-reduce."""
+    """The hook function for DDP. Averages by the plan in `state`; after the end of its session, by DDP's own all-reduce."""
     if state.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     return state.take(bucket)

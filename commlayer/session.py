@@ -1,4 +1,4 @@
-"""attach() and what it returns: a PyTorch model trains through commlayer. engine/step_loop.py runs the steps."""
+"""attach() and the Session that it returns: trains a PyTorch model over several workers. engine/step_loop.py runs the steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("commlayer")
 
 
 class Driver(Inspected, Protocol):
-    """How a session gets at gradients: hooks on the parameters, or DDP's communication hook."""
+    """How a session reaches gradients: hooks on the parameters, or DDP's communication hook."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -57,18 +57,18 @@ class Driver(Inspected, Protocol):
 
 
 class Session:
-    """One attached model. Made by `attach`; `switch` goes over to another plan."""
+    """One attached model, made by `attach`. `switch` changes its plan."""
 
     def __init__(self, driver: Driver, clips: Clipping | None = None) -> None:
         self._driver, self._inspection, self._clips = driver, Inspection(driver), clips
 
     @property
     def inspect(self) -> Inspection:
-        """The plan in force, what was decided and why, traces, and what else is not needed every day."""
+        """The current plan, decisions with their reasons, traces, and further diagnostics."""
         return self._inspection
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate locally; the next one outside synchronises what has gathered."""
+        """Backward passes inside accumulate gradients locally. The next one outside averages the accumulated gradients."""
         return self._driver.no_sync()
 
     def join(self) -> AbstractContextManager[None]:
@@ -80,65 +80,67 @@ class Session:
         ...         loss_of(model(x), y).backward()
         ...         optimizer.step()
 
-        A rank that leaves the loop takes part in the steps of the others until all have left. Its gradients count with weight
-        0, so an average is over the ranks that still have batches. At the end all ranks have the weights, buffers, optimizer
-        state and GradScaler state of a rank that had the last batch. Residuals of error feedback stay with their ranks. While
-        a rank is out of batches, the plan does not change. Under overlap="forward" backward() waits for results inside.
-        Schedulers are not copied: step these after the context. An exception inside ends the session: the other ranks fail
-        with its reason. Local steps, jobs whose workers may leave, and DistributedDataParallel, which has its own join(), are
-        refused.
+        A rank that leaves the loop takes part in the other ranks' steps until all ranks have left. Its gradients have weight 0,
+        so an average covers the ranks that still have batches. At the end all ranks have the weights, buffers, optimizer state
+        and GradScaler state of a rank that had the last batch. Residuals of error feedback stay on their ranks.
+
+        The plan does not change while a rank is out of batches. With overlap="forward", backward() waits for results inside.
+        Schedulers are not copied: step them after the context. An exception inside ends the session, and the other ranks fail
+        with its reason. Not supported: local steps, jobs whose workers may leave, and DistributedDataParallel, which has its
+        own join().
         """
         return self._driver.join()
 
     def weight(self, n: float, total: float | None = None) -> None:
-        """How much this worker's gradients count from now on: its number of samples, or of tokens; all workers use one unit.
+        """Sets the weight of this worker's gradients from now on: its number of samples or tokens, in one unit on all workers.
 
-        It is divided by the setting `batch`, so that what is coded stays in the range of gradients: set that to the planned
-        batch where n is large and gradients go as fp16. `total`: the sum over all workers, where the script knows it. Without
-        it, a step in which that sum is not what it was in the step before sends what residuals go with twice.
+        The weight is divided by the setting `batch`, so that encoded values stay in the range of gradients. If n is large and
+        gradients are sent as fp16, set `batch` to the planned batch size. `total` is the sum over all workers, if the script
+        knows it. Without `total`, a step whose sum differs from the step before sends buckets with residuals twice.
         """
-        own, whole = _amount("weight", n), None if total is None else _amount("total", total)
-        if whole is not None and whole < own:
+        own, summed = _amount("weight", n), None if total is None else _amount("total", total)
+        if summed is not None and summed < own:
             raise InvalidInput("E-WEIGHT",
-                               f"total {whole:g}: less than this worker's own weight {own:g}; give the sum over all workers")
-        self._driver.weight(own, whole)
+                               f"total {summed:g}: less than this worker's own weight {own:g}; give the sum over all workers")
+        self._driver.weight(own, summed)
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """The training loss of a step, if the guard is to watch it, too. A tensor is read later, and waits for nothing."""
+        """Reports a step's training loss to the quality guard. A tensor is read later, so nothing waits for the device."""
         self._driver.report(loss)
 
     def synchronize(self) -> None:
-        """Averages what backward passes inside `no_sync` have gathered, or the script has written into `.grad`.
+        """Averages gradients accumulated inside `no_sync`, or written into `.grad` by the script.
 
-        A backward pass outside does it by itself: behind that there is nothing to do.
+        Not needed after a backward pass outside `no_sync`, which averages by itself.
         """
         self._driver.synchronize()
 
     def drain(self) -> bool:
-        """Brings in what the plan lets come late: `if session.drain(): optimizer.step()`. All ranks call it between two steps.
+        """Flushes averages that the plan delivers late: `if session.drain(): optimizer.step()`. All ranks call it between two
+        steps.
 
-        Waits for results that are a step late and writes them into `.grad`; that of parameters without any becomes None. True
-        if there are some. Under a plan of local steps it exchanges at once, and there is no step to make. For an evaluation
-        of all that was learnt, or at the end. `save_residuals` needs no drain, but between two exchanges models differ from
-        rank to rank.
+        Waits for one-step-stale results and writes them into `.grad`; parameters without a result get None. Returns True if
+        there were any. Under a plan of local steps it exchanges at once, and no optimizer step follows. Call it before an
+        evaluation, or at the end. `save_residuals` needs no drain, but between two exchanges models differ between ranks.
         """
         self._outside_join("drain()")
         return self._driver.drain()
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's codec state (residuals among it) and step; servers' state is in `save_residuals`."""
+        """This worker's codec state (with residuals) and step. `save_residuals` also saves the servers' state."""
         return checkpoint.worker_state(self._driver.connection)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before training, or at the step that it was taken at; to go back in a running job all ranks call `load_residuals`."""
+        """Call it before training or at the step of the saved state. To go back in a running job, all ranks call
+        `load_residuals`."""
         if not self._fresh("load_state_dict()"):
             self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
 
     def save_residuals(self, directory: str | Path) -> None:
-        """Writes what codecs keep between steps (residuals, momenta), for each rank and server.
+        """Writes the codec state kept between steps (residuals, momenta), for each rank and server.
 
-        The model and the optimizer are not in it: the script saves them itself, at the same step. All ranks call it. Each save
-        has its own folder; the save before is deleted once this one is complete on all ranks.
+        It contains neither model nor optimizer: the script saves them itself, at the same step. All ranks call it. Each save
+        has its own folder. The previous save is deleted once this one is complete on all ranks.
         """
         self._outside_join("save_residuals()")
         if not self._fresh("save_residuals()"):
@@ -162,46 +164,49 @@ class Session:
                                "batches; allowed: before or after it")
 
     def _fresh(self, what: str) -> bool:
-        """Whether this rank has just joined a running job: the others, who are past that, take no part in it."""
+        """Whether this rank has just joined a running job. The other ranks are past this call and do not take part in it."""
         if self._driver.connection.fresh:
             log.warning("%s: nothing is done, since this home has joined a running job, and has what its workers have", what)
         return self._driver.connection.fresh
 
     @property
     def step(self) -> int:
-        """How many training steps the job has made since it began, dropped ones among them. Backward passes outside of no_sync
-        count; under local steps optimizer steps do, and alone, if an optimizer was given. At the start that is 0, but in a home
-        that has joined a running job:
-        `for step in range(session.step, steps)`."""
+        """Training steps since the job began, dropped steps included.
+
+        Backward passes outside `no_sync` count. Under local steps optimizer steps count; so they do in a script started alone
+        with an optimizer. The value is 0 at the start, except in a home that joined a running job: `for step in
+        range(session.step, steps)`.
+        """
         return self._driver.connection.passes
 
     @property
     def rank(self) -> int:
-        """This worker's place among all of the job; 0 in a script that is started alone."""
+        """This worker's index among all workers of the job; 0 in a script started alone."""
         return self._driver.connection.rank
 
     @property
     def world(self) -> int:
-        """How many workers there are: 1 alone. Where homes leave and come, it changes behind a step, and `rank` with it."""
+        """The number of workers; 1 in a script started alone. If homes leave or join, it changes after a step, and so does
+        `rank`."""
         return self._driver.connection.world
 
     def stats(self) -> dict[str, float]:
         """Counters since the start. The keys are the same alone, with DDP, with servers and with collectives.
 
-        `steps`: training steps, as in `step`. `exchanges`: those of gradients or changes of weights that are whole: one a step,
-        or under local steps one for `every` steps.
-        `sent_nbytes`, `received_nbytes`: payloads of gradients that this rank exchanged with servers and with other nodes, with
-        zeros that did not travel, without headers. A torch.distributed collective counts by a formula: an all-reduce of b
-        bytes over n ranks as a ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
-        `encode_s`, `decode_s`: seconds in codecs. `exposed_s`: seconds that training waited for results, after backward passes.
-        `guard_s`: seconds of comparing with exact gradients (docs/tuning.md).
-        `reconnects`, `resent_nbytes`, `kept_nbytes`: connections that were made again, what was sent again over them, and what
-        is kept for that.
+        - `steps`: training steps, as in `step`.
+        - `exchanges`: complete exchanges of gradients or weight changes: one per step, or one per `every` local steps.
+        - `sent_nbytes`, `received_nbytes`: gradient payloads exchanged with servers and other nodes, without headers. Zeros
+          that were not sent count. Collectives of torch.distributed count by a formula: an all-reduce of b bytes over n ranks
+          as a ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
+        - `encode_s`, `decode_s`: seconds in codecs.
+        - `exposed_s`: seconds that training waited for results after backward passes.
+        - `guard_s`: seconds of comparing with exact gradients (docs/tuning.md).
+        - `reconnects`, `resent_nbytes`, `kept_nbytes`: reconnections, bytes sent again over them, bytes kept for that.
         """
         return self._driver.connection.stats()
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job; called at exit, too. A `reason` says that the end was no orderly one: the others fail with it."""
+        """Leaves the job. Also called at exit. A `reason` marks an end by failure: the other ranks fail with it."""
         self._driver.detach()
         if self._clips is not None:
             self._clips.remove()
@@ -220,23 +225,30 @@ def attach(
     every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int | None = None,
     max_norm: float | None = None, exact: bool | None = None,
 ) -> Session:
-    """Averages the model's gradients over all workers of the job, from now on, in every backward pass.
+    """Averages the model's gradients over all workers of the job, in every backward pass from now on.
 
-    `plan`: "auto", the path of a plan file, a Plan, or one codec for everything, as such or as a plan spells it ("fp16()").
-    `scaler`: the GradScaler in use, so that residuals are kept without its scale; from `optimizer` comes the learning rate, for
-    codecs that correct for its changes.
-    `every`: each rank takes so many steps on its own gradients, then the changes of weights are exchanged and averaged.
-    `codes`: "updates" does that with every=1, too: for optimizers like Adam under sparse codecs. Otherwise "gradients".
-    `overlap`: "round" lets such an exchange run while the next step, or `every`, are taken. `fragments`: by parts, in turns.
-    "forward", without `every`, lets backward() return at once and results come in until the next forward pass needs them, with
-    the same weights bit for bit. `max_norm`: clips as the optimizer's step begins, as clip_grad_norm_ ahead of it would.
-    `sync`: an Outer says what is done with the average of such an exchange; otherwise that is taken as it is, except under
-    Adam and its like, where it is made as long as the changes that it is of (Outer(matched=True)).
-    Under plan="auto" every step uses the average of all gradients. `exact=False` lets the automatic plan take local steps where
-    they reach a loss in at most 85 % of the time. `exact=True` refuses local steps from whoever asks for them.
-    `process_group`: the ranks to average over, all of which call this; otherwise all of the world, or those of a DDP module.
-    It may be a DeviceMesh of one dimension.
-    Under torchrun nothing else is needed; initial parameters are taken from rank 0.
+    `plan`: "auto", the path of a plan file, a Plan, or one codec for all tensors, as an object or as text ("fp16()").
+
+    `optimizer`: source of the learning rate for codecs that correct for its changes. `scaler`: the GradScaler in use, so that
+    residuals are kept without its scale.
+
+    `every`: each rank takes N steps on its own gradients, then the weight changes are exchanged and averaged. `codes`:
+    "updates" exchanges weight changes with every=1, too: for optimizers like Adam with sparse codecs. The default is
+    "gradients".
+
+    `overlap`: "round" runs an exchange during the next `every` steps. "forward", without `every`, lets backward() return at
+    once; results arrive until the next forward pass needs them, and weights are the same bit for bit. `fragments`: exchanges
+    the model in N parts, one after the other.
+
+    `sync`: an Outer, the outer optimizer that applies averaged weight changes. By default the average is applied as it is; for
+    Adam and similar optimizers it is scaled to the norm of the ranks' changes (Outer(matched=True)).
+
+    Under plan="auto" every step uses the average of all gradients. `exact=False` permits local steps if they reach a loss in at
+    most 85 % of the time. `exact=True` refuses local steps, also if other arguments ask for them.
+
+    `max_norm`: clips at the start of the optimizer's step, as clip_grad_norm_ before it would. `process_group`: the ranks to
+    average over, or a DeviceMesh of one dimension; all of them call attach(). The default is the world, or the group of a DDP
+    module. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
 
     >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
     """
@@ -284,16 +296,16 @@ def attach(
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    made = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
-                        ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
-    made.join_round()
-    return Session(made, clipping(parameters_of(model), optimizer, norm))
+    driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
+                          ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
+    driver.join_round()
+    return Session(driver, clipping(parameters_of(model), optimizer, norm))
 
 
 def switch(session: Session, plan: Plan) -> None:
-    """Goes over to another plan, and its way of exchanging steps, between two steps. All ranks call it; rank 0's plan counts.
+    """Switches to another plan and its sync mode, between two steps. All ranks call it; the plan of rank 0 counts.
 
-    What residuals owe is paid under the new plan. ValueError, and nothing changed, if the plan does not fit the job.
+    Residuals are sent under the new plan. Raises ValueError and changes nothing if the plan does not fit the job.
     """
     session._outside_join("switch()")
     session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
@@ -301,13 +313,13 @@ def switch(session: Session, plan: Plan) -> None:
 
 def _switch(connection: Connection, plan: Plan) -> None:
     go_over(connection, plan, asked=True)
-    connection.terms.auto = False  # a plan that somebody asked for is kept
+    connection.terms.auto = False  # automatic tuning keeps a plan that the user chose
     assert connection.worker is not None
     connection.worker.recorder.switch(on=False)
 
 
 class _DDPDriver:
-    """A session's way to the gradients of a DistributedDataParallel module: the hook above."""
+    """A session's access to the gradients of a DistributedDataParallel module, through `comm_hook`."""
 
     def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
         self._model, self._state = model, state
@@ -318,7 +330,7 @@ class _DDPDriver:
             state.release()
             raise
         if model.process_group.size() > 1:
-            state.module = model.module  # the hook learns of it in the first backward pass only
+            state.module = model.module  # the hook finds the module in the first backward pass only
             state.watch(parameters_of(model.module))
         self._ended: tuple[Connection, Observers] | None = None
 
@@ -355,7 +367,8 @@ class _DDPDriver:
         self._state.when_connected(action)
 
     def detach(self) -> None:
-        """DDP has no way to take a hook out again: it keeps the state, which drops what this session still shows."""
+        """DDP cannot remove a hook and keeps the state, which drops its connection. The session keeps it for `inspect` and
+        `stats`."""
         self._ended = self._ended or (self._state.connection, self._state.observers)
         self._state.detach()
 
