@@ -1,4 +1,4 @@
-"""Which models are taken, and which are refused by name before anything is exchanged. Knows modules; nothing of networks."""
+"""Checks whether a model can be attached, before anything is exchanged. Errors name the unsupported part."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHARDED = "each rank has a shard of it, and commlayer averages whole gradients: 
 STEP_AFTER_BACKWARD = "averages are there when backward() returns, so step then, with one optimizer over model.parameters()"
 
 _claims: Any = WeakIdKeyDictionary()
-"""By parameter, who averages its gradients."""
+"""By parameter, the session that averages its gradients."""
 
 
 class Claim:
-    """One session's hold on the parameters that it averages."""
+    """One session's claim on the parameters that it averages."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """ValueError, and nothing claimed, if another session has one of them."""
+        """Raises ValueError and claims nothing if another session has one of them."""
         parameters = []
         for name, p in named:
             holder = _claims.get(p)
@@ -48,7 +48,7 @@ class Claim:
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError with the name of what cannot be averaged."""
+    """Raises ValueError with the name of what cannot be averaged."""
     if not isinstance(model, nn.Module):
         raise InvalidInput("E-MODEL-UNSUPPORTED", f"model: got {type(model).__name__}, allowed: a torch.nn.Module")
     for name, module in model.named_modules():
@@ -71,7 +71,7 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
 
 
 def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """ValueError for what apply_optimizer_in_backward has marked: its steps take this rank's own gradients."""
+    """Raises ValueError for parameters marked by apply_optimizer_in_backward, whose steps use this rank's own gradients."""
     for name, p in named:
         for optimizer in getattr(p, "_in_backward_optimizers", ()):
             raise InvalidInput("E-STEP-IN-BACKWARD",
@@ -88,7 +88,7 @@ def check_dtypes(job: Job) -> None:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The one device of what is trained."""
+    """The device of all tensors. Raises ValueError if there are several."""
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
         raise InvalidInput("E-MODEL-UNSUPPORTED",
@@ -97,7 +97,7 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def refuse_ddp_around(model: nn.Module) -> None:
-    """In its first forward pass an attached module finds out whether DDP has been put around it, and averages as well."""
+    """In the model's first forward pass, raises ValueError if a DDP module around it averages, too."""
 
     def look(_module: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Rank 0's plan, on every rank, and whether a plan fits a job here. Runs ahead of the first step and of a change of plans."""
+"""Shares rank 0's plan with every rank, and checks that a plan fits the job, before the first step or a change of plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Job, Plan
 
 REFUSED = b"!"
-"""In front of the reason that rank 0 sends in place of a plan; a plan's bytes begin with a brace."""
+"""Prefix of the error text that rank 0 sends instead of a plan; a plan's bytes begin with a brace."""
 
 
 def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
-    """What settle() gives on rank 0, on every rank, or its reason for failing."""
+    """Returns the result of settle() on rank 0, on every rank, or raises its error on every rank."""
     return plan_in(from_rank_0(lambda: bytes_of(settle()), groups))
 
 
@@ -31,12 +31,12 @@ def plan_in(data: bytes) -> Plan:
 
 
 class Offer:
-    """What make() gives on rank 0, made ahead of being shared, so that ranks can tell each other its size along with something
-    else. Where it fails, the reason is shared."""
+    """The result of make() on rank 0, made before it is shared, so that ranks can exchange its size together with other data.
+    If make() fails, its error is shared."""
 
     def __init__(self, make: Callable[[], bytes], rank: int) -> None:
         self.data = b""
-        """Nothing on other ranks."""
+        """Empty on other ranks."""
         self._error: Exception | None = None
         if rank == 0:
             try:
@@ -45,7 +45,7 @@ class Offer:
                 self.data, self._error = REFUSED + str(error).encode(), error
 
     def taken(self, data: bytes) -> bytes:
-        """On every rank, of rank 0's data as it came: what was made, or raises rank 0's reason for failing."""
+        """Called on every rank with rank 0's data. Returns the data, or raises rank 0's error."""
         if self._error is not None:
             raise self._error
         if data.startswith(REFUSED):
@@ -54,9 +54,9 @@ class Offer:
 
 
 def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
-    """What make() gives on rank 0, on every rank; or its reason for failing, raised on every rank.
+    """Returns the result of make() on rank 0, on every rank; or raises its error on every rank.
 
-    `wait_s`: of what is small and may take longer than a collective of a step.
+    `wait_s`: for small results that may take longer than a collective of a step.
     """
     if groups is None:
         return make()
@@ -67,7 +67,7 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
 def check_plan(
     plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids, *, reachable: bool = True,
 ) -> None:
-    """ValueError with the first reason why it cannot run."""
+    """Raises ValueError with the first reason why the plan cannot run."""
     problems = planner.verify(plan, job) or unsuited(
         plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
         [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]

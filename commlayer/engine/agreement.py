@@ -1,8 +1,10 @@
-"""In which step those who are left come to stand: decisions over what a member knows and what others said. Does nothing itself.
+"""Decides in which step the remaining members of a job meet when its members change. Pure functions, without communication.
 
-In each round a member says twice where it stands. First in which step it is. Where all words name one step, or where it has all
-of its step before the others have spoken, then for good whether it stays in that step or has it whole: a first word may be old
-when it is read. regroup.py carries the words, and does what is found; bench/chaos makes schedules of the same decisions.
+Each round has two words (messages) per member. The first word is the step that the member is in. The second word follows if all
+first words name one step, or if the member completed its step before it had the others' words. The second word is binding: the
+member stays in that step, or has completed it. A first word alone may be outdated when it is read.
+
+regroup.py sends the words and carries out the result; bench/chaos builds schedules of the same decisions.
 """
 
 from __future__ import annotations
@@ -15,61 +17,61 @@ from commlayer.records import ServerInfo, View
 
 
 class Word(NamedTuple):
-    """What a member says where the view changes."""
+    """What a member sends during an epoch change."""
 
     step: int
     weight: float
-    """Of its gradients in that step."""
+    """The weight of its gradients in that step."""
 
 
 AWAY = Word(-2, 0.0)
-"""In place of "ready", to who joins: members have gone where nobody can be let in."""
+"""Sent to a joining member instead of "ready": members have left while nobody can join."""
 
 
 def name_of(view: View, what: str, rank: int) -> str:
-    """Under which it stands in the store of the meeting."""
+    """The key of a word in the rendezvous store."""
     return f"regroup{view.generation}/{what}/{rank}"
 
 
 class Standing(NamedTuple):
-    """What a member has said and found so far."""
+    """What a member has sent and found so far."""
 
     told: tuple[int, int] = (0, 0)
-    """Of which view, in how many rounds it has said where it stands."""
+    """The epoch, and the number of rounds in it for which the member has sent its words."""
     whole: int = -1
-    """The step that somebody has whole, so that this one will."""
+    """The step that another member has completed, so that this member will complete it, too."""
     bound: tuple[int, int] = (0, -1)
-    """Of which view, the step that it has said in that not to have, for good. Where there is a newer view nobody has found all
-    such words, or all have, so it holds no longer: others may wait for this one where they say nothing."""
+    """The epoch, and the step that the member has bound itself not to complete. A newer epoch cancels the bond: either no
+    member has all such words, or all have. Otherwise other members could wait for this one without sending."""
 
     def gone_over(self) -> Standing:
-        """The same step is done again, and may break off again."""
+        """The state after an epoch change. The same step is repeated and may be aborted again."""
         return Standing(self.told)
 
 
 class Says(NamedTuple):
-    """What a member says to all who stay, whose words under the same name it then waits for."""
+    """A word to all remaining members. The member then waits for their words under the same name."""
 
     what: str
     word: Word
     ends: bool
-    """Whether it waits no longer once all of its step is here."""
+    """Whether the wait ends as soon as this member has all data of its step."""
 
 
 class Found(enum.Enum):
     WHOLE = enum.auto()
-    """Somebody has this member's step whole, and so will it."""
+    """Another member has completed this member's step, so this member will complete it, too."""
     APART = enum.auto()
-    """Others are behind: once they have come they say so, in another round."""
+    """Other members are in earlier steps. They catch up, and another round follows."""
     TOGETHER = enum.auto()
-    """All stand in one step, and nobody has it whole or ever will."""
+    """All are in one step, and no member has completed or will complete it."""
 
 
 # ---- views
 
 
 def new_in(view: View, former: View) -> list[int]:
-    """Who has joined since."""
+    """Members that have joined since the former view."""
     known = {m.rank for m in former.members}
     return [m.rank for m in view.members if m.rank not in known]
 
@@ -80,13 +82,13 @@ def gone_from(former: View, view: View) -> list[int]:
 
 
 def staying(former: View, view: View) -> list[int]:
-    """Who has words to say: members of both, in the order of the newer."""
+    """Members that send words: those of both views, in the order of the newer one."""
     new = new_in(view, former)
     return [m.rank for m in view.members if m.rank not in new]
 
 
 def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
-    """The servers that this member tells of the newer one."""
+    """The servers to which this member reports the newer view."""
     ids = [m.rank for m in view.members]
     among = len(ids) - len(new_in(view, former))
     return [server for number, server in enumerate(view.servers) if number % among == ids.index(mine)]
@@ -96,16 +98,16 @@ def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
 
 
 def missed(step: int, finished: Iterable[int]) -> bool:
-    """Whether somebody has gone without its part of that step. `finished`: in how many exchanges each who has gone has done its
-    part; -1 if it did not leave in order."""
+    """Whether a member left without its part of that step. `finished`: for each member that left, the exchanges that it
+    completed; -1 if it did not leave in order."""
     return any(done <= step for done in finished)
 
 
 def calls(standing: Standing, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
-    """Whether a member that waits in that step has to say where it stands."""
+    """Whether a member that waits in that step has to send its word."""
     if step == standing.whole:
         return False
-    # Who was to be let in may be gone again, and some have begun to speak of it.
+    # A member that was about to join may be gone again, after some members have sent their words.
     other = new_in(newest, former) or (newest.generation != former.generation and not gone_from(former, newest))
     return missed(step, finished) or (bool(other) and lets_in)
 
@@ -115,11 +117,11 @@ def first(standing: Standing, view: View, mine: Word) -> Says:
 
 
 def second(standing: Standing, view: View, mine: Word, words: Sequence[Word], *, here: bool) -> tuple[Standing, Says | None]:
-    """`words`: the first of all who stay, none if all of the step was here before. `here`: whether it is now. None: not all
-    stand in one step, and there is nothing to say for good."""
+    """`words`: the first words of all remaining members; empty if this member had all of the step before. `here`: whether it
+    has all of it now. Returns no word if members are in different steps."""
     if words and not _alike(words, mine.step):
         return standing, None
-    # Whoever has left with its step whole finds its old word in the next round, and goes on to another one.
+    # A member that completed its step and moved on finds its old word in the next round.
     if words and not (here and not _bound(standing, view, mine.step)):
         standing = standing._replace(bound=(view.generation, mine.step))
     now = mine._replace(step=mine.step + (not _bound(standing, view, mine.step)))
@@ -128,7 +130,7 @@ def second(standing: Standing, view: View, mine: Word, words: Sequence[Word], *,
 
 def found(standing: Standing, view: View, step: int, words: Sequence[Word], sure: Sequence[Word], finished: Iterable[int]
           ) -> tuple[Standing, Found]:
-    """At the end of a round. `sure`: the second words, none where there are none, or this member does not wait for them."""
+    """The result of a round. `sure`: the second words; empty if there are none or this member does not wait for them."""
     if not words:
         return standing._replace(whole=step), Found.WHOLE
     standing = standing._replace(told=(view.generation, _round(standing, view) + 1))

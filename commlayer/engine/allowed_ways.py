@@ -1,4 +1,4 @@
-"""Which ways of exchanging steps a job can take, and why not others. Knows modules and optimizers; changes nothing."""
+"""Decides which sync modes a job can use, and why others are excluded. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from commlayer.errors import InvalidInput
 from commlayer.optim.pieces import hooked, indivisible
 
 SHARDED = "ZeroRedundancyOptimizer"
-"""By name: torch has it only where torch.distributed is built, and imports much for it."""
+"""A name, because torch has the class only if torch.distributed is built, and importing it is slow."""
 
 
 def allowed_ways(connection: Connection) -> set[str]:
-    """Those of `WAYS` that a planner may choose here."""
+    """The modes of `WAYS` that a planner may choose on this rank."""
     return {way for way, why in forbidden_ways(connection).items() if not why}
 
 
 def forbidden_ways(connection: Connection) -> dict[str, str]:
-    """Of each of `WAYS`, why a planner may not choose it; "" if it may. This rank's view: ranks tell each other theirs."""
+    """For each of `WAYS`, why a planner may not choose it; "" if it may. Ranks may differ, so they exchange the results."""
     terms = connection.terms
     return {way: _asked_otherwise(connection, way) or terms.forbids(way) or terms.useless(way) for way in WAYS}
 
 
 def takes_fragments(connection: Connection) -> bool:
-    """Whether a planner may choose how many: the script has not, and members stay, so that an exchange need not be whole."""
+    """Whether a planner may choose the number of fragments: the script did not set it, and members are fixed, so an exchange
+    may be incomplete between steps."""
     return connection.terms.asked.fragments is None and connection.members is None
 
 
 def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
-    """What would run, and gain nothing."""
+    """Modes that would run without any benefit."""
 
     def useless(way: str) -> str:
         if way != "forward":
@@ -54,7 +55,7 @@ def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
 
 
 def _asked_otherwise(connection: Connection, way: str) -> str:
-    """What the script has said at attach() holds for every plan."""
+    """The script's arguments to attach() hold for every plan."""
     asked = connection.terms.asked
     if way == "forward" and (asked.updates or asked.overlap == "round"):
         return f"attach() was told {asked}"
@@ -68,7 +69,8 @@ def _asked_otherwise(connection: Connection, way: str) -> str:
 
 
 def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, hook: object = None) -> Forbids:
-    """Of what attach() was given. Asked, it tries: an optimizer may have changed since. `hook`: the state of ours on DDP."""
+    """Which modes the arguments of attach() exclude. Checked at each call, because the optimizer may have changed. `hook`:
+    commlayer's hook state on DDP."""
 
     def forbids(way: str) -> str:
         try:
@@ -86,13 +88,13 @@ def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer:
 
 
 def check_local(optimizer: Any, said: str = "") -> None:
-    """ValueError for an optimizer that nobody can step locally with. `said`: what attach() was told."""
+    """Raises ValueError for an optimizer that cannot take local steps. `said`: the argument of attach()."""
     name, also = f"{said}: " if said else "", f", {said}" if said else ""
     if not hasattr(optimizer, "register_step_post_hook"):
         raise InvalidInput("E-SYNC-OPTIMIZER",
                            f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
                            f"steps weights are exchanged: attach(model, optimizer{also})")
-    if not hooked(optimizer):  # a wrapper that is an Optimizer by its type alone, as Accelerate's
+    if not hooked(optimizer):  # a wrapper that only pretends to be an Optimizer, such as Accelerate's
         raise InvalidInput("E-SYNC-OPTIMIZER",
                            f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the "
                            "optimizer "
@@ -108,7 +110,7 @@ def check_local(optimizer: Any, said: str = "") -> None:
 
 
 def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
-    """ValueError where results may not come in behind backward()."""
+    """Raises ValueError if averages may not arrive after backward() has returned."""
     if isinstance(model, DistributedDataParallel):
         raise InvalidInput("E-SYNC-FORWARD",
                            "overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach "

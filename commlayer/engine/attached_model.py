@@ -1,7 +1,7 @@
-"""Whether what is trained is still what was attached. Knows modules, parameters and optimizers; not how gradients travel.
+"""Checks in every step that the trained parameters are still the attached ones.
 
-A parameter that is unfrozen, added or put in another's place later is averaged by nobody, and the ranks would part without a
-word. One that is frozen or taken out later counts as unused.
+A parameter that is unfrozen, added or replaced later would not be averaged, and ranks would silently diverge. A parameter that
+is frozen or removed later counts as unused.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ log = logging.getLogger("commlayer")
 
 REMEDY = "session.close(), then attach again"
 NAMED = 3
-"""Number of parameters that one line names."""
+"""Parameters named in one log line."""
 
 _averaged: Any = WeakIdKeyDictionary()
-"""The parameters that some session of this process averages."""
+"""The parameters that any session of this process averages."""
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
@@ -33,16 +33,16 @@ def is_averaged(parameter: torch.Tensor) -> bool:
 
 
 class AttachedModel:
-    """What one session averages. `check` is called in every step, so it compares what can be compared in microseconds."""
+    """The parameters of one session. `check` runs in every step, so it compares only what takes microseconds."""
 
     def __init__(
         self, model: nn.Module | None, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any = None,
         ignored: Collection[str] = (),
     ) -> None:
-        """`named`: the parameters that are averaged. `ignored`: names of those that are each rank's own on purpose."""
+        """`named`: the averaged parameters. `ignored`: names of parameters that each rank keeps for itself on purpose."""
         self._model, self._optimizer, self._ignored = model, optimizer, ignored
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
-        self._kept = [p for _, p in named]  # so that no other object gets their ids
+        self._kept = [p for _, p in named]  # keeps their ids from being reused
         _averaged.update((p, None) for p in self._kept)
         self._stepped = [p for group in self._groups() for p in group]
         self._known = {id(p) for p in self._stepped}
@@ -51,7 +51,7 @@ class AttachedModel:
         self._look()
 
     def _look(self) -> None:
-        """Notes what there is now."""
+        """Records the current state."""
         modules = [*self._model.modules()] if self._model is not None else []
         self._within: list[dict[str, Any]] = [held for module in modules for held in (module._parameters, module._modules)]
         self._seen = self._marks()
@@ -59,10 +59,10 @@ class AttachedModel:
         self._grouped = [[*map(id, group)] for group in self._groups()]
 
     def check(self, latch: Callable[[BaseException], None], stranger: Any = None) -> None:
-        """ValueError with the name of a parameter that is trained, but not averaged. It is latched: no step can follow.
+        """Raises ValueError with the name of a parameter that is trained but not averaged, and latches it: no step can follow.
 
-        `stranger`: an optimizer without an averaged parameter, which is about to step. It matters if it holds another parameter
-        of this model.
+        `stranger`: an optimizer without averaged parameters that is about to step. It matters if it holds another parameter of
+        this model.
         """
         try:
             if stranger is None:
@@ -99,13 +99,12 @@ class AttachedModel:
         self._look()
 
     def remove(self) -> None:
-        """The session ends."""
         for p in self._kept:
             _averaged.pop(p, None)
         self._kept.clear()
 
     def _marks(self) -> list[int]:
-        """Which parameters and modules are in each module."""
+        """The ids of the parameters and modules in each module."""
         return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
 
     def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,7 +117,7 @@ class AttachedModel:
         return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
 
     def _tell_others_once(self) -> None:
-        """At the first step, when other models that the optimizer serves are attached, too."""
+        """Runs at the first step, when other models of the same optimizer are attached, too."""
         if self._asked:
             return
         self._asked = True
@@ -126,19 +125,19 @@ class AttachedModel:
         others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
         if others and self._model is not None:
             names = self._names_in_groups()
-            said = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
+            listed = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
             log.warning("the optimizer steps %d parameters that are in no attached model: %s. Their gradients are not "
-                        "averaged, so each rank trains its own", len(others), said)
+                        "averaged, so each rank trains its own", len(others), listed)
 
     def _names_in_groups(self) -> dict[int, str]:
-        """By id, how a user finds a parameter that is in no attached model."""
-        found = {}
+        """By id, a description by which a user finds a parameter of no attached model."""
+        descriptions = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             names = group.get("param_names", ())
             for place, p in enumerate(group["params"]):
                 name = f"{names[place]} (" if place < len(names) else f"parameter {place} of group {number} ("
-                found[id(p)] = f"{name}shape {tuple(p.shape)})"
-        return found
+                descriptions[id(p)] = f"{name}shape {tuple(p.shape)})"
+        return descriptions
 
 
 def _trained(p: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Whether some worker broke the step off that has just been exchanged, and who. Knows buckets and weights; no worker.
+"""Detects whether a worker aborted the step that was just exchanged, and which one.
 
-Who broke off says so in place of its parts when its next pass begins: to servers with a flag and a line, in collectives by
-weighing NaN. So it is in what came back, on all workers alike.
+A worker whose backward pass failed sends an abort instead of its parts when its next pass begins: a flag and a line to servers,
+weight NaN in collectives. So all workers see it in the result.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ BROKEN = "its backward pass broke off"
 
 
 def broken_off(buckets: Sequence[WorkerBucket], *, here: bool) -> str:
-    """Who broke it off and why, "" if nobody did. `buckets`: those whose results are of this step. `here`: this worker did."""
-    if said := next((bucket.abandoned for bucket in buckets if bucket.abandoned), ""):
-        return said
-    # Collectives go in plan order, so the last one's weight is that of all who went to the end.
+    """Which worker aborted the step and why; "" if none did. `buckets`: those with results of this step. `here`: this worker
+    did."""
+    if reason := next((bucket.abandoned for bucket in buckets if bucket.abandoned), ""):
+        return reason
+    # Collectives run in plan order, so the last weight covers all workers that finished the pass.
     last = [bucket for bucket in buckets if not bucket.served][-1:]
     weights = [bucket.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
     return f"a worker: {BROKEN}" if here or any(map(math.isnan, weights)) else ""

@@ -1,4 +1,4 @@
-"""attach(..., max_norm=): clips averages as the optimizer's step begins, when they are final in every way. No networks."""
+"""attach(..., max_norm=): clips averages at the start of the optimizer's step, when they are final."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commlayer.optim.lazy import Lazy
 
 
 def checked(max_norm: Any, optimizer: Any) -> float | None:
-    """ValueError for what is no norm, or where no step tells when to clip."""
+    """Raises ValueError if `max_norm` is no norm, or if there is no optimizer step at which to clip."""
     if max_norm is None:
         return None
     try:
@@ -34,12 +34,12 @@ def checked(max_norm: Any, optimizer: Any) -> float | None:
 
 
 def clipping(named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, max_norm: float | None) -> Clipping | None:
-    """If there is a norm to clip to."""
+    """None if there is no norm to clip to."""
     return None if max_norm is None else Clipping([p for _, p in named], optimizer, max_norm)
 
 
 class Clipping:
-    """What clip_grad_norm_(parameters, max_norm) would do ahead of each step, of gradients without loss scale."""
+    """Does what clip_grad_norm_(parameters, max_norm) would do before each step, on gradients without loss scale."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         self._parameters, self._max_norm = parameters, max_norm
@@ -51,7 +51,7 @@ class Clipping:
                                "max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: "
                                "clip "
                                "with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
-        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which takes the scale out by itself
+        scale = getattr(optimizer, "grad_scale", None)  # set by a fused optimizer, which unscales inside its step
         nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
 
     def remove(self) -> None:

@@ -1,7 +1,7 @@
-"""How exact a plan's codecs are, and the same plan with none below a floor. Knows codecs and plans; not why.
+"""Measures how exact a plan's codecs are, and replaces codecs below a floor.
 
-A codec's level is its ratio where it has one, else what it sends of the dense bytes: 1 for identity, 1/2 for fp16, about 1/4
-for int8, 1/32 for onebit.
+A codec's level is its ratio if it has one, otherwise the fraction of dense bytes that it sends: 1 for identity, 1/2 for fp16,
+about 1/4 for int8, 1/32 for onebit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from commlayer.records import Bucket, Plan, Spec
 
 DENSE = "identity()"
 STEPS = ((0.3, "int8()"), (0.6, "fp16()"), (1.0, DENSE))
-"""What goes instead of a codec without ratio, or of a sparse one that would send as much, up to which floor."""
+"""(floor, codec): replaces a codec without ratio up to that floor, and a sparse codec that would send as much."""
 TYPICAL = Spec((1 << 16,))
-"""For a level of a codec that belongs to no bucket."""
+"""The size at which codecs outside any bucket are measured."""
 SMALL = 1 << 12
-"""Elements up to which headers would count for more than what a codec is."""
+"""Elements up to which headers would dominate the level."""
 EQUAL = 0.99
-"""Ratios are spelled with three digits."""
+"""Tolerance, because ratios are written with three digits."""
 
 
 def level(codec: Codec, spec: Spec = TYPICAL) -> float:
@@ -37,20 +37,20 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
     if (ratio := named(str(codec)).ratio) is not None:
         return ratio
     if hasattr(codec, "bits"):
-        return float(codec.bits / 32)  # what a sum of them takes is more
+        return float(codec.bits / 32)  # a sum of such codes takes more bits
     spec = spec if spec.numel > SMALL else TYPICAL
     return round(min(1.0, codec.bound(spec) / (4 * spec.numel)), 3)
 
 
 def at_least(floor: float, texts: list[str]) -> list[str]:
-    """Of these spellings those that are no coarser; and, so that something lies just above the floor, topk at it."""
+    """The codecs of `texts` at or above the floor, plus topk with the floor as ratio, so that one codec is just above it."""
     kept = [text for text in texts if level(parse(text)) >= floor * EQUAL]
     finest = STEPS[0][0]
     return [*kept, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else kept
 
 
 def lossy(bucket: Bucket) -> bool:
-    """Whether anything of it is coded."""
+    """Whether any codec of the bucket loses information."""
     return bucket.path != "allreduce" and any(level(codec, bucket.spec) < 1 for codec in _codecs(bucket))
 
 
@@ -60,25 +60,25 @@ def lowest(plan: Plan) -> float:
 
 
 def carries_gradients(codec: Any) -> bool:
-    """Whether what it sends is meant to be the gradient, not a velocity."""
+    """Whether the codec sends gradients and not a velocity."""
     if isinstance(codec, Momentum):
         return False
     return all(carries_gradients(part) for part in structs.astuple(codec) if isinstance(part, msgspec.Struct))
 
 
 def exchanges_gradients(bucket: Bucket) -> bool:
-    """Whether every node's codec carries them: the same on all ranks, whichever codec is their own."""
+    """Whether every node's codec sends gradients. The result is the same on all ranks, whatever codec their own node has."""
     return all(carries_gradients(codec) for codec in _codecs(bucket))
 
 
 def lift(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
-    """No codec of it below the floor; where none of the next finer ones fits a bucket's path, it goes as it is."""
+    """The plan with no codec below the floor. A bucket is sent uncompressed if none of the finer codecs fits its path."""
     buckets = tuple(_lifted(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
     return structs.replace(plan, buckets=buckets)
 
 
 def nbytes(plan: Plan) -> float:
-    """What a worker may send and receive in a step, for comparing two plans of a job."""
+    """Upper bound of bytes sent and received by a worker in a step, for comparing two plans of a job."""
     return sum(codec_of(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
                for b in plan.buckets)
 
@@ -98,7 +98,7 @@ def _lifted(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) ->
 
 
 def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
-    """Of its own kind first; then coarse to exact."""
+    """First the same codec with a higher ratio, then others from coarse to exact."""
     floor = min(floor, 1.0)
     if floor <= STEPS[0][0]:
         texts = (bucket.codec, bucket.down, *bucket.by_node)
@@ -108,13 +108,13 @@ def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
             yield structs.replace(bucket, codec=up, down=down, by_node=tuple(by_node), why=None)
     plain = structs.replace(bucket, down="", by_node=(), why=None)
     if not bucket.by_node and level(parse(bucket.codec), bucket.spec) >= floor * EQUAL:
-        yield plain  # what was too coarse is what comes down
+        yield plain  # only the codec of results was too coarse
     for text in (text for most, text in STEPS if floor <= most):
         yield structs.replace(plain, codec=text)
 
 
 def _with_ratio(codec: Any, floor: float) -> Any:
-    """Every ratio inside at least the floor."""
+    """Raises every ratio inside the codec to at least the floor."""
     changed = {}
     for name in codec.__struct_fields__:
         value = getattr(codec, name)

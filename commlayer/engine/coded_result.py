@@ -1,4 +1,4 @@
-"""A bucket's result as the bytes that came, decoded where it is written: no float32 copy of it is held in between."""
+"""Keeps a bucket's result encoded and decodes it where it is written, without a float32 copy in between."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from commlayer.engine.layout import Layout
 
 
 def codec_of_results(codec: Any) -> OneRound | None:
-    """The codec whose results can be checked when they come and decoded later; None where they cannot."""
+    """The codec whose results can be checked on arrival and decoded later; None if that is impossible."""
     inner = result_codec(codec)
     return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
 
 
 class CodedResult:
-    """One result, until the bucket's next exchange."""
+    """One result, kept until the bucket's next exchange."""
 
     def __init__(self, codec: OneRound, layout: Layout, body: memoryview, numel: int) -> None:
-        """Checks the body in full: CorruptFrame as from `decode`. Decoding it afterwards cannot fail."""
+        """Checks the body in full; raises CorruptFrame as `decode` would. Decoding it later cannot fail."""
         self._codec, self._layout, self._numel = codec, layout, numel
         self.body = body
         head = payload.read(body, codec.id, numel)
@@ -34,7 +34,7 @@ class CodedResult:
         return self._parts is not None
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = elements times factor, by slice; None leaves one out."""
+        """Sets targets = elements times factor, by slice. None skips a slice."""
         s, target = self._layout.slices[0], targets[0]
         if len(targets) == 1 and target is not None:
             to = target.detach()
@@ -45,15 +45,15 @@ class CodedResult:
                 return
         if all(each is None for each in targets):
             return
-        whole = self.whole().mul_(factor)
-        pairs = self._layout.pairs(targets, self._layout.views(whole))
+        elements = self.whole().mul_(factor)
+        pairs = self._layout.pairs(targets, self._layout.views(elements))
         torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
 
     def whole(self) -> torch.Tensor:
-        """All elements."""
-        made = torch.empty(self._numel)
-        self._decode(made)
-        return made
+        """Decodes all elements."""
+        elements = torch.empty(self._numel)
+        self._decode(elements)
+        return elements
 
     def _decode(self, out: torch.Tensor) -> None:
         if self._parts is None:

@@ -1,6 +1,6 @@
-"""Copies rank 0's buffers to all ranks before a training pass of DistributedDataParallel, instead of DDP itself.
+"""Broadcasts rank 0's buffers before a training pass of DistributedDataParallel, instead of DDP itself.
 
-DDP waits for them until torch's time-out, and names no rank, if another rank has ended or is lost. This wait ends at once then.
+If another rank has ended or is lost, DDP would wait until torch's timeout and name no rank. This wait ends at once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ WHAT = "broadcast of the buffers of DistributedDataParallel"
 
 
 class DDPBuffers:
-    """Of one module. All ranks make it together."""
+    """The broadcast for one module. All ranks create it together."""
 
     def __init__(
         self, ddp: DistributedDataParallel, connection: Connection, deadline_s: float, local: Callable[[], bool],
     ) -> None:
-        """`local`: whether steps are local now, so that buffers are averaged instead."""
+        """`local`: whether the plan takes local steps now, which average buffers instead."""
         assert connection.groups is not None
         self._connection: Connection | None = connection
         self._deadline_s, self._local = deadline_s, local
         self._ranks = connection.groups.members.ranks
-        # Of its own: late results travel over the others meanwhile.
+        # A separate group, because late results use the other groups meanwhile.
         self._group: Any = connection.groups.members.group(timeout_s=deadline_s)
         self._hook = ddp.register_forward_pre_hook(uncompiled(self._before_forward))
         connection.on_close.append(self.remove)
 
     def __getstate__(self) -> dict[str, Any]:
-        """DDP modules are saved and copied with their hooks. This one does nothing in a copy."""
+        """DDP modules are saved and copied with their hooks. In a copy this hook does nothing."""
         return {"_connection": None}
 
     def remove(self) -> None:
@@ -65,7 +65,7 @@ class DDPBuffers:
             worker.latch(error)
             worker.check()
         worker.ended.over()
-        ddp.require_forward_param_sync = False  # DDP sets it again at the end of this forward pass
+        ddp.require_forward_param_sync = False  # DDP sets it to True at the end of this forward pass
 
     def _broadcast(self, buffers: list[torch.Tensor], failed: Callable[[], BaseException | None]) -> None:
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
@@ -78,4 +78,4 @@ class DDPBuffers:
             Pending(work, WHAT, on_device=flat.is_cuda).wait(time.monotonic() + self._deadline_s, failed)
             if dist.get_rank() != self._ranks[0]:
                 for buffer, values in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
-                    buffer.data.copy_(values)  # not a change that autograd would count, as in DDP's own
+                    buffer.data.copy_(values)  # `.data`, as in DDP, so that autograd does not count a change

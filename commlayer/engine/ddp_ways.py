@@ -1,8 +1,7 @@
-"""Local steps of a DistributedDataParallel module whose gradients otherwise go through its hook. Knows DDP; no codecs.
+"""Local steps of a DistributedDataParallel module, whose gradients otherwise go through its communication hook.
 
-While a plan steps locally the module is silent (quiet_ddp.py), and its backward passes are counted by hooks on parameters.
-Its buffers stay its own affair: DDP copies rank 0's ahead of each forward pass, and in its place they are averaged with each
-exchange.
+Under a plan of local steps the module's synchronization is off (quiet_ddp.py), and hooks on parameters count backward passes.
+DDP would copy rank 0's buffers before each forward pass; instead each exchange averages them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from commlayer.optim import Outer
 
 
 class DDPWays:
-    """Of one module that attach() was given, with its optimizer."""
+    """The sync modes of one DDP module that was passed to attach() with its optimizer."""
 
     def __init__(
         self, ddp: DistributedDataParallel, optimizer: Any, *, asked: Asked, forbids: Forbids, outer: Outer, deadline_s: float,
@@ -58,13 +57,13 @@ class DDPWays:
             share=self._share_buffers)
 
     def follow(self, loop: StepLoop, guard: StepGuard) -> None:
-        """From now on, whatever plan is in force."""
+        """Follows every change of plan from now on."""
         self._loop, self._guard = loop, guard
         self._connection.after_switch.append(self._enter)
         self._enter()
 
     def _enter(self) -> None:
-        """A plan has come into force."""
+        """Called when a plan takes effect."""
         local = self._connection.local
         if local is not None and self._quiet is None:
             # A pass that has begun already ends in DDP's own hook.
@@ -76,30 +75,30 @@ class DDPWays:
         self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
 
     def _end(self) -> None:
-        """A backward pass is over."""
         self._guard.check()
         self._loop.count_local()
 
     def remove(self) -> None:
-        """The module reduces again."""
+        """Lets DDP reduce gradients again."""
         if self._hooks is not None and self._quiet is not None:
             self._hooks.remove()
             self._quiet.remove()
         self._hooks = self._quiet = None
 
     def _share_buffers(self) -> None:
-        """Averages what DDP would copy from rank 0; what is not finite on some rank stays what it is on each."""
-        made, module = self._connection, self._ddp.module
+        """Averages the buffers that DDP would copy from rank 0. A buffer that is not finite on some rank stays as it is on
+        each."""
+        connection, module = self._connection, self._ddp.module
         buffers = [b.detach() for b in module.buffers() if b.is_floating_point() and b.numel()]
-        if not self._ddp.broadcast_buffers or not buffers or made.groups is None or made.worker is None:
+        if not self._ddp.broadcast_buffers or not buffers or connection.groups is None or connection.worker is None:
             return
         sums = torch.cat([b.reshape(-1).double() for b in buffers])
         try:
-            made.groups.allreduce(sums).wait(time.monotonic() + self._deadline_s, made.worker.now.failed)
+            connection.groups.allreduce(sums).wait(time.monotonic() + self._deadline_s, connection.worker.now.failed)
         except CommError as error:
-            with contextlib.suppress(Regroup):  # then they are averaged the next time, by those who are left
-                made.broke(error)
+            with contextlib.suppress(Regroup):  # the remaining ranks average them at the next exchange
+                connection.broke(error)
             return
-        for buffer, mean in zip(buffers, (sums / made.groups.world).split([b.numel() for b in buffers]), strict=True):
+        for buffer, mean in zip(buffers, (sums / connection.groups.world).split([b.numel() for b in buffers]), strict=True):
             if bool(mean.isfinite().all()):
                 buffer.copy_(mean.view(buffer.shape))

@@ -1,6 +1,6 @@
-"""Lets nobody read an optimizer's `state` while steps of some parameters are still to be made. Knows an optimizer.
+"""Makes reads of an optimizer's `state` wait while updates of some parameters are pending.
 
-Until then it stays the same object, but is of a class made from its own whose `state` waits first, and then goes on as ever.
+The optimizer object stays the same. Its class is replaced by a subclass whose `state` first waits and then restores the class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 _waits: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
-"""By optimizer, what the first use of its state calls."""
+"""By optimizer, the function that the first use of its state calls."""
 
 
 class _Deferred:
@@ -35,7 +35,7 @@ def _deferred(kind: type) -> type:
 
 
 def defer_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
-    """From now on `wait()` is called ahead of the first use of its state."""
+    """From now on `wait()` is called before the first use of its state."""
     if optimizer not in _waits:
         _waits[optimizer] = wait
         kind: Any = type(optimizer)
@@ -43,7 +43,7 @@ def defer_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
 
 
 def undefer_state(optimizer: Any) -> None:
-    """It is as it should be."""
+    """Called when no update is pending."""
     _waits.pop(optimizer, None)
     if isinstance(optimizer, _Deferred):
         optimizer.__class__ = type(optimizer).__mro__[2]

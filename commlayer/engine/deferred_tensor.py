@@ -1,9 +1,8 @@
-"""Lets nobody read a tensor that is still to be written: its first use brings in what it waits for. Knows tensors alone.
+"""Makes reads of a tensor wait while its new value is pending.
 
-A deferred tensor stays the same object, but is of a class made from its own that hears of each use (torch's protocol for it is
-`__torch_function__`). It is one again of its own class before the use goes on. What only asks for shape, type or `.grad` waits
-for nothing. Only plain tensors and parameters can be deferred; code that is compiled, or written in C++ and called by other
-ways than torch's functions, does not ask.
+The tensor object stays the same. Its class is replaced by a subclass that intercepts each use (`__torch_function__`, a protocol
+of torch) and restores the class before the use continues. Reads of shape, type or `.grad` do not wait. Only plain tensors and
+parameters can be deferred. Compiled code, and C++ code that is not called through torch's functions, is not intercepted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _waits: Any = WeakIdKeyDictionary()
-"""By deferred tensor, what its first use calls."""
+"""By deferred tensor, the function that its first use calls."""
 _T: Any = torch.Tensor
 _ATTRIBUTES = (
     _T.grad, _T.shape, _T.dtype, _T.device, _T.layout, _T.requires_grad, _T.is_leaf, _T.ndim, _T.grad_fn, _T._version,
@@ -27,7 +26,7 @@ _HARMLESS: set[Any] = {
     _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.element_size,
     _T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__len__,
 }
-"""What tells nothing of a tensor's contents."""
+"""Functions that do not read a tensor's contents."""
 
 
 class _Deferred:
@@ -42,7 +41,7 @@ class _Deferred:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # torch gives these the class first, and lets them read the contents behind that.
+    # For these, torch calls `__torch_function__` with the class only and reads the contents later.
     def __deepcopy__(self, memo: Any) -> Any:
         return _fetch(self).__deepcopy__(memo)
 
@@ -66,7 +65,8 @@ _OWN = {deferred: own for own, deferred in _CLASSES.items()}
 
 
 def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
-    """From now on `wait()` is called ahead of the tensor's first use; it is no longer deferred then. False: it cannot be."""
+    """From now on `wait()` is called before the tensor's first use, which also ends the deferral. False if the tensor cannot be
+    deferred."""
     if type(tensor) not in _CLASSES:
         return False
     _waits[tensor] = wait
@@ -75,7 +75,7 @@ def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
 
 
 def undefer(tensor: torch.Tensor) -> None:
-    """It is as it should be, or nobody will ever write it."""
+    """Called when the value has been written, or never will be."""
     if type(tensor) in _OWN:
         tensor.__class__ = _OWN[type(tensor)]
         _waits.pop(tensor, None)
