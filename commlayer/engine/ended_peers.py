@@ -1,7 +1,7 @@
-"""Tells a worker that waits for one that has ended in order. Knows names and counts of exchanges; no network.
+"""Detects that a worker waits for a peer that has finished.
 
-Who has ended has sent its part of every exchange that it counted. So only who is in a later one waits in vain: ranks that make
-unequal numbers of backward passes would wait for each other until the deadline.
+A finished peer has sent its part of every exchange that it counted. So only workers in a later exchange wait in vain. Without
+this check, ranks with unequal numbers of backward passes would wait for each other until the deadline.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ UNEQUAL = ("ranks have made unequal numbers of backward passes (a loader that is
 
 
 class Ended:
-    """One worker's knowledge of them. The training thread tells where it is, the heartbeats' who has ended: each writes its own
-    before it reads the other's, so at least one of them finds what is missed."""
+    """The finished peers, as one worker knows them. The training thread writes its exchange, and the heartbeat thread the
+    finished peers. Each thread writes before it reads, so at least one of them finds a missed exchange."""
 
     def __init__(self) -> None:
         self._first: tuple[int, str] | None = None
         self._at: int | None = None
 
     def hear(self, peer: str, exchanges: int) -> PeerLost | None:
-        """That worker has ended after so many exchanges. The error, if this one waits in a later one."""
+        """A peer has finished after `exchanges` exchanges. Returns the error if this worker waits in a later one."""
         self._first = min(self._first or (exchanges, peer), (exchanges, peer))
         return self._missed()
 
     def begin(self, exchange: int) -> PeerLost | None:
-        """This worker begins that exchange, counted from 0. The error, if somebody will not take part."""
+        """This worker begins that exchange, counted from 0. Returns the error if a peer will not take part."""
         self._at = exchange
         return self._missed()
 
     def over(self) -> None:
-        """It is in none."""
+        """The exchange has ended."""
         self._at = None
 
     def _missed(self) -> PeerLost | None:

@@ -1,7 +1,7 @@
-"""How many entries the sparse codecs of a worker send in each step, by the job's step and by what they sent in the last.
+"""Sets how many entries a worker's sparse codecs send in each step, from the step number and the entries sent before.
 
-Of the buckets that this worker encodes for servers. Runs on the encode lane, ahead of a step's first bucket, when all of the
-step before have been encoded. Knows buckets and their codecs' states; how entries are divided is compressors/allotment.py's.
+It covers the buckets that this worker encodes for servers. It runs on the encode lane before a step's first bucket, when all
+buckets of the step before have been encoded. compressors/allotment.py divides the entries between buckets.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _One(NamedTuple):
 
 
 class EntriesSent:
-    """Of one worker's buckets under one plan. See bucket.Entries."""
+    """The budget of one worker's buckets under one plan. See bucket.Entries."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self.forget()
         self._alone: list[_One] = []
         self._pools: dict[tuple[CodecName, bool], list[_One]] = {}
-        """Those whose magnitudes are of one unit, and whose entries take as many bytes."""
+        """Codecs that share a budget: their magnitudes have one unit, and their entries take the same number of bytes."""
         for bucket in buckets:
             if (one := _allotted(bucket.codec, bucket.state)) is None:
                 continue
@@ -50,29 +50,29 @@ class EntriesSent:
         for one in self._alone:
             one.codec.tell(one.state, one.codec.ask(one.state, _ratio(one, step)).plain)
         for pool in self._pools.values():
-            asked = allot([one.codec.ask(one.state, _ratio(one, step)) for one in pool])
-            for one, entries in zip(pool, asked, strict=True):
+            allotted = allot([one.codec.ask(one.state, _ratio(one, step)) for one in pool])
+            for one, entries in zip(pool, allotted, strict=True):
                 one.codec.tell(one.state, entries)
 
 
 def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
-    """Has those that are to be told what to send told so."""
-    told = [bucket for bucket in buckets if bucket.coded and _allotted(bucket.codec, bucket.state) is not None]
-    entries = EntriesSent(told)
-    for bucket in told:
+    """Connects all buckets whose codec needs a budget with a shared EntriesSent."""
+    budgeted = [bucket for bucket in buckets if bucket.coded and _allotted(bucket.codec, bucket.state) is not None]
+    entries = EntriesSent(budgeted)
+    for bucket in budgeted:
         bucket.entries = entries
 
 
 def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
-    """Behind a change of plans: a bucket begins with as many entries as its elements had, where they were divided before."""
+    """After a change of plan: buckets with a shared budget start with as many entries as their elements had before."""
     dense = [(s, one.state["asked"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
     for bucket in after:
         if one := _divided(bucket):
-            there = [(min(s.stop, old.stop) - max(s.start, old.start), part)
-                     for s in bucket.slices for old, part in dense if old.tensor == s.tensor]
-            known = sum(numel for numel, _ in there if numel > 0)
+            overlaps = [(min(s.stop, old.stop) - max(s.start, old.start), part)
+                        for s in bucket.slices for old, part in dense if old.tensor == s.tensor]
+            known = sum(numel for numel, _ in overlaps if numel > 0)
             if known:
-                entries = sum(numel * part for numel, part in there if numel > 0) * bucket.numel / known
+                entries = sum(numel * part for numel, part in overlaps if numel > 0) * bucket.numel / known
                 one.codec.tell(one.state, max(1, round(entries)))
 
 
@@ -86,7 +86,7 @@ def _ratio(one: _One, step: int) -> float:
 
 
 def _allotted(codec: Any, state: State) -> _One | None:
-    """The codec inside that is told, with its state."""
+    """The codec inside that takes a budget, with its state."""
     while not isinstance(codec, Allotted):
         if isinstance(codec, TwoWay):
             codec, state = codec.up, state["up"]

@@ -1,4 +1,4 @@
-"""Whose fault it is that something broke, once the coordinator has had time to say. Knows an uplink; no worker, no plan."""
+"""Finds the peer that caused an error, once the coordinator has had time to report it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlayer.transport.protocol import peer_name
 
 
 class FaultVerdict:
-    """The first death that the coordinator, or its silence, told of."""
+    """The first death that the coordinator reported, or the coordinator's own silence."""
 
     def __init__(self) -> None:
         self.error: CommError | None = None
@@ -23,9 +23,10 @@ class FaultVerdict:
         self._heard.set()
 
     def explain(self, error: BaseException, link: Uplink | None, *, notice_s: float, verdict_s: float) -> BaseException:
-        """A better error for a broken collective, or for a server that ended because the job did, if there is one.
+        """Returns a more precise error for a broken collective, or for a server that ended with the job, if there is one.
 
-        A collective names no peer: for its verdict a death's whole silence is waited for, `verdict_s`; else for `notice_s`.
+        A collective names no peer, so its verdict waits for a dead worker's heartbeat timeout, `verdict_s`. Others wait
+        `notice_s`.
         """
         if link is None or not isinstance(error, CommError):
             return error
@@ -34,7 +35,7 @@ class FaultVerdict:
         elif error.peer.startswith("server"):
             self._heard.wait(notice_s)
         if self.error is not None:
-            # Who was told of may have met the same loss first, and have left with it.
+            # The reported peer may have met the same loss first, and have left because of it.
             return self.error if error.peer in ("", GROUP) else first_cause((self.error, error))
         if error.peer == GROUP and link.embedded and not link.coordinated:
             silent = f"the coordinator {link.address} that it hosts no longer answers"

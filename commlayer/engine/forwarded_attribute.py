@@ -1,4 +1,4 @@
-"""An attribute that lies in a part of its object: read and written there, so that there is one place for it."""
+"""A descriptor for attributes that are stored in a component of their object."""
 
 from __future__ import annotations
 

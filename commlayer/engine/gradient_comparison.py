@@ -1,7 +1,7 @@
-"""Compares, on a piece of a bucket, what was sent and what came back with the exact gradients. Knows buckets and groups.
+"""Compares, on a piece of a bucket, the sent and received values with the exact gradients.
 
-It looks between the end of a step's exchange and its commit: then `y` holds the sum that came back, the gradients are as they
-were, and what is kept back is the residual. So nothing is copied on the way of a gradient, and only looking costs.
+It runs between the end of a step's exchange and its commit. At that time `y` holds the received sum, the gradients are
+unchanged, and the residual is the part not sent. So normal steps copy nothing, and only a comparison costs time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from commlayer.engine.worker import Worker
 from commlayer.observe.fidelity import Dots
 
 GOLDEN = 0.6180339887498949
-"""Its multiples, modulo 1, visit all parts of a model evenly however soon one stops."""
+"""Golden ratio: its multiples modulo 1 cover all parts of a model evenly, wherever the sequence stops."""
 
 
 class Piece(NamedTuple):
-    """Elements start to stop of a bucket, and what was kept back of them before the step (None where that says nothing)."""
+    """Elements start to stop of a bucket, with their residuals before the step (None if residuals are of no use)."""
 
     bucket: WorkerBucket
     start: int
@@ -33,17 +33,18 @@ class Piece(NamedTuple):
 
 
 NOTHING_SAID = Dots(*[math.nan] * 4)
-"""Of a step that pays an earlier plan's debts: more goes out than its gradients."""
+"""For a step that also sends residuals of an earlier plan."""
 
 
 def watched(worker: Worker) -> list[WorkerBucket]:
-    """The buckets that lose something and whose results are the gradients of the step. The same on all ranks."""
+    """The lossy buckets whose results are the step's gradients. The same on all ranks."""
     return [b for b in worker.buckets
             if lossy(b.planned) and not b.buffer and not b.late and exchanges_gradients(b.planned)]
 
 
 def piece(buckets: list[WorkerBucket], number: int, most: int) -> Piece:
-    """The `number`th one, of at most so many elements; buckets take turns by their sizes. The same on all ranks."""
+    """The `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on all ranks.
+    """
     at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
     for bucket in buckets:
         if at < bucket.numel:
@@ -56,25 +57,25 @@ def piece(buckets: list[WorkerBucket], number: int, most: int) -> Piece:
 
 
 def exact(worker: Worker, of: Piece) -> torch.Tensor:
-    """This rank's gradients there, as they go into the sum: weighted, and without loss scale."""
+    """This rank's gradients of the piece as they enter the sum: weighted, and without loss scale."""
     bucket = of.bucket
-    made = torch.zeros(of.stop - of.start, device=bucket.x.device)
+    gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
     if worker.weight == 0.0:
-        return made
+        return gradients
     at = 0
     for source, s in zip(bucket.sources, bucket.slices, strict=True):
         low, high = max(at, of.start), min(at + s.numel, of.stop)
         if low < high and source is not None:
             first = s.start - at  # the source is the whole tensor
-            made[low - of.start : high - of.start] = source.detach().reshape(-1)[first + low : first + high]
+            gradients[low - of.start : high - of.start] = source.detach().reshape(-1)[first + low : first + high]
         at += s.numel
-    return made.mul_(worker.units.factor(bucket))
+    return gradients.mul_(worker.units.factor(bucket))
 
 
 def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
-    """What left this node and what is kept back of it, from the residual before and after. All ranks of a node call it.
+    """What this node sent and kept, computed from the residuals before and after. All ranks of a node call it.
 
-    Not finite where the step says nothing.
+    Not finite if the step cannot be compared.
     """
     if groups.ranks_per_node > 1 and of.bucket.served:
         mine = mine.clone()
@@ -90,7 +91,8 @@ def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline
 
 
 def everywhere(of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
-    """All ranks together: the sum that came back against the exact one, which this all-reduce makes of `mine`, in place."""
+    """Called by all ranks together: compares the received sum with the exact sum, which an all-reduce computes in place in
+    `mine`."""
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)
     if of.bucket.carried is not None:
         return NOTHING_SAID
@@ -98,13 +100,13 @@ def everywhere(of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float)
 
 
 def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> Dots:
-    """In one pass over a few thousand elements; one wait for the device."""
+    """One pass over a few thousand elements, and one wait for the device."""
     pairs = [(x, x), (x, y), (y, y), (kept, kept) if kept is not None else (x.new_zeros(1), x.new_zeros(1))]
     return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
 
 
 def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
-    """Its residual, where that is of this rank's own gradients: not of sums on the way, nor inside a node."""
+    """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum."""
     if not bucket.coded:
         return None
     return owed(bucket.state, bucket.numel)

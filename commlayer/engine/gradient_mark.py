@@ -1,8 +1,8 @@
-"""What stands in `.grad` while its average is on its way: a tensor without contents that refuses to be used.
+"""A placeholder in `.grad` for a pending average: a tensor without contents that raises or waits if it is used.
 
-It has the gradient's shape, type and device, so that it can stand there, and can be cleared as `zero_grad()` does it. Whatever
-else reads or writes it gets one line that says why there is nothing yet, instead of half an average; or waits for all of it,
-where the script did not ask for overlap. Such a script may hold on to it as to any gradient, also when other steps have been.
+It has the gradient's shape, type and device, so that `.grad` accepts it, and `zero_grad()` can clear it. With overlap
+requested, any other use raises an error instead of exposing part of an average. If the script did not request overlap, a use
+waits for the average. Such a script may keep the placeholder like any gradient, even over later steps.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _KEEPS = {_aten.detach_.default}
 
 
 class GradientMark(torch.Tensor):
-    """Of one parameter. `zeroed`: somebody has set it to zeros since `fresh()`."""
+    """The placeholder of one parameter. `zeroed`: it was set to zeros since `fresh()`."""
 
     owner: str
     zeroed: bool
     final: Callable[[GradientMark], torch.Tensor] | None
     value: torch.Tensor | None
-    """What it stood for, now that it does not."""
+    """The average, once it has arrived."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all that it is used for comes by __torch_dispatch__
 
     @staticmethod
     def of(name: str, p: torch.Tensor, final: Callable[[GradientMark], torch.Tensor] | None = None) -> GradientMark:
-        """`final` waits for what is to stand there, for a script that knows nothing of all this; None refuses."""
+        """`final` waits for the average, for a script that did not request overlap. None makes each use raise."""
         mark: GradientMark = torch.Tensor._make_wrapper_subclass(
             GradientMark, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device)
         mark.owner, mark.zeroed, mark.final, mark.value = name, False, final, None
         return mark
 
     def fresh(self) -> GradientMark:
-        """For another step."""
+        """Resets the placeholder for another step."""
         self.zeroed = False
         return self
 
@@ -79,7 +79,7 @@ def _past_dispatch(name: str) -> Callable[..., Any]:
 
 for _name in ("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "is_shared", "share_memory_", "__dlpack__",
               "__array__", "__reduce_ex__", "__deepcopy__"):
-    # What is done to memory itself does not come by __torch_dispatch__.
+    # These access memory directly and bypass __torch_dispatch__.
     setattr(GradientMark, _name, _past_dispatch(_name))
 
 
@@ -92,12 +92,12 @@ def _final(value: Any) -> Any:
 
 
 class Marks:
-    """Of all parameters, by number."""
+    """The placeholders of all parameters, by number."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], final: Callable[[int, GradientMark], torch.Tensor] | None,
     ) -> None:
-        """`final` gets a parameter's number and a mark of it, and waits for what that stands for."""
+        """`final` gets a parameter's number and its placeholder, and returns the average after waiting for it."""
         self._lasts = final is not None
         self._all = [GradientMark.of(name, p, None if final is None else functools.partial(final, number))
                      for number, (name, p) in enumerate(named)]
@@ -110,12 +110,12 @@ class Marks:
         return iter(self._all)
 
     def became(self, number: int, average: torch.Tensor | None) -> None:
-        """That is in, and whoever has kept the mark has it by that name, too."""
+        """The average has arrived: placeholders kept by a script now refer to it."""
         if self._lasts:
             self._all[number].value = average
 
     def let_go(self) -> None:
-        """The step is over. Those that a script has kept stay what they are now, and others take their places."""
+        """Called at the end of a step. Placeholders kept by a script keep their values and are replaced by new ones."""
         held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]
         for number, mark in enumerate(self._all):
             if held[number] and mark.value is not None:

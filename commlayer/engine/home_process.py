@@ -1,8 +1,8 @@
-"""One process of a home, as `commlayer launch` starts it: torch's world is the whole job's. Knows a script; not what it trains.
+"""Runs a training script as one process of a home, as `commlayer launch` starts it, with torch's world set to the whole job.
 
-A script that makes the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have. Here
-that call, whatever it asks for, gives the group of home_world.py: rank and world are what the environment says, and what goes
-from home to home goes through the coordinator. So a script written for torchrun runs as it is.
+A script that creates the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have.
+Here that call returns the group of home_world.py, whatever its arguments. Rank and world come from the environment, and traffic
+between homes passes through the coordinator. So a script written for torchrun runs unchanged.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ AHEAD = ("this home joins a running job, and the others take no part in what its
          "first step: leave that out, or do it behind a step (a communication hook that a script registers itself does such "
          "things: homes join with attach())")
 OWN = (None, "", "env://")
-"""What a script may say of how ranks meet: nothing, or that the launcher knows."""
+"""Values of init_method that leave the rendezvous to the launcher."""
 
 
 def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
-    """torch's default group. `inside`: the backend of groups within this machine; `timeout_s` is deadline_s if 0."""
+    """Creates torch's default group. `inside`: the backend for groups within this machine. `timeout_s`: deadline_s if 0."""
     from commlayer.cluster import home_world
     from commlayer.cluster.home import Desk
 
-    config = read_config()  # of the environment, where the launcher has put what it met the coordinator with
+    config = read_config()  # from the environment, in which the launcher stores the settings used with the coordinator
     leave = config.min_workers > 0
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
     home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
@@ -47,7 +47,8 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
 
 
 def main() -> None:
-    """`python -m commlayer.engine.home_process PARENT line|traceback SCRIPT ARGS...`: how an error is printed."""
+    """`python -m commlayer.engine.home_process PARENT line|traceback SCRIPT ARGS...`. The second argument is the form of
+    errors."""
     parent, how, script, *args = sys.argv[1:]
     try:
         _end_with(int(parent))
@@ -55,15 +56,15 @@ def main() -> None:
     except BaseException as error:
         if how == "traceback" or not (line := line_for(error)):
             raise
-        sys.last_value = error  # as if Python had printed it: the session's end at exit gives it as the reason
-        if not isinstance(error, KeyboardInterrupt):  # which the launcher reports
+        sys.last_value = error  # as Python does when it prints one: the session's close at exit sends it as the reason
+        if not isinstance(error, KeyboardInterrupt):  # the launcher reports it
             print(f"commlayer: {line}", file=sys.stderr, flush=True)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def line_for(error: BaseException) -> str:
-    """The one line that says enough of an error that ends a script: Ctrl-C, a peer that is gone, or a refusal of commlayer's.
-    "" for an error of the script itself, or a defect, which need their traceback."""
+    """The one line that describes an error that ends a script: Ctrl-C, a lost peer, or an error raised by commlayer. "" for an
+    error of the script itself or a defect, which need their traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, CommError):
@@ -87,8 +88,8 @@ def _run(script: str, args: list[str]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """As Ctrl-C would, where the system has it: a launcher that is killed leaves nobody behind. In a shell's background Ctrl-C
-    is ignored, and children inherit that; but from the launcher it comes only when this process is to end."""
+    """Ends this process as Ctrl-C would if the launcher is killed (on Linux). A shell ignores Ctrl-C for background processes
+    and children inherit that, but a SIGINT from the launcher always means the end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
@@ -97,7 +98,7 @@ def _end_with(parent: int) -> None:
 
 
 class _Unheard(logging.StreamHandler[TextIO]):
-    """For what the script sends nowhere itself."""
+    """Prints commlayer's log lines unless the script has its own log handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or len(_LOG.handlers) > 1:
@@ -106,29 +107,29 @@ class _Unheard(logging.StreamHandler[TextIO]):
 
 
 def tell() -> None:
-    """Whoever starts a home and looks on is to see what is decided. A script that configures logs has its way."""
-    said = _Unheard()
-    said.setFormatter(logging.Formatter("commlayer: %(message)s"))
-    _LOG.addHandler(said)
+    """Shows commlayer's log lines to the user who started the home. A script's own logging configuration takes precedence."""
+    handler = _Unheard()
+    handler.setFormatter(logging.Formatter("commlayer: %(message)s"))
+    _LOG.addHandler(handler)
     _LOG.setLevel(logging.INFO)
     root = logging.getLogger()
-    # The level of the root is not asked of what comes from below it.
+    # Python ignores the root logger's level for records of child loggers.
     _LOG.addFilter(lambda record: not root.handlers or record.levelno >= root.level)
 
 
 def _stand_in() -> None:
-    """For torch's own functions that make groups, wherever scripts find them."""
+    """Replaces torch's functions that create groups, in every module where scripts find them."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    for name, made in (("init_process_group", _init), ("new_group", _new_group)):
-        stands_in = _in_place_of(getattr(dist, name), made)
+    for name, replacement in (("init_process_group", _init), ("new_group", _new_group)):
+        stands_in = _in_place_of(getattr(dist, name), replacement)
         for module in (dist, distributed_c10d):
             setattr(module, name, stands_in)
 
 
 def _ddp_alone() -> None:
-    """DistributedDataParallel's constructor compares and shares weights: a home that joins is given them later, by attach()."""
+    """DDP's constructor compares and shares weights. A joining home receives its weights later, in attach()."""
     from torch.nn.parallel import DistributedDataParallel
 
     from commlayer.cluster import home_world

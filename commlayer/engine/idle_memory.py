@@ -1,4 +1,4 @@
-"""What the allocator holds goes back to the system."""
+"""Returns freed memory from the allocator to the system."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import sys
 
 
 def trim() -> None:
-    """What was freed, and the allocator still holds. After a change of plans: it takes a few milliseconds."""
+    """Takes a few milliseconds; called after a change of plan."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc has it, musl does not
         libc.malloc_trim(ctypes.c_size_t(0))

@@ -1,4 +1,4 @@
-"""Gives all ranks the parameters and buffers of one of them. Knows tensors and groups; sends only where digests differ."""
+"""Copies one rank's parameters and buffers to all ranks, sending only tensors that differ."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from commlayer.transport.crc import crc32c
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """CRC-32C of the elements in logical order: it guards against no attacker, and is ten times as fast as SHA-256."""
+    """CRC-32C of the elements in logical order. Not secure against attackers, but ten times as fast as SHA-256."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
     return crc32c(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 PIECE_NUMEL = 4 << 20
-"""Goes over at once, with a deadline of its own: a large model may take longer over a slow link than anybody would wait."""
+"""Elements per broadcast. Each broadcast has its own deadline, because a large model may take long over a slow link."""
 
 
 def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float, source: int = 0) -> list[int]:
-    """Overwrites what differs with the values of rank `source`. Returns the numbers of the tensors that some rank had
-    different."""
+    """Overwrites tensors that differ with the values of rank `source`. Returns the numbers of tensors that differed on any
+    rank."""
     if not tensors:
         return []
     device = tensors[0].device
@@ -31,9 +31,9 @@ def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float, so
     differing: list[int] = (rows != rows[source]).any(dim=0).nonzero().view(-1).tolist()
     for number in differing:
         tensor = tensors[number].detach()
-        whole = tensor.contiguous()
-        for piece in whole.view(-1).split(PIECE_NUMEL):
+        contiguous = tensor.contiguous()
+        for piece in contiguous.view(-1).split(PIECE_NUMEL):
             groups.broadcast_all(piece, source).wait(time.monotonic() + deadline_s)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.copy_(contiguous)
     return differing

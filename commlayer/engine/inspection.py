@@ -1,4 +1,4 @@
-"""session.inspect: what a session knows and has decided, for people who want to know and for parts that work beside it."""
+"""session.inspect: the state and decisions of a session, for users and for components such as samplers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlayer.records import Plan
 
 
 class Inspected(Protocol):
-    """What is looked into."""
+    """What an Inspection needs of its session."""
 
     @property
     def connection(self) -> Connection: ...
@@ -27,14 +27,14 @@ class Inspected(Protocol):
 
 
 class Inspection:
-    """Of one session. With DDP there is nobody in its connection before the first backward pass."""
+    """Diagnostics of one session. With DDP the connection is empty before the first backward pass."""
 
     def __init__(self, inspected: Inspected) -> None:
         self._inspected = inspected
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, None where there is nobody to talk to."""
+        """The current plan; None without other ranks."""
         return self.connection.plan
 
     @property
@@ -44,70 +44,72 @@ class Inspection:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank: which rank that worker had when the job began. Others may have gone since."""
-        made = self.connection
-        if made.uplink is None or made.members is None:
-            return tuple(range(made.world))
-        return tuple(member.rank for member in made.uplink.view.members)
+        """By rank, the initial rank of that worker. Other workers may have left since."""
+        connection = self.connection
+        if connection.uplink is None or connection.members is None:
+            return tuple(range(connection.world))
+        return tuple(member.rank for member in connection.uplink.view.members)
 
     @property
     def may_leave(self) -> bool:
-        """Whether workers may leave, and the others go on (min_workers)."""
+        """Whether workers may leave while the others continue (min_workers)."""
         return self.connection.members is not None
 
     @property
     def own(self) -> int:
-        """This one, as `members` has it."""
+        """This worker's entry in `members`."""
         return self.connection.id
 
     @property
     def carried(self) -> int:
-        """So many of the session's steps (`session.step`) are in what all workers have; the others are local ones, which are
-        lost with the worker that took them."""
+        """Steps of the session (`session.step`) shared by all workers. Later steps are local and are lost with the worker that
+        took them."""
         return self.connection.carried
 
     def parted(self, member: int) -> int:
-        """The same as it was when that member went, so that it has no part in later steps."""
+        """`carried` when that member left, so that it has no part in later steps."""
         return self.connection.parted.get(member, self.connection.entered)
 
     def catch_up(self, *, wholly: bool = False) -> None:
-        """Between two steps, on all ranks: makes the exchange that is due, where this rank's optimizer step was skipped.
-        `wholly`: those, too, behind which all steps are carried, where workers may leave."""
+        """Called between two steps, on all ranks: runs a due exchange if this rank's optimizer step was skipped. `wholly`: if
+        workers may leave, also exchanges until all steps are shared."""
         if self.connection.local is not None:
             for act in [*self.connection.catch_up, *(self.connection.end_rounds if wholly and self.may_leave else ())]:
                 act()
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:
-        """By name: who says what a worker that joins must know of it, as a sampler that is followed does."""
+        """By name: functions that return state for joining workers, such as a sampler's."""
         return self.connection.followers
 
     @property
     def given(self) -> dict[str, str]:
-        """What the others' followers have said to this rank, where it has joined a running job. Whoever takes it removes it."""
+        """The state that `followers` of another rank sent when this rank joined a running job. Readers remove what they take.
+        """
         return {} if self.connection.joined is None else self.connection.joined.followed
 
     @property
     def observers(self) -> Observers:
-        """Who looks on at each step."""
+        """The observers called at each step."""
         return self._inspected.observers
 
     def decisions(self) -> list[str]:
-        """What commlayer decided while training ran, a line each with its step and reason. Rank 0 has all of it."""
+        """commlayer's decisions during training, one line each with step and reason. Rank 0 has all of them."""
         return list(self.connection.decisions)
 
     def events(self) -> list[StalePlan]:
-        """What happened that asks for another plan, as records. Rank 0 has all of it."""
+        """Events that call for another plan, as records. Rank 0 has all of them."""
         return list(self.connection.events)
 
     def laps(self) -> list[Lap]:
-        """How long this worker computed in each step since the last call, without waiting for others."""
+        """The computing time of this worker in each step since the last call, without waits for other ranks."""
         worker = self.connection.worker
         return [] if worker is None else worker.stopwatch.take()
 
     def trace(self, path: str | Path, steps: int = STEPS) -> None:
         """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
 
-        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares op by op. The setting `trace` does it by itself.
+        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares it op by op. The setting `trace` writes one
+        automatically.
         """
         self._inspected.when_connected(lambda: trace(self.connection, self.observers, Path(path), steps))

@@ -1,4 +1,4 @@
-"""Ctrl-C prints one line per rank instead of a traceback. Signal handlers stay as the script has them."""
+"""Prints one line per rank on Ctrl-C instead of a traceback. The script's signal handlers stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TORCHS = "_distributed_excepthook"
 
 
 def print_one_line(rank: int) -> None:
-    """From now on, unless the script has set sys.excepthook to a function of its own."""
+    """Installs the hook, unless the script has set sys.excepthook to its own function."""
     before: Hook = sys.excepthook
     around = [cell.cell_contents for cell in before.__closure__ or ()] if getattr(before, "__name__", "") == TORCHS else []
     if sys.__excepthook__ not in (before, *around):
@@ -33,7 +33,7 @@ def print_one_line(rank: int) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """What is printed of Ctrl-C, here or on another rank. "" for all other errors."""
+    """The line for Ctrl-C on this rank or another; "" for all other errors."""
     if isinstance(error, KeyboardInterrupt):
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
                   if frame.f_globals.get("__name__") == "__main__"]

@@ -1,4 +1,4 @@
-"""A lane: one thread that runs what it is given, the most urgent first. Knows nothing of buckets; errors go to a function."""
+"""A lane: one thread that runs jobs one at a time, the most urgent first."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import threading
 from collections.abc import Callable
 
 Urgency = tuple[int, ...]
-"""The smaller, the sooner; what is equally urgent runs in the order in which it was put."""
+"""Smaller is sooner. Jobs of equal urgency run in the order in which they were put."""
 _LAST: Urgency = (1 << 62,)
 
 
 class Lane:
-    """`put(job)` from any thread; jobs run one after the other. A daemon thread: it never holds up the end of a process."""
+    """`put(job)` may be called from any thread. The thread is a daemon, so it never delays the end of a process."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._jobs: list[tuple[Urgency, int, Callable[[], None] | None]] = []
         self._there: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """As many as there are jobs."""
+        """One item per queued job."""
         self._numbers = itertools.count()
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name=f"commlayer-{name}", daemon=True)
@@ -29,7 +29,7 @@ class Lane:
         self._put(job, urgency)
 
     def _put(self, job: Callable[[], None] | None, urgency: Urgency) -> None:
-        heapq.heappush(self._jobs, (urgency, next(self._numbers), job))  # in one piece: it compares numbers, and calls nobody
+        heapq.heappush(self._jobs, (urgency, next(self._numbers), job))  # atomic: it compares only integers
         self._there.put(None)
 
     def _next(self) -> Callable[[], None] | None:
@@ -44,7 +44,7 @@ class Lane:
                 self._on_error(error)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether all that was put before has run within that time."""
+        """Waits for all jobs put before. Returns whether they ran in time."""
         passed = threading.Event()
         self.put(passed.set, _LAST)
         return passed.wait(timeout_s)

@@ -1,12 +1,12 @@
-"""Results that are used a step late, from their arrival to the step that uses them. Knows buckets; no peers, no optimizer.
+"""Results that are used one step late (staleness 1), from their arrival to the step that uses them.
 
-The plan marks such a bucket `stale`. Its exchange of step t runs on behind that step. Its result lies in the bucket's y until
-the bucket is pushed again, moves here then, and is written with the averages of step t + 1. So a bucket has one exchange under
-way at a time, codecs see their steps in order, and every rank uses the same result in the same step.
+The plan marks such a bucket `stale`. Its exchange of step t continues after that step. The result stays in the bucket's y until
+the bucket is pushed again. It then moves to a LateResult and is written with the averages of step t + 1. So a bucket has one
+exchange in flight at a time, codecs see their steps in order, and every rank uses the same result in the same step.
 
-A result that was written but not applied (the optimizer skipped the step, or gradients were cleared) is kept and added to the
-next. What such a step itself coded is taken back, as with buckets that are in time. A late result that is not finite is
-taken back, too, and makes the step that would have used it one to skip: unless the step that it belongs to was skipped already.
+A result that was written but not applied (skipped optimizer step, cleared gradients) is kept and added to the next one. What
+such a step encoded itself is undone, as for other buckets. A late result that is not finite is undone, too. The step that would
+have used it must then be skipped, unless the result's own step was skipped already.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from commlayer.engine.bucket import WorkerBucket
 
 NAN = float("nan")
 LOOK_S = 0.1
-"""Between two looks whether the wait for a result has become useless."""
+"""Seconds between checks for an error while waiting for a result."""
 
 Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
-"""From a bucket's sum and its weight to what makes the sum an average."""
+"""Maps a bucket and its weight to the factor that turns the sum into an average."""
 
 
 class LateResult:
-    """One bucket's. `push` and `arrived` come from different threads; the rest is for who drives the bucket just then."""
+    """The late result of one bucket. `push` and `arrived` come from different threads; other methods from the thread that
+    currently drives the bucket."""
 
     def __init__(self, bucket: WorkerBucket) -> None:
         self._bucket = bucket
@@ -38,12 +39,12 @@ class LateResult:
         self._views = bucket.layout.views(self.x)
         self.weight = 0.0
         self._slices = self._written = 0
-        """One bit per slice: what is kept to be used, and what was written and may come back."""
+        """One bit per slice: kept for use; written and possibly to be kept again."""
         self._spoilt = self._skipped = False
         self.not_finite = -1
         """See Worker.not_finite."""
         self._unread = False
-        """Whether the bucket's y holds a result that has not been taken."""
+        """Whether the bucket's y holds a result that was not taken yet."""
         self._lock = threading.Lock()
         self._here = threading.Event()
         self._here.set()
@@ -53,7 +54,7 @@ class LateResult:
     # ---- the exchange
 
     def push(self, start: Callable[[], None]) -> None:
-        """Starts the bucket's next exchange: now, or when the result under way is here."""
+        """Starts the bucket's next exchange: now, or when the result in flight has arrived."""
         if self.begun() > 1:
             with self._lock:
                 if self._under_way > 1:
@@ -62,7 +63,8 @@ class LateResult:
         start()
 
     def begun(self) -> int:
-        """For who keeps the order itself: one more exchange is under way, or waits for the one before. How many there are."""
+        """Counts one more exchange, in flight or queued, and returns their number. For callers that keep the order themselves.
+        """
         with self._lock:
             self._under_way += 1
             self._here.clear()
@@ -81,18 +83,18 @@ class LateResult:
 
     @property
     def blocked(self) -> bool:
-        """Whether a step waits for the result of the one before."""
+        """Whether a step waits for the result of the step before."""
         return self._next is not None
 
     def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> bool:
-        """Until nothing is under way. False: something was, when the deadline passed or there was an error."""
+        """Waits until no exchange is in flight. False if the deadline passed or an error occurred first."""
         while not self._here.wait(LOOK_S):
             if failed() is not None or time.monotonic() > deadline:
                 return False
         return True
 
     def take(self) -> None:
-        """Makes room in the bucket's y. After the step that the result belongs to."""
+        """Takes the result out of the bucket's y, after the step that the result belongs to."""
         bucket = self._bucket
         dropped, bucket.unapplied = bucket.unapplied, 0
         self._slices |= dropped & self._written
@@ -110,11 +112,11 @@ class LateResult:
         bucket.take_back()
 
     def _add(self, slices: int) -> None:
-        """y's slices, beside or on top of what is kept."""
+        """Stores y's slices, or adds them to kept ones."""
         bucket = self._bucket
         if not slices:
             return
-        if self._slices and not bucket.in_means:  # in means all results are of one unit
+        if self._slices and not bucket.in_means:  # means have one unit
             self.x.mul_(bucket.weight / self.weight)
         for start, stop in ranges(cut_of(bucket.slices, slices & self._slices), bucket.numel):
             self.x[start:stop] += bucket.y[start:stop]
@@ -127,16 +129,17 @@ class LateResult:
 
     @property
     def full(self) -> bool:
-        """Whether there is something to use."""
+        """Whether a result is kept."""
         return self._slices > 0
 
     @property
     def used(self) -> int:
-        """Slices that get something written: none before the first result, so that optimizers leave them alone."""
+        """Slices that will be written. None before the first result, so that optimizers skip them."""
         return self._bucket.all_slices if self._spoilt else self._slices
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
-        """targets = what is kept times factor, zeros where that is nothing. False: it is NaN, and the step one to skip."""
+        """Sets targets = kept result times factor, or zeros if none is kept. False: targets are NaN and the step must be
+        skipped."""
         self._forget_others()
         for view, target in self._bucket.layout.pairs(targets, self._views):
             if self._slices and not self._spoilt:
@@ -146,40 +149,40 @@ class LateResult:
         return not self._spoilt
 
     def _forget_others(self) -> None:
-        """What was written in an earlier step and not kept again."""
+        """Clears slices that were written in an earlier step and not kept again."""
         for start, stop in ranges(cut_of(self._bucket.slices, self._bucket.all_slices & ~self._slices), self._bucket.numel):
             self.x[start:stop] = 0.0
 
     def judge(self, *, finite: bool) -> None:
-        """A step is over that coded gradients, with its result still under way: what `take` is to take back of it."""
+        """Finalizes a step with its result in flight: sets what `take` will undo."""
         if not self._bucket.buffer:
             self._bucket.sound = False
             self._bucket.unapplied = 0 if finite else self._bucket.all_slices
 
     def settle(self, *, applied: bool) -> None:
-        """After a commit: whether the optimizer got it."""
+        """After a commit: whether the optimizer applied the result."""
         self._spoilt, self._skipped, self.not_finite = False, not applied, -1
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
     def debts(self, members: int) -> list[Debt]:
-        """What is kept, as something that all workers owe alike: what they weigh now may not be what they weighed then."""
+        """The kept result, as equal residuals of all workers, because weights may have changed since."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
         return list(spread(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint, with nothing under way or unread."""
-        told = {"spoilt": torch.tensor(self._spoilt)}
+        """State for a checkpoint, with no exchange in flight and no result unread."""
+        tensors = {"spoilt": torch.tensor(self._spoilt)}
         if not self._slices:
-            return told
+            return tensors
         flags = [bool(self._slices >> i & 1) for i in range(self._bucket.nslices)]
         weight = torch.tensor(self.weight, dtype=torch.float64)
-        return told | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
+        return tensors | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The reverse; of nothing: as before the first step."""
+        """Restores a `snapshot`; from an empty one, the state before the first step."""
         self._spoilt = bool(tensors.get("spoilt", False))
         self._slices = self._written = 0
         if "x" in tensors:
@@ -189,7 +192,7 @@ class LateResult:
 
 
 class LateResults:
-    """Of all late buckets of one worker: what a step and the caller do with them. Of none it does nothing."""
+    """The late results of one worker's buckets."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.late]
@@ -200,11 +203,11 @@ class LateResults:
 
     @property
     def not_finite(self) -> int:
-        """The first tensor of which what this worker put into what is kept was not finite; -1 if there is none."""
+        """The first tensor for which this worker's part of a kept result was not finite; -1 if there is none."""
         return next((result.not_finite for result in self.of.values() if result.not_finite >= 0), -1)
 
     def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
-        """Writes what is kept into the tensors' gradients. Whether all of it is finite."""
+        """Writes the kept results into the tensors' gradients. Returns whether all are finite."""
         finite = True
         for bucket in self._buckets:
             result = self.of[bucket.id]
@@ -213,32 +216,32 @@ class LateResults:
         return finite
 
     def judge(self, *, finite: bool) -> None:
-        """A step is over: whether it was one for the optimizer."""
+        """Finalizes a step. `finite`: the optimizer applies it."""
         for result in self.of.values():
             result.judge(finite=finite)
             result.settle(applied=finite)
 
     def settle(self, *, applied: bool) -> None:
-        """What was kept has been written without a step: whether it counts as applied."""
+        """Kept results were written outside a step: records whether they count as applied."""
         for result in self.of.values():
             result.settle(applied=applied)
 
     def take(self) -> None:
-        """What has come is kept."""
+        """Takes the results that have arrived."""
         for result in self.of.values():
             result.take()
 
     def debts(self, members: int) -> list[tuple[WorkerBucket, Debt]]:
-        """What is kept, as debts of one of so many workers."""
+        """The kept results, as residuals of one of `members` workers."""
         return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(members)]
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint, with nothing under way."""
+        """State for a checkpoint, with no exchange in flight."""
         return {f"late.{number}.{name}": tensor
                 for number, result in self.of.items() for name, tensor in result.snapshot().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The reverse. A result that is not there is as before the first step."""
+        """Restores a `snapshot`. Results missing from it are as before the first step."""
         for number, result in self.of.items():
             start = f"late.{number}."
             result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})
