@@ -232,13 +232,13 @@ def attach(
     `optimizer`: source of the learning rate for codecs that correct for its changes. `scaler`: the GradScaler in use, so that
     residuals are kept without its scale.
 
-    `every`: each rank takes N steps on its own gradients, then the weight changes are exchanged and averaged. `codes`:
-    "updates" exchanges weight changes with every=1, too: for optimizers like Adam with sparse codecs. The default is
-    "gradients".
+    `every`: each rank takes that many steps on its own gradients, then the weight changes are exchanged and averaged. `codes`:
+    "updates" compresses weight changes (pseudo-gradients) with every=1, too: for optimizers like Adam with sparse codecs. The
+    default is "gradients".
 
     `overlap`: "round" runs an exchange during the next `every` steps. "forward", without `every`, lets backward() return at
-    once; results arrive until the next forward pass needs them, and weights are the same bit for bit. `fragments`: exchanges
-    the model in N parts, one after the other.
+    once; results arrive until the next forward pass needs them, and weights are the same bit for bit. `fragments`: the number
+    of parts of the model that are exchanged one after the other.
 
     `sync`: an Outer, the outer optimizer that applies averaged weight changes. By default the average is applied as it is; for
     Adam and similar optimizers it is scaled to the norm of the ranks' changes (Outer(matched=True)).
@@ -264,17 +264,17 @@ def attach(
         read = read_config(config)
         check_model(model)
         refuse_steps_in_backward(model.named_parameters())
-        asked, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None
-        if asked.updates:
+        modes, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None
+        if modes.updates:
             check_local(optimizer, f"every={every}" if every not in (None, 1) else "codes='updates'")
         norm = checked(max_norm, optimizer)
-        if asked.overlap == "forward":
+        if modes.overlap == "forward":
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
-            if not (asked.updates or (read.min_workers and read_launch().home and silenceable(model))):
+            if not (modes.updates or (read.min_workers and read_launch().home and silenceable(model))):
                 state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer, exact=exact)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
-                state.ways = DDPWays(model, optimizer, asked=asked, forbids=forbids, outer=outer, deadline_s=read.deadline_s)
+                state.ways = DDPWays(model, optimizer, asked=modes, forbids=forbids, outer=outer, deadline_s=read.deadline_s)
                 return Session(_DDPDriver(model, state), clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
             wrapped, model = model, model.module
@@ -289,7 +289,7 @@ def attach(
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
-            connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=asked,
+            connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=modes,
                                  settings=settings_of(optimizer, model.named_parameters()),
                                  forbids=forbids, optimizer=family_of(optimizer), replica=Replica(model, optimizer, scaler))
         except BaseException:

@@ -32,8 +32,8 @@ def forbidden_ways(connection: Connection) -> dict[str, str]:
 
 
 def takes_fragments(connection: Connection) -> bool:
-    """Whether a planner may choose the number of fragments: the script did not set it, and members are fixed, so an exchange
-    may be incomplete between steps."""
+    """Whether a planner may choose the number of fragments: the script did not set it, and members are fixed. If members may
+    leave, an exchange must be complete before any part of it is applied."""
     return connection.terms.asked.fragments is None and connection.members is None
 
 
@@ -56,15 +56,15 @@ def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
 
 def _asked_otherwise(connection: Connection, way: str) -> str:
     """The script's arguments to attach() hold for every plan."""
-    asked = connection.terms.asked
-    if way == "forward" and (asked.updates or asked.overlap == "round"):
-        return f"attach() was told {asked}"
-    if way != "forward" and (asked.codes == "gradients" or asked.overlap == "forward"):
-        return f"attach() was told {asked}"
-    if way != "forward" and asked.exact:
+    requested = connection.terms.asked
+    if way == "forward" and (requested.updates or requested.overlap == "round"):
+        return f"attach() was told {requested}"
+    if way != "forward" and (requested.codes == "gradients" or requested.overlap == "forward"):
+        return f"attach() was told {requested}"
+    if way != "forward" and requested.exact:
         return "attach() was told exact=True"
-    if asked.every is not None and (asked.every > 1) == (way == "updates"):
-        return f"attach() was told {asked}"
+    if requested.every is not None and (requested.every > 1) == (way == "updates"):
+        return f"attach() was told {requested}"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Detects whether a worker aborted the step that was just exchanged, and which one.
 
-A worker whose backward pass failed sends an abort instead of its parts when its next pass begins: a flag and a line to servers,
-weight NaN in collectives. So all workers see it in the result.
+A worker whose backward pass failed sends an abort when its next pass begins, instead of its parts: a flag with a line of text
+to servers, weight NaN in collectives. So all workers see it in the result.
 """
 
 from __future__ import annotations

@@ -102,14 +102,14 @@ class WorkerBucket(BucketDebts):
             self.state = codec.init(self.spec)
             seed(self.state, job.digest(), planned.id, rank)
             self.bound = codec.bound(self.spec)
-            whole = block[: PAYLOAD_HEADER + 4 * self.numel]
+            header_and_x = block[: PAYLOAD_HEADER + 4 * self.numel]
             if self.on_device:
                 place(self.state, device)
                 self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=not on_host) for _ in range(2)]
                 self._there = [devices.words(self.bound, device) for _ in range(2)]
                 self.payload = self._pinned[0].numpy().data
             else:
-                self.payload = (whole if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data
+                self.payload = (header_and_x if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
@@ -190,8 +190,7 @@ class WorkerBucket(BucketDebts):
         self.total = 0.0
         """The total weight of all workers on which the scaling of this exchange's gradients is based."""
         self.told: float | None = None
-        """The total weight of all workers, if only a device knows the exchanged value and the host was given it by other means.
-        """
+        """The total weight of all workers, once the host has received it separately from a sum on the device."""
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """Sets x = gradients times factor, with zeros for missing gradients. With weight 0 all of x is zero: a mean over no
@@ -217,8 +216,8 @@ class WorkerBucket(BucketDebts):
             self._put_in = torch.stack([view.sum() for view in self.views])
 
     def _mark_changed(self, there: int) -> int:
-        """Buffers: returns the slices in the mask `there` that this rank has changed. Only a frame header needs the mask on the
-        host."""
+        """Buffers: marks the slices in the mask `there` that this rank has changed, on the device. Returns them as a mask if a
+        frame header needs it, otherwise `there`."""
         assert self.agreed is not None
         mask = torch.tensor([there >> i & 1 for i in range(self.nslices)], device=self.x.device)
         self.changed = self.agreed.changed(self.x) * mask
@@ -248,8 +247,8 @@ class WorkerBucket(BucketDebts):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def read_result(self) -> None:
-        """Reads weight and `used` of the result that the owner shared with this worker. NaN marks a result that is not finite.
-        """
+        """Reads weight and `used` of the result that the owner shared with this worker. NaN marks a result that is not
+        finite."""
         self.weight = float(self.tail_y[-1])
         self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
         self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())

@@ -48,8 +48,8 @@ class Waits(NamedTuple):
     notice_s: float = 0.0
     """For the coordinator to report which rank left or died."""
     verdict_s: float = 0.0
-    """As `notice_s`, after a failed collective. A collective names no rank, so the heartbeat timeout of the dead worker comes
-    first."""
+    """As `notice_s`, after a failed collective. A collective names no rank, so this covers the silence after which a worker
+    counts as dead."""
     stay_s: float = 0.0
     """Before the servers hosted by this rank shut down, because other ranks may still use them."""
     silent_s: float = 0.0
@@ -73,8 +73,8 @@ class Changes(Protocol):
         ...
 
     def pending(self, wait_s: float) -> bool:
-        """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` for the report.
-        """
+        """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` for the
+        report."""
         ...
 
     def patience(self) -> float:
@@ -90,8 +90,8 @@ class Changes(Protocol):
         ...
 
     def between(self, plan: Plan | None = None) -> None:
-        """Does the same between two steps if members have left. `plan` is the plan to switch to; servers may have it already.
-        """
+        """Does the same between two steps if members have left. `plan` is the plan to switch to; servers may have it
+        already."""
         ...
 
 
@@ -210,8 +210,8 @@ class Connection:
         self.after_between: list[Callable[[], None]] = []
         """Called after `after_regroup` if the members left between two steps. Callbacks may use collectives."""
         self.bring_in: list[Callable[[], object]] = []
-        """Called on all ranks between the same two steps before a save, a load and an orderly end: completes pending exchanges.
-        """
+        """Called on all ranks between the same two steps before a save, a load and an orderly end: completes pending
+        exchanges."""
 
         self._verdict = FaultVerdict()
         self._notices: WaitNotices | None = None
@@ -248,9 +248,9 @@ class Connection:
             self.lets_in = before
 
     def begun(self) -> None:
-        """The first step after joining is complete: from now on the script may do all that other ranks do. Before that step the
-        script may have changed the optimizer (schedulers that catch up); the other ranks did so earlier, so the state sent is
-        restored."""
+        """The first step after joining is complete: from now on the script may do all that other ranks do. Restores the
+        received optimizer state: before that step the script may have changed the optimizer, for example with schedulers that
+        catch up, and the received state contains such changes already."""
         self.fresh = False
         if self.joined is not None:
             self.joined.restore()
@@ -274,8 +274,8 @@ class Connection:
         )
 
     def follow(self, worker: Worker) -> None:
-        """Makes this worker the current one: the coordinator's reports about other ranks go to it and are kept for `explain`.
-        """
+        """Makes this worker the current one: the coordinator's reports about other ranks go to it and are kept for
+        `explain`."""
         assert self.uplink is not None
         self.worker = worker
         self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
@@ -357,8 +357,8 @@ class Connection:
             log.log(level, "%s", line)
 
     def called(self, place: int) -> str:
-        """The name of a rank, by its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes share one name.
-        """
+        """The name of a rank, by its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes share one
+        name."""
         number = place if self.groups is None else self.groups.members.ranks[place]
         name = "" if self.uplink is None else self.uplink.name_of(self.uplink.view.members[place].rank)
         return f"rank {number} ({name})" if name else f"rank {number}"
@@ -378,7 +378,7 @@ class Connection:
             try:
                 for act in self.bring_in:
                     act()
-            except Exception as failed:  # even an optimizer's error: the goodbye below must still be sent
+            except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
                 log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
             self.worker.rest()
         error: BaseException | None = self._verdict.error

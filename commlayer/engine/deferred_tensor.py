@@ -41,7 +41,7 @@ class _Deferred:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # For these, torch calls `__torch_function__` with the class only and reads the contents later.
+    # torch's versions use the class before they read the contents, so the class must be restored first.
     def __deepcopy__(self, memo: Any) -> Any:
         return _fetch(self).__deepcopy__(memo)
 

@@ -85,7 +85,7 @@ class FiniteSteps:
             return
         worker = self._connection.worker
         assert worker is not None
-        # With overlap="forward" finite averages of this step have been applied already (forward_overlap.py).
+        # With overlap="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
         bad = worker.spoilt if worker.plan.overlap == "forward" else mine
         for number in mine:
             if number in bad:
@@ -101,8 +101,8 @@ class FiniteSteps:
     # ---- local steps
 
     def counted(self) -> None:
-        """A local step's backward pass has ended. Checks optimizers that are inside a step because their closure ran that pass.
-        """
+        """A local step's backward pass has ended. Checks optimizers that are inside a step because their closure ran that
+        pass."""
         for optimizer in self._held.stepping():
             self._look(self._held.by(optimizer))
 

@@ -248,8 +248,8 @@ class ForwardOverlap:
             return True
 
     def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
-        """A script reads that gradient. If it belongs to the step in flight, the step is completed first, as without overlap.
-        """
+        """A script reads that gradient. If it belongs to the step in flight, the step is completed first, as without
+        overlap."""
         with self._lock:
             if self._out is not None and not self._out.complete(number) and (
                     mark is self._marks[number] or mark.value is self._out.averages[number]):
@@ -328,7 +328,7 @@ class ForwardOverlap:
             self._apply(due)
 
     def _put(self, number: int) -> None:
-        """Writes an average that no optimizer step is waiting for."""
+        """Handles a result without a pending update: writes the average, if there is one, into `.grad`."""
         assert self._out is not None
         p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
         if self._later.pop(number, None) is not None:

@@ -43,8 +43,8 @@ def watched(worker: Worker) -> list[WorkerBucket]:
 
 
 def piece(buckets: list[WorkerBucket], number: int, most: int) -> Piece:
-    """The `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on all ranks.
-    """
+    """The `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on all
+    ranks."""
     at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
     for bucket in buckets:
         if at < bucket.numel:

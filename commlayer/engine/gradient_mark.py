@@ -33,7 +33,7 @@ class GradientMark(torch.Tensor):
     final: Callable[[GradientMark], torch.Tensor] | None
     value: torch.Tensor | None
     """The average, once it has arrived."""
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all that it is used for comes by __torch_dispatch__
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all uses arrive in __torch_dispatch__
 
     @staticmethod
     def of(name: str, p: torch.Tensor, final: Callable[[GradientMark], torch.Tensor] | None = None) -> GradientMark:

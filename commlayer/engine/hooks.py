@@ -181,8 +181,8 @@ def _nothing() -> object:
 
 
 def _node_around() -> Any:
-    """The node of an outer pass whose backward() runs this thread's pass, as in a reentrant checkpoint; None if there is none.
-    """
+    """The node of an outer pass whose backward() runs this thread's pass, as in a reentrant checkpoint; None if there is
+    none."""
     inside = False
     for frame in _stack():
         if frame.f_code.co_name == RUNS:

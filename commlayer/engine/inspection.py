@@ -84,8 +84,8 @@ class Inspection:
 
     @property
     def given(self) -> dict[str, str]:
-        """The state that `followers` of another rank sent when this rank joined a running job. Readers remove what they take.
-        """
+        """The state that `followers` of another rank sent when this rank joined a running job. Readers remove what they
+        take."""
         return {} if self.connection.joined is None else self.connection.joined.followed
 
     @property

@@ -63,8 +63,8 @@ class LateResult:
         start()
 
     def begun(self) -> int:
-        """Counts one more exchange, in flight or queued, and returns their number. For callers that keep the order themselves.
-        """
+        """Counts one more exchange, in flight or queued, and returns their number. For callers that keep the order
+        themselves."""
         with self._lock:
             self._under_way += 1
             self._here.clear()

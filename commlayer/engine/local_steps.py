@@ -170,8 +170,8 @@ class LocalSteps:
     def owe(self, debts: Sequence[Debt]) -> None:
         """Takes over the residuals of a plan that averaged gradients. They are added to this rank's next gradients."""
         for number, p in enumerate(self._parameters):
-            whole = [Slice(number, 0, p.numel())]
-            if (owed := pay(debts, whole)) is not None:
+            elements = [Slice(number, 0, p.numel())]
+            if (owed := pay(debts, elements)) is not None:
                 self._owed[number] = owed.view(p.shape).to(p.device)
 
     @property
@@ -245,8 +245,7 @@ class LocalSteps:
         self._begin(worker, buffers)
         if self._sent is not None and not self._overlap:
             self._merge(worker, buffers, self._sent, deadline_s)
-        # If the scaler skipped this rank's last optimizer step, the rank has taken more steps than it exchanges here: keep the
-        # rest.
+        # A rank whose scaler skipped the due step exchanges later and may have counted further steps: keep them.
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
         self.recorder.restart()
@@ -280,10 +279,10 @@ class LocalSteps:
         """Settles, then exchanges all remaining steps, so that weights and buffers are the same on all ranks. Returns whether
         there were any."""
         worker = self.settle(worker, buffers, deadline_s)
-        unsent, self.apart, self.taken = self.apart, False, 0
-        for _ in range(self._fragments if unsent else 0):
+        was_apart, self.apart, self.taken = self.apart, False, 0
+        for _ in range(self._fragments if was_apart else 0):
             worker = self._at_once(worker, buffers, deadline_s)
-        return unsent
+        return was_apart
 
     def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
         self._begin(worker, buffers)
