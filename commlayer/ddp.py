@@ -145,7 +145,6 @@ class HookState:
 
     @property
     def group(self) -> Any:
-        """The ranks that average."""
         return self._process_group or dist.group.WORLD
 
     def _check(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:

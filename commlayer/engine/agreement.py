@@ -72,13 +72,13 @@ class Found(enum.Enum):
 
 def new_in(view: View, former: View) -> list[int]:
     """Members that have joined since the former view."""
-    known = {m.rank for m in former.members}
-    return [m.rank for m in view.members if m.rank not in known]
+    former_ranks = {m.rank for m in former.members}
+    return [m.rank for m in view.members if m.rank not in former_ranks]
 
 
 def gone_from(former: View, view: View) -> list[int]:
-    left = {m.rank for m in view.members}
-    return [m.rank for m in former.members if m.rank not in left]
+    remaining = {m.rank for m in view.members}
+    return [m.rank for m in former.members if m.rank not in remaining]
 
 
 def staying(former: View, view: View) -> list[int]:
@@ -100,7 +100,7 @@ def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
 def missed(step: int, finished: Iterable[int]) -> bool:
     """Whether a member left without its part of that step. `finished`: for each member that left, the exchanges that it
     completed; -1 if it did not leave in order."""
-    return any(done <= step for done in finished)
+    return any(exchanges <= step for exchanges in finished)
 
 
 def calls(standing: Standing, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
@@ -135,8 +135,8 @@ def found(standing: Standing, view: View, step: int, words: Sequence[Word], sure
         return standing._replace(whole=step), Found.WHOLE
     standing = standing._replace(told=(view.generation, _round(standing, view) + 1))
     together = _alike(words, step)
-    most = max(*(word.step for word in words), -1, *finished)
-    if step < most or (together and any(word.step > step for word in sure)):
+    latest = max(*(word.step for word in words), -1, *finished)
+    if step < latest or (together and any(word.step > step for word in sure)):
         return standing._replace(whole=step), Found.WHOLE
     return standing, Found.TOGETHER if together else Found.APART
 

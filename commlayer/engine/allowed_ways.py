@@ -123,8 +123,8 @@ def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimiz
         raise InvalidInput("E-SYNC-FORWARD",
                            f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
                            "leave overlap out")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if missing := [name for name, p in named if id(p) not in held]:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in named if id(p) not in stepped]:
         raise InvalidInput("E-SYNC-FORWARD",
                            f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first "
                            "is "

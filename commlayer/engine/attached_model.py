@@ -53,7 +53,7 @@ class AttachedModel:
     def _look(self) -> None:
         """Records the current state."""
         modules = [*self._model.modules()] if self._model is not None else []
-        self._within: list[dict[str, Any]] = [held for module in modules for held in (module._parameters, module._modules)]
+        self._within: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._modules)]
         self._seen = self._marks()
         self._frozen = [p for _, p in self._others()]
         self._grouped = [[*map(id, group)] for group in self._groups()]
@@ -84,10 +84,10 @@ class AttachedModel:
     def _check(self) -> None:
         for name, p in self._others():
             if p.requires_grad:
-                was = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
+                how = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
                        "took the place of another parameter" if name in self._names else "was added")
                 raise InvalidInput("E-MODEL-CHANGED",
-                                   f"parameter {name} {was}: nobody averages its gradient, so each rank would train its own; "
+                                   f"parameter {name} {how}: nobody averages its gradient, so each rank would train its own; "
                                    f"remedy: {REMEDY}")
         for number, group in enumerate(self._groups()):
             for place, p in enumerate(group):
@@ -108,7 +108,6 @@ class AttachedModel:
         return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
 
     def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters that are not averaged."""
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if id(p) not in self._named and name not in self._ignored:
                 yield name, p

@@ -178,5 +178,4 @@ class AverageUse:
 
 
 def _any(grad: torch.Tensor) -> bool:
-    """Whether any element is nonzero."""
     return bool((grad._values() if grad.is_sparse else grad).any())

@@ -86,10 +86,10 @@ class WorkerBucket(BucketDebts):
         block_x = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
         self.host_y, block_y = self.host, block_x
         if coded and self.in_means:
-            back = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
-            self.host_y = back.view(torch.float32)[: self.numel]
+            y_block = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
+            self.host_y = y_block.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
-                block_y = back.view(torch.float32) if on_host else torch.empty(floats, device=device)
+                block_y = y_block.view(torch.float32) if on_host else torch.empty(floats, device=device)
         self._reader: Reads | None = None
         self.sparse: SparseResult | None = None
         """The last result, if kept as entries."""
@@ -368,11 +368,11 @@ class WorkerBucket(BucketDebts):
             self._recycle(body)
 
     def _read(self, reader: Reads, result: memoryview) -> None:
-        read = reader.read(result, self.numel)
-        self.finite = read is not None
-        self.sparse = None if read is None else SparseResult(self.layout, *read)
-        self._y = torch.empty(0) if read is not None else torch.full((self.numel,), math.nan)
-        self.views_y = [] if read is not None else self.layout.views(self._y)
+        entries = reader.read(result, self.numel)
+        self.finite = entries is not None
+        self.sparse = None if entries is None else SparseResult(self.layout, *entries)
+        self._y = torch.empty(0) if entries is not None else torch.full((self.numel,), math.nan)
+        self.views_y = [] if entries is not None else self.layout.views(self._y)
 
     def look(self) -> None:
         """Sets `finite` if no decoder has reported it."""
@@ -380,7 +380,7 @@ class WorkerBucket(BucketDebts):
 
     def late_not_finite(self) -> int:
         """As `own_not_finite`, for the exchange whose result has arrived one step late."""
-        bad = [s.tensor for s, there in zip(self.slices, self._put_in.isfinite().tolist(), strict=True) if not there]
+        bad = [s.tensor for s, is_finite in zip(self.slices, self._put_in.isfinite().tolist(), strict=True) if not is_finite]
         return bad[0] if bad else -1
 
     def own_not_finite(self) -> int:
@@ -401,8 +401,8 @@ class WorkerBucket(BucketDebts):
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
             return
-        if (kept := self.coded_result or self.sparse) is not None:
-            kept.write(factor, targets)
+        if (compact := self.coded_result or self.sparse) is not None:
+            compact.write(factor, targets)
             return
         pairs = self.layout.pairs(targets, self.views_y)
         if self.numel <= SMALL_NUMEL * len(pairs):

@@ -86,11 +86,11 @@ class BucketDebts:
     def carry_on(self, slices: int) -> None:
         """These slices' average was applied. The part of the inherited residual that did not reach the mean goes with the next
         step."""
-        if self.carried is not None and (left := 1.0 - self._paid()):
-            rest = torch.zeros_like(self.carried)
-            add_where(rest, self.carried * left, cut_of(self.slices, slices))
-            self.carried = self.carried - rest  # so that `take_back` undoes only the part that was sent
-            self.carry = rest if self.carry is None else self.carry + rest
+        if self.carried is not None and (unsent := 1.0 - self._paid()):
+            remainder = torch.zeros_like(self.carried)
+            add_where(remainder, self.carried * unsent, cut_of(self.slices, slices))
+            self.carried = self.carried - remainder  # so that `take_back` undoes only the part that was sent
+            self.carry = remainder if self.carry is None else self.carry + remainder
 
     def _paid(self) -> float:
         """The fraction of `carried` that reached the mean. It is 1 if all workers weighed what this worker had assumed, or if
@@ -110,13 +110,13 @@ class BucketDebts:
     def take_back(self) -> int:
         """Undoes the part of the last exchange that was not applied, before the next exchange. Returns the slices that were
         undone."""
-        back, self.unapplied = self.unapplied, 0
-        if back:
-            cut = cut_of(self.slices, back)
+        slices, self.unapplied = self.unapplied, 0
+        if slices:
+            cut = cut_of(self.slices, slices)
             if self.codes:
                 self.codec.undo(self.state, self.coded_x, cut)
             if self.carried is not None:
                 self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
                 add_where(self.carry, self.carried, cut)
-            self.undone |= back
-        return back
+            self.undone |= slices
+        return slices

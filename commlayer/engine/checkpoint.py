@@ -137,11 +137,11 @@ def load(connection: Connection, directory: Path) -> None:
     if connection.worker is None:
         return
     try:
-        read, mark = _read(connection, directory)
+        states, mark = _read(connection, directory)
     except (CommError, Regroup) as error:
         raise _not_loaded(connection, directory, error) from None
     try:
-        _put(connection, read, mark)
+        _put(connection, states, mark)
     except Exception as error:
         raise _not_loaded(connection, directory, error) from error
 
@@ -150,20 +150,20 @@ def _not_loaded(connection: Connection, directory: Path, error: Exception) -> Co
     """Ends the job on all ranks: a save holds state of all ranks, and some may have restored theirs already."""
     if isinstance(error, Regroup) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    known = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+    cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
     if (members := connection.members) is not None and members.pending(connection.waits.verdict_s):
         peer = members.gone()[0]
-        at = named_at(str(known), peer)
-        known = PeerLost(str(known)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
+        at = named_at(str(cause), peer)
+        cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
     else:
-        explained = connection.explain(known)
+        explained = connection.explain(cause)
         assert isinstance(explained, CommError)
-        known = explained
-    ended = known.located(what=f"{known.what}; so {directory} is not loaded, and all stop: a save is loaded by as many as "
+        cause = explained
+    final = cause.located(what=f"{cause.what}; so {directory} is not loaded, and all stop: a save is loaded by as many as "
                           "made it, and nobody trains on with a part of it; it lies as it was: start all again")
     assert connection.worker is not None
-    connection.worker.latch(ended)
-    return ended
+    connection.worker.latch(final)
+    return final
 
 
 def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_files.Mark]:
@@ -176,21 +176,21 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
     rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
     for held in [held for held in rows[0] if not held.fault][:1]:
         _same(str(checkpoint_files.folder_of(directory, held.number)), "world", held.world, connection.world)
-    chosen = checkpoint_files.newest(directory, rows)
-    folder = checkpoint_files.folder_of(directory, chosen.number)
-    if chosen != rows[0][0]:
-        log.warning("load_residuals(): takes %s, of step %d; what is newer was broken off", folder, chosen.step)
+    newest = checkpoint_files.newest(directory, rows)
+    folder = checkpoint_files.folder_of(directory, newest.number)
+    if newest != rows[0][0]:
+        log.warning("load_residuals(): takes %s, of step %d; what is newer was broken off", folder, newest.step)
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
-    read: _Files = {}
+    states: _Files = {}
     with together(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
         worker.drain()
         mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
         names = checkpoint_files.mine(rank, connection.world, worker.plan.servers)
-        read = {name: checkpoint_files.read(folder, name, mark) for name in names}
-    return read, mark
+        states = {name: checkpoint_files.read(folder, name, mark) for name in names}
+    return states, mark
 
 
 def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> None:

@@ -44,9 +44,9 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
 
 def at_least(floor: float, texts: list[str]) -> list[str]:
     """The codecs of `texts` at or above the floor, plus topk with the floor as ratio, so that one codec is just above it."""
-    kept = [text for text in texts if level(parse(text)) >= floor * EQUAL]
+    fine_enough = [text for text in texts if level(parse(text)) >= floor * EQUAL]
     finest = STEPS[0][0]
-    return [*kept, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else kept
+    return [*fine_enough, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else fine_enough
 
 
 def lossy(bucket: Bucket) -> bool:
@@ -102,14 +102,14 @@ def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
     floor = min(floor, 1.0)
     if floor <= STEPS[0][0]:
         texts = (bucket.codec, bucket.down, *bucket.by_node)
-        raised = [str(_with_ratio(parse(text), floor)) if text else "" for text in texts]
-        up, down, *by_node = raised
-        if all(not text or level(parse(text), bucket.spec) >= floor * EQUAL for text in raised):
+        lifted = [str(_with_ratio(parse(text), floor)) if text else "" for text in texts]
+        up, down, *by_node = lifted
+        if all(not text or level(parse(text), bucket.spec) >= floor * EQUAL for text in lifted):
             yield structs.replace(bucket, codec=up, down=down, by_node=tuple(by_node), why=None)
     plain = structs.replace(bucket, down="", by_node=(), why=None)
     if not bucket.by_node and level(parse(bucket.codec), bucket.spec) >= floor * EQUAL:
         yield plain  # only the codec of results was too coarse
-    for text in (text for most, text in STEPS if floor <= most):
+    for text in (text for limit, text in STEPS if floor <= limit):
         yield structs.replace(plain, codec=text)
 
 

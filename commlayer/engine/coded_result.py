@@ -50,7 +50,6 @@ class CodedResult:
         torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
 
     def whole(self) -> torch.Tensor:
-        """Decodes all elements."""
         elements = torch.empty(self._numel)
         self._decode(elements)
         return elements

@@ -220,14 +220,14 @@ class Connection:
 
     @property
     def exchanges(self) -> int:
-        """Complete exchanges since the start; between two steps the same on all ranks. `worker.step` differs: it is the wire's
-        number of the next exchange, continues after a restored checkpoint and also counts dropped exchanges."""
+        """Number of complete exchanges since the start; between two steps the same on all ranks. `worker.step` differs: it is
+        the wire's number of the next exchange, continues after a restored checkpoint and also counts dropped exchanges."""
         return 0 if self.worker is None else self.worker.counters.exchanges
 
     @property
     def carried(self) -> int:
-        """Training steps (as `passes` counts) that survive the death of any rank: averaged steps, and local steps in complete
-        exchanges. The same on all ranks after the same step."""
+        """Number of training steps (as `passes` counts) that survive the death of any rank: averaged steps, and local steps in
+        complete exchanges. The same on all ranks after the same step."""
         return self.passes - (0 if self.local is None else self.local.behind)
 
     def passed(self) -> None:
@@ -285,8 +285,8 @@ class Connection:
             worker.latch(error)
 
         def left(peer: str, exchanges: int) -> None:
-            if (missed := worker.ended.hear(peer, exchanges)) is not None:
-                fail(missed)
+            if (error := worker.ended.hear(peer, exchanges)) is not None:
+                fail(error)
 
         self.uplink.follow(fail, worker.stalled, left, worker.generation)
         if self._notices is None:
@@ -326,11 +326,11 @@ class Connection:
             except Regroup:
                 assert self.members is not None
             except Exception as error:
-                broken = error if isinstance(error, CommError) else error.__cause__
-                if self.members is None or not isinstance(broken, CommError):
+                comm_error = error if isinstance(error, CommError) else error.__cause__
+                if self.members is None or not isinstance(comm_error, CommError):
                     raise
                 with contextlib.suppress(Regroup):
-                    self.broke(broken)
+                    self.broke(comm_error)
             self.members.between()
 
     def explain(self, error: BaseException) -> BaseException:
@@ -382,16 +382,16 @@ class Connection:
                 log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
             self.worker.rest()
         error: BaseException | None = self._verdict.error
-        broken = ""
+        error_text = ""
         if self.worker is not None:
             error = self.worker.error or error
             self.worker.close()
         if error is not None:
-            broken = f"it had an error: {error}".splitlines()[0]
-        if (reason or broken) and self.rows is not None:
+            error_text = f"it had an error: {error}".splitlines()[0]
+        if (reason or error_text) and self.rows is not None:
             self.rows.forget()
         exchanges = -1 if self.worker is None else self.worker.step
-        end_part(self.uplink, self.embedded, reason or broken, exchanges, stay_s=self.waits.stay_s,
+        end_part(self.uplink, self.embedded, reason or error_text, exchanges, stay_s=self.waits.stay_s,
                  notice_s=self.waits.notice_s)
         for end in self.on_close:
             end()

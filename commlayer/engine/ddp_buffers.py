@@ -55,8 +55,8 @@ class DDPBuffers:
                 or hasattr(ddp, "buffer_hook") or not ddp.will_sync_module_buffers()):
             return
         worker.check()
-        if (missed := worker.ended.begin(worker.step)) is not None:
-            worker.latch(missed)
+        if (peer_error := worker.ended.begin(worker.step)) is not None:
+            worker.latch(peer_error)
             worker.check()
         try:
             ddp._assign_modules_buffers()
@@ -68,10 +68,10 @@ class DDPBuffers:
         ddp.require_forward_param_sync = False  # DDP sets it to True at the end of this forward pass
 
     def _broadcast(self, buffers: list[torch.Tensor], failed: Callable[[], BaseException | None]) -> None:
-        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
         for buffer in buffers:
-            alike[buffer.dtype, buffer.device].append(buffer.detach())
-        for same in alike.values():
+            by_kind[buffer.dtype, buffer.device].append(buffer.detach())
+        for same in by_kind.values():
             flat = _flatten_dense_tensors(same)
             with named(WHAT):
                 work = dist.broadcast(flat.view(torch.uint8), self._ranks[0], group=self._group, async_op=True)

@@ -24,7 +24,7 @@ def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device
         return set()
     wanted = {b.id for b in plan.buckets if b.path == "service" and b.coder == "gpu"}
     supported = {number for number in wanted if runs_on(codecs[number], device)}
-    if rest := wanted - supported:
-        names = ", ".join(sorted({str(codecs[number]) for number in rest}))
-        log.warning("the plan codes %d buckets on the GPU that the host codes here: %s", len(rest), names)
+    if unsupported := wanted - supported:
+        names = ", ".join(sorted({str(codecs[number]) for number in unsupported}))
+        log.warning("the plan codes %d buckets on the GPU that the host codes here: %s", len(unsupported), names)
     return supported

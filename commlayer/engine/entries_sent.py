@@ -70,9 +70,9 @@ def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> No
         if one := _divided(bucket):
             overlaps = [(min(s.stop, old.stop) - max(s.start, old.start), part)
                         for s in bucket.slices for old, part in dense if old.tensor == s.tensor]
-            known = sum(numel for numel, _ in overlaps if numel > 0)
-            if known:
-                entries = sum(numel * part for numel, part in overlaps if numel > 0) * bucket.numel / known
+            covered = sum(numel for numel, _ in overlaps if numel > 0)
+            if covered:
+                entries = sum(numel * part for numel, part in overlaps if numel > 0) * bucket.numel / covered
                 one.codec.tell(one.state, max(1, round(entries)))
 
 

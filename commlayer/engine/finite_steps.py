@@ -170,8 +170,8 @@ class FiniteSteps:
 
 def first_not_finite(gradients: Sequence[tuple[int, torch.Tensor]]) -> int:
     """The number of the first gradient that is not finite; -1 if all are finite."""
-    held = [(number, grad._values() if grad.is_sparse else grad) for number, grad in gradients]
-    away = [grad.sum(dtype=torch.float32) for _, grad in held if grad.device.type != "cpu"]
-    if away and bool(torch.stack(away).isfinite().all()):  # a sum of finite numbers may overflow: then each gradient is checked
-        held = [(number, grad) for number, grad in held if grad.device.type == "cpu"]
-    return next((number for number, grad in held if not all_finite(grad)), -1)
+    dense = [(number, grad._values() if grad.is_sparse else grad) for number, grad in gradients]
+    sums = [grad.sum(dtype=torch.float32) for _, grad in dense if grad.device.type != "cpu"]
+    if sums and bool(torch.stack(sums).isfinite().all()):  # an infinite sum may be an overflow: check each
+        dense = [(number, grad) for number, grad in dense if grad.device.type == "cpu"]
+    return next((number for number, grad in dense if not all_finite(grad)), -1)

@@ -12,8 +12,8 @@ from commlayer.engine.bucket import WorkerBucket
 
 def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapping[int, int]) -> list[int]:
     """Indices of buckets in wire order: by the first place of their tensors, then by their previous order."""
-    far = len(places)
-    first = [min((places.get(tensor, far) for tensor in span), default=far) for span in spans]
+    end = len(places)
+    first = [min((places.get(tensor, end) for tensor in span), default=end) for span in spans]
     return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
 
 
@@ -37,8 +37,8 @@ class ForwardOrder:
         self._places: dict[int, int] = {}
         self._handles = []
         for module in model.modules():
-            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            numbers = [index[id(tensor)] for tensor in held if id(tensor) in index]
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            numbers = [index[id(tensor)] for tensor in tensors if id(tensor) in index]
             if numbers:
                 self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
 

@@ -1,5 +1,4 @@
-"""overlap="forward": backward() returns before averages have arrived, and each update is applied when its average arrives.
-Exact.
+"""overlap="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are exact.
 
     hand_in       backward has ended: `.grad` holds placeholders (pending-gradient marks) that raise if they are used
     step()        the optimizer applies the averages that have arrived; for the rest its hyperparameters are kept
@@ -155,13 +154,13 @@ class ForwardOverlap:
             return
         self._take(self._out.arrived)
         self._keep_from_step()
-        marked = [*enumerate(zip(self._parameters, self._marks, strict=True))]
+        numbered = [*enumerate(zip(self._parameters, self._marks, strict=True))]
         # Before any gradient is withheld, because this wait may bring further averages.
-        if zeroed := [number for number, (p, mark) in marked if p.grad is mark and mark.zeroed]:
+        if zeroed := [number for number, (p, mark) in numbered if p.grad is mark and mark.zeroed]:
             self._take(partial(self._out.wait, zeroed))
         # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
-        self._gone -= {number for number, (p, mark) in marked if p.grad is not None and not mark.zeroed}
-        for number, (p, mark) in marked:
+        self._gone -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
+        for number, (p, mark) in numbered:
             if p.grad is mark:
                 self._held.append(number)
                 p.grad = None
@@ -171,12 +170,12 @@ class ForwardOverlap:
             self._stepping = False
             if self._out is None:
                 return
-            held, self._held = set(self._held), []
+            withheld, self._held = set(self._held), []
             self._stepped.update(number for number, p in enumerate(self._parameters)
-                                 if number not in held and number not in self._gone and p.grad is not None)
+                                 if number not in withheld and number not in self._gone and p.grad is not None)
             exposed = []
             for group in optimizer.param_groups:
-                numbers = held.intersection(self._numbers.get(id(p), -1) for p in group["params"])
+                numbers = withheld.intersection(self._numbers.get(id(p), -1) for p in group["params"])
                 values = values_of(group) if numbers else {}
                 for number in sorted(numbers):
                     self._later[number] = values
@@ -185,7 +184,7 @@ class ForwardOverlap:
                             self._parameters[number], partial(self._need, (number,))):
                         exposed.append(number)
             if not self._whole_called:
-                exposed += sorted(held - self._seen)
+                exposed += sorted(withheld - self._seen)
             self._whole_called = False
             self._need(exposed)
             if self._later:
@@ -365,11 +364,11 @@ class ForwardOverlap:
         """Makes the updates that the optimizer's step left pending."""
         assert self._out is not None
         groups: dict[int, Group] = {}
-        left = {}
+        previous = {}
         for number in sorted(numbers):
             p, values = self._parameters[number], self._later[number]
             undefer(p)
-            left[number], p.grad = p.grad, self._out.averages[number]
+            previous[number], p.grad = p.grad, self._out.averages[number]
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
         try:
             # The conditions of the script's own call of step(), regardless of the caller here.
@@ -379,7 +378,7 @@ class ForwardOverlap:
         except BaseException as error:
             self._out.worker.latch(error)
             raise
-        for number, grad in left.items():
+        for number, grad in previous.items():
             p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
             assert average is not None
             p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
@@ -408,8 +407,8 @@ class ForwardOverlap:
         """Adds to the error how many parameters the failed step has updated. Once per error."""
         if self._later and self._out is not None and error is not self._error:
             self._error = error
-            done, due = len(self._stepped), len(self._stepped) + len(self._later)
-            note = (f"; in step {self._out.step} {done} of {due} parameters have had their updates, so weights are of no one "
+            done, total = len(self._stepped), len(self._stepped) + len(self._later)
+            note = (f"; in step {self._out.step} {done} of {total} parameters have had their updates, so weights are of no one "
                     "step: go on from what was saved")
             error.what += note
 

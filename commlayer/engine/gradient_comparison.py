@@ -52,8 +52,8 @@ def piece(buckets: list[WorkerBucket], number: int, most: int) -> Piece:
         at -= bucket.numel
     start = max(0, min(at, bucket.numel - most))
     stop = min(bucket.numel, start + most)
-    kept = _kept(bucket)
-    return Piece(bucket, start, stop, None if kept is None else kept[start:stop].clone())
+    residual = _kept(bucket)
+    return Piece(bucket, start, stop, None if residual is None else residual[start:stop].clone())
 
 
 def exact(worker: Worker, of: Piece) -> torch.Tensor:
@@ -84,9 +84,9 @@ def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline
         return Dots()
     if of.bucket.carried is not None:
         return NOTHING_SAID
-    kept = _kept(of.bucket)
-    assert kept is not None
-    after = kept[of.start : of.stop].to(mine.device)
+    residual = _kept(of.bucket)
+    assert residual is not None
+    after = residual[of.start : of.stop].to(mine.device)
     return dots(mine, mine + of.owing.to(mine.device) - after, after)
 
 

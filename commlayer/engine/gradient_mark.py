@@ -116,9 +116,9 @@ class Marks:
 
     def let_go(self) -> None:
         """Called at the end of a step. Placeholders kept by a script keep their values and are replaced by new ones."""
-        held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]
+        is_held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]
         for number, mark in enumerate(self._all):
-            if held[number] and mark.value is not None:
+            if is_held[number] and mark.value is not None:
                 self._all[number] = GradientMark.of(mark.owner, mark, mark.final)
             else:
                 mark.value = None

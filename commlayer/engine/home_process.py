@@ -73,8 +73,8 @@ def line_for(error: BaseException) -> str:
     if not isinstance(error, ValueError) or not frames:
         return ""
     frame, line = frames[-1]
-    refused = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
-    return str(error) if refused and frame.f_globals.get("__name__", "").startswith("commlayer.") else ""
+    is_raise = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return str(error) if is_raise and frame.f_globals.get("__name__", "").startswith("commlayer.") else ""
 
 
 def _run(script: str, args: list[str]) -> None:
@@ -123,9 +123,9 @@ def _stand_in() -> None:
     from torch.distributed import distributed_c10d
 
     for name, replacement in (("init_process_group", _init), ("new_group", _new_group)):
-        stands_in = _in_place_of(getattr(dist, name), replacement)
+        wrapper = _in_place_of(getattr(dist, name), replacement)
         for module in (dist, distributed_c10d):
-            setattr(module, name, stands_in)
+            setattr(module, name, wrapper)
 
 
 def _ddp_alone() -> None:
@@ -171,8 +171,8 @@ def _new_group(known: Callable[..., Any], ranks: Any = None, timeout: Any = None
 
     from commlayer.cluster import home_world
 
-    chosen = range(dist.get_world_size()) if ranks is None else ranks
-    return known(ranks, timeout, home_world.backend_for(chosen, backend), *args, **more)
+    members = range(dist.get_world_size()) if ranks is None else ranks
+    return known(ranks, timeout, home_world.backend_for(members, backend), *args, **more)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ class Inspection:
 
     @property
     def connection(self) -> Connection:
-        """Groups, coordinator, servers and worker."""
         return self._inspected.connection
 
     @property
@@ -62,8 +61,8 @@ class Inspection:
 
     @property
     def carried(self) -> int:
-        """Steps of the session (`session.step`) shared by all workers. Later steps are local and are lost with the worker that
-        took them."""
+        """Number of the session's steps (`session.step`) that all workers share. Later ones are local and are lost with their
+        worker."""
         return self.connection.carried
 
     def parted(self, member: int) -> int:

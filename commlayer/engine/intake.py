@@ -78,13 +78,13 @@ class Intake:
 
     def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Backward has ended: tensors without a hook call take their gradient from `leftovers`."""
-        waiting = self.last if self.last is not None and self.last.waiting == 0 else None
+        held_back = self.last if self.last is not None and self.last.waiting == 0 else None
         self._ending = True
         for tensor, seen in enumerate(self._seen):
             if not seen:
                 self._feed(tensor, leftovers[tensor])
-        if waiting is not None:
-            self._complete(waiting)
+        if held_back is not None:
+            self._complete(held_back)
 
     def _feed(self, tensor: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:

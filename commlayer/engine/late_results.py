@@ -227,7 +227,6 @@ class LateResults:
             result.settle(applied=applied)
 
     def take(self) -> None:
-        """Takes the results that have arrived."""
         for result in self.of.values():
             result.take()
 

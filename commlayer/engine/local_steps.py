@@ -66,14 +66,12 @@ class StepWeights:
         self._now = weight, total
 
     def count(self) -> None:
-        """Adds a step."""
         weight, total = self._now
         for i, term in enumerate((1.0, weight, float(total is not None), total or 0.0)):
             self._sum[i] += term
 
     @property
     def now(self) -> tuple[float, float | None]:
-        """Weight and total of a batch."""
         return self._now
 
     def regroup(self) -> None:
@@ -145,9 +143,9 @@ class LocalSteps:
         self._turn = 0
         self._sent: _Sent | None = None
         self._idle = 0
-        """The number of next exchanges to which this rank contributes nothing."""
+        """Number of coming exchanges to which this rank contributes nothing."""
         self._owed: dict[int, torch.Tensor] = {}
-        """By tensor, this rank's unsent residuals of gradients."""
+        """By tensor, this rank's residuals of gradients, to be added to its next gradients."""
         self._paid: dict[int, torch.Tensor] = {}
         """By tensor, the residuals added to gradients that no optimizer step has applied yet."""
         self.recorder = Recorder()
@@ -216,17 +214,17 @@ class LocalSteps:
 
     @property
     def behind(self) -> int:
-        """The last steps that are not shared by all ranks; they are lost if a rank dies. The same on all ranks."""
+        """Number of the last steps not yet shared by all ranks; they are lost with a rank that dies. The same on all ranks."""
         return sum(self._steps)
 
     @property
     def unsent(self) -> int:
-        """The last steps that are in no exchange yet, and that `settle` will not complete."""
+        """Number of the last steps that are in no exchange yet and that `settle` will not send."""
         return self._steps[1] if self.apart else 0
 
     @property
     def shifted(self) -> bool:
-        """Whether ranks' weights always differ, so that only `starts` can be compared."""
+        """Whether ranks' weights are never all equal, so that only `starts` can be compared."""
         return self._overlap or self._fragments > 1
 
     @property
@@ -421,7 +419,6 @@ class LocalSteps:
                 worker.scale = worker.rate = 1.0
 
     def _advance(self, sent: _Sent) -> None:
-        """Takes the outer optimizer's step."""
         for n, of_turn in sent.ranges.items():
             if n < len(self.starts):
                 velocity = self._velocity[n]
@@ -438,17 +435,16 @@ class LocalSteps:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """State for a checkpoint, with no exchange in progress. It holds the starts: between two exchanges no model file has
         them."""
-        kept = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
-                "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
-        kept |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
+        tensors = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
+                   "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
+        tensors |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
         for number, start in enumerate(self.starts):
-            kept[f"local.start.{number}"] = start.detach().cpu().clone()
+            tensors[f"local.start.{number}"] = start.detach().cpu().clone()
             if (velocity := self._velocity[number]) is not None:
-                kept[f"local.velocity.{number}"] = velocity.detach().cpu().clone()
-        return kept
+                tensors[f"local.velocity.{number}"] = velocity.detach().cpu().clone()
+        return tensors
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores a `snapshot`."""
         self.taken = int(tensors["local.taken"])
         self.apart = bool(tensors.get("local.apart", self.taken > 0))
         self._steps = 0, self.taken
