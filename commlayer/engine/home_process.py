@@ -88,8 +88,8 @@ def _run(script: str, args: list[str]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process as Ctrl-C would if the launcher is killed (on Linux). A shell ignores Ctrl-C for background processes
-    and children inherit that, but a SIGINT from the launcher always means the end."""
+    """Ends this process as Ctrl-C would if the launcher is killed (on Linux). Shells let background processes ignore SIGINT,
+    and children inherit that; a SIGINT from the launcher must still end this process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
