@@ -1,6 +1,6 @@
-"""The step under way, as routes see it: its number, weights, first error, and where to count. Knows no routes and no network.
+"""State of the current step that routes share: its number, units, first error, counters, and arrivals of buckets.
 
-The worker moves it on. A route reads it, counts what it does, reports the first error and says when a bucket has arrived.
+The worker advances it. A route reads it, counts its work, reports its first error, and reports each arrived bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from commlayer.observe import Recorder
 
 @dataclasses.dataclass
 class Counters:
-    """Sums since the start, as Session.stats defines them. Any thread adds bytes and seconds of coding, by the methods."""
+    """Sums since the start, as Session.stats defines them. Any thread adds bytes and coding time through the methods."""
 
     exchanges: int = 0
     sent_nbytes: int = 0
@@ -40,7 +40,7 @@ class Counters:
             self.decode_s += decode_s
 
     def all_reduced(self, nbytes: int, members: int) -> None:
-        """An all-reduce of that many bytes: a ring sends and receives 2 (n - 1) / n of them on each of n members."""
+        """An all-reduce of that many bytes: in a ring of n, each member sends and receives 2 (n - 1) / n of them."""
         part = 2 * (members - 1) * nbytes // members
         self.carried(part, part)
 
@@ -49,11 +49,11 @@ class Counters:
 
 
 class Regroup(Exception):
-    """The members of the job change: the step under way is none, and is done again by those who are left."""
+    """The members of the job change: the current step is abandoned and repeated by the remaining members."""
 
 
 def _nothing(_: Callable[[], bool]) -> None:
-    """Nobody has anything to say."""
+    """Default of `heed`: there are no interrupts."""
 
 
 class Step:
@@ -63,18 +63,18 @@ class Step:
         self.rank, self.generation, self.units = rank, generation, units
         self.number = 0
         self.eager = False
-        """Whether results are wanted one by one, those that the next forward pass needs first ahead of the others."""
+        """Whether results are taken one by one, in the order in which the next forward pass needs them."""
         self.error: BaseException | None = None
         """The first error: it stays, and ends the worker."""
         self.heed: Callable[[Callable[[], bool]], None] = _nothing
-        """What the training thread does as it begins to wait, and whenever `wake` was called. It may raise: a Regroup, too.
-        Hears how to ask whether all has arrived meanwhile."""
+        """The training thread calls it before it waits and after each `wake`. It may raise, for example Regroup. The argument
+        is a function that returns whether all results have arrived in the meantime."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
 
     def latch(self, error: BaseException) -> None:
-        """From any thread. Whoever waits for arrivals goes on, and finds the error."""
+        """From any thread. Ends all waits for arrivals; the waiting thread then reads the error."""
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -82,7 +82,7 @@ class Step:
             arrivals.end()
 
     def wake(self) -> None:
-        """From any thread: there is something to heed for who waits, and for who will."""
+        """From any thread: makes the current wait, or the next one, call `heed`."""
         for arrivals in self._awaited:
             arrivals.wake()
 
@@ -90,7 +90,7 @@ class Step:
         return self.error
 
     def arrivals(self) -> Arrivals:
-        """For one route."""
+        """A new counter of arrivals, for one route."""
         self._awaited.append(Arrivals(lambda: self.heed(self._whole)))
         return self._awaited[-1]
 
@@ -99,7 +99,8 @@ class Step:
 
 
 class Arrivals:
-    """How many buckets of a route the step still waits for. `arrived` is called on lanes, the rest on the training thread."""
+    """Counts the buckets of a route for which the step still waits. `arrived` runs on lanes, the rest on the training thread.
+    """
 
     def __init__(self, heed: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
@@ -108,14 +109,13 @@ class Arrivals:
         self._ended = False
 
     def expect(self, count: int) -> None:
-        """Before a step."""
         self._left = count
         self._all.clear()
         if not count:
             self._all.set()
 
     def arrived(self) -> None:
-        """One needs nothing more for the step to end."""
+        """One bucket needs nothing more before the step can end."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -134,13 +134,13 @@ class Arrivals:
         self._next.set()
 
     def wake(self) -> None:
-        """Whoever waits heeds what there is, and goes on waiting."""
+        """Makes the waiting thread call `heed`, then wait on."""
         with self._lock:
             self._all.set()
         self._next.set()
 
     def wait(self, deadline: float) -> bool:
-        """Until all have arrived or an error is known. False when the deadline passed before."""
+        """Waits until all have arrived or an error has latched. False when the deadline passed before."""
         while True:
             with self._lock:
                 if self._left <= 0 or self._ended:
@@ -151,7 +151,7 @@ class Arrivals:
                 return False
 
     def wait_for(self, here: Callable[[], bool], deadline: float) -> bool:
-        """The same until `here()`, which some arrival makes true."""
+        """Waits in the same way until `here()` is true, which some arrival makes so."""
         while True:
             self._next.clear()
             if here() or self._ended:

@@ -1,12 +1,12 @@
-"""What happens around a step, once, for hooks and for DDP alike. Knows no autograd and no module.
+"""The training step of one attached model, the same for communication hooks and for DDP.
 
-    begin      ahead of a step's first gradient: the units that it is in
+    begin      before a step's first gradient: sets loss scale and learning rate
     ready      each gradient that becomes final
-    average    behind the backward pass: finish, compare with exact gradients, commit
-    written    averages are in `.grad`: from here on it is watched what becomes of them
+    average    after the backward pass: finish, compare with exact gradients, commit
+    written    averages are in `.grad`; from here on the loop watches what becomes of them
     observe    planning, accuracy, trace, stale plan, drift, in the order of engine/observers.py
 
-Who calls it (session.py, ddp.py) knows where gradients come from and where averages go. Steps are counted by Connection.passes.
+The callers (session.py, ddp.py) know where gradients come from and where averages go. Connection.passes counts the steps.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from commlayer.errors import StepAbandoned
 
 
 class StepLoop:
-    """Of one attached model. Where there is nobody to average with, only `drain`, `weigh`, `report` and `detach` are called."""
+    """Without other workers, callers use only `drain`, `weigh`, `report` and `detach`."""
 
     def __init__(
         self, connection: Connection, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
         guard: StepGuard | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
-        """`parameters`: those that are averaged, by number. `compared`: what must be the same on all ranks, by name.
+        """`parameters`: the averaged ones, by number. `compared`: tensors that must be equal on all ranks, with their names.
 
-        `schedule`: when local steps are exchanged; None if there cannot be any.
-        """
+        `schedule`: when local steps are exchanged; None if no plan may have local steps."""
         self.connection, self.observers = connection, observers
         self._optimizer, self._scaler, self._schedule, self._step_guard = optimizer, scaler, schedule, guard
         self._compared, self._uneven = compared, uneven
@@ -61,7 +60,7 @@ class StepLoop:
         held = Held(parameters)
         if connection.worker is not None:
             if connection.rows is not None:
-                self._finite = FiniteSteps(connection, parameters, held)  # its hooks come first
+                self._finite = FiniteSteps(connection, parameters, held)  # its hooks must run first
                 if schedule is not None:
                     schedule.merged = self._finite.exchanged
             self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
@@ -77,7 +76,7 @@ class StepLoop:
             observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     def _decide(self) -> None:
-        """Adds those who decide while training runs."""
+        """Adds the observers that make decisions during training."""
         connection, observers = self.connection, self.observers
         if (auto := auto_of(connection)) is not None:
             observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
@@ -96,13 +95,13 @@ class StepLoop:
 
     @property
     def local(self) -> bool:
-        """Whether steps are local now: then gradients are not averaged."""
+        """Whether steps are local now; then gradients are not averaged."""
         return self._schedule is not None and self._schedule.local is not None
 
     # ---- a step
 
     def begin(self) -> None:
-        """Ahead of a step's first gradient; afterwards nothing more happens until the next step."""
+        """Runs before a step's first gradient; later calls in the same step do nothing."""
         if self.worker.begins():
             self._open(self.worker)
 
@@ -116,7 +115,7 @@ class StepLoop:
         worker.rate = learning_rate(self._optimizer, worker.rate)
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
-        """That parameter's gradient is final for this step. Called for each: as little as can be happens here."""
+        """The gradient of this parameter is final for this step. Runs once per parameter and step, so it must be cheap."""
         worker = self.connection.worker
         assert worker is not None
         if self._schedule is None or self.connection.local is None:
@@ -127,7 +126,7 @@ class StepLoop:
             self.connection.local.recorder.tensor(number)
 
     def has_gradient(self, number: int) -> bool:
-        """Whether this pass has added to that parameter's gradient, as far as anybody sees."""
+        """Whether this pass has added to the parameter's gradient, as far as the hooks saw it."""
         return self._use is None or not self._use.watching or number in self._use.touched
 
     def count_local(self, *, adds: bool = True) -> bool:
@@ -142,25 +141,26 @@ class StepLoop:
         return True
 
     def join_round(self) -> None:
-        """Where this rank has joined a running job whose steps are local."""
+        """Joins the current outer step, if this rank has joined a running job whose steps are local."""
         if self._schedule is not None and self.local and self.connection.joined is not None:
             self._schedule.join_round(self.connection.joined.local)
 
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
-        """A plan has come into force. `starts`: what ranks have alike in place of weights, where these differ."""
+        """A plan has come into force. `starts`: tensors to compare instead of the weights, by name, where the weights differ by
+        design."""
         if self._use is not None and self.local:
-            self._use.wrote(keeps=False)  # there are no averages of which it is to be watched what becomes of them
+            self._use.wrote(keeps=False)  # local steps have no averages to watch
         for drift in self.observers.at(Place.PARAMETER_DRIFT):
             drift.compare([starts.get(name, tensor) for name, tensor in self._compared])
 
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Sequence[torch.Tensor | None]:
-        """The backward pass is over: waits for all sums and writes the averages into what `targets` gives then, and returns.
+        """Ends a backward pass: waits for all sums, writes the averages into what `targets` returns then, and returns these
+        tensors.
 
-        `leftovers[n]`: the gradient of a parameter that was not announced, or None. CommError if somebody is gone or late;
-        then nothing has been written.
-        """
+        `leftovers[n]`: the gradient of a parameter that was not announced, or None. Raises CommError if a worker is lost or
+        misses the deadline; then nothing has been written."""
         self.begin()
         if self._use is not None:
             self._use.end()
@@ -170,7 +170,7 @@ class StepLoop:
             self._passed()
             if self.connection.fresh:
                 self.connection.begun()
-        with contextlib.suppress(Regroup):  # behind the sums: the step is whole, and the next one is done by who is left
+        with contextlib.suppress(Regroup):  # the step is complete; the remaining members run the next one
             for observer in self.observers if self._all_active() else ():
                 observer.before_commit()
         into = targets()
@@ -189,7 +189,7 @@ class StepLoop:
         return self._uneven is None or self._uneven.all_active()
 
     def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
-        """A step of the ranks that still have batches. This one has none: it counts for nothing, and keeps its gradients."""
+        """Takes part, with weight 0, in a step of the ranks that still have batches. This rank keeps its gradients."""
         self.worker.stopwatch.drop()
         tensors = [*[None] * (len(self.worker.job.tensors) - len(buffers)), *buffers]
         with contextlib.suppress(StepAbandoned):
@@ -201,13 +201,15 @@ class StepLoop:
             self._step_guard.exchanged()
 
     def judged(self, worker: Worker, *, dropped: bool = False) -> None:
-        """A step has ended. `dropped`: what was not finite in it has not been applied."""
+        """A step has ended. `dropped`: its values that were not finite have not been applied."""
         if self._finite is not None:
             (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
     def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Where others wait to take part, the part of this rank that goes when its backward pass is over waits until all are
-        in this step: nobody has it whole, however quick its sums are, so they come in here."""
+        """Sends the rest of the gradients and waits for all sums.
+
+        If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
+        rank's last part, so the newcomers join in this step."""
         members = self.connection.members
         if members is not None and members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
@@ -215,7 +217,7 @@ class StepLoop:
         self.worker.finish(leftovers, self.deadline_s)
 
     def _through(self, end: Callable[[], None]) -> None:
-        """To the end of a step, with those who are left."""
+        """Runs `end` until it succeeds, each time with the remaining members."""
         while True:
             try:
                 end()
@@ -226,18 +228,18 @@ class StepLoop:
                 self._units(self.worker)
 
     def _look_again(self) -> None:
-        """Members have changed: who has measured, or told others something, begins anew."""
+        """The members have changed: restarts observers that measure, or that have exchanged messages with other ranks."""
         for place in (Place.AUTO_PLAN, Place.ACCURACY, Place.TRACE, Place.STALE_PLAN):
-            for who in self.observers.at(place):
-                self.observers.remove(who)
+            for observer in self.observers.at(place):
+                self.observers.remove(observer)
                 if place in (Place.AUTO_PLAN, Place.TRACE):
-                    who.end()
+                    observer.end()
         for drift in self.observers.at(Place.PARAMETER_DRIFT):
             drift.begin_again()
         self._decide()
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """In place of `average`: the backward pass is over, and results are taken bucket by bucket (forward_overlap.py)."""
+        """Replaces `average` where results are taken bucket by bucket after the backward pass (forward_overlap.py)."""
         self.begin()
         if self._use is not None:
             self._use.end()
@@ -250,31 +252,32 @@ class StepLoop:
 
     @property
     def looked_at(self) -> bool:
-        """Whether somebody looks at the sums of this step, or at its times: then it is waited for as a whole."""
+        """Whether an observer reads this step's sums or times; then the training thread waits for the whole step."""
         return self.worker.recorder.on or any(observer.looks() for observer in self.observers)
 
     def written(self, known: Collection[int] = ()) -> None:
-        """The averages of the step are in `.grad`. Of those that are `known` it has been told what became of them."""
+        """The averages of the step are in `.grad`. For parameters in `known`, their fate has been reported already."""
         if self._finite is not None:
             self._finite.written()
         if self._use is not None:
             self._use.wrote(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
-        """The step is committed. Who looks on may go over to another plan. `between`: no forward pass has been since."""
+        """Runs the observers after the commit; one of them may switch to another plan. `between`: no forward pass has run
+        since."""
         for observer in self.observers if self._all_active() else ():
             begin = time.perf_counter()
             try:
                 observer.after_step()
             except Regroup:
-                return  # they begin anew with those who are left, in the next step
+                return  # observers are restarted with the remaining members in the next step
             if between:
-                self.worker.stopwatch.start()  # what it took is no computing
+                self.worker.stopwatch.start()  # observer time does not count as compute
             else:
                 self.worker.stopwatch.skip(time.perf_counter() - begin)
 
     def abandon(self) -> None:
-        """An exception ended the last backward pass, and the script went on: the step is dropped on all ranks."""
+        """Drops the step on all ranks, after an exception ended the last backward pass and the script continued."""
         if not self.local:
             self.begin()
             if self._use is not None:
@@ -298,19 +301,19 @@ class StepLoop:
             self._guard.report(loss)
 
     def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """See Session.drain. The parameters in order of their numbers."""
+        """See Session.drain. `parameters` in the order of their numbers."""
         if self._schedule is not None and self.connection.worker is not None:
             self._schedule.drain()
-        worker = self.connection.worker  # behind the exchange: it is another one where a member died in it
+        worker = self.connection.worker  # read after the exchange, which replaces the worker if a member died in it
         if worker is None:
             return False
         self._units(worker)
-        if found := hand_out(worker, parameters):
+        if has_late := hand_out(worker, parameters):
             self._exchanged()
-        return found
+        return has_late
 
     def detach(self) -> None:
-        """No more steps of this model."""
+        """Ends the loop; no step may follow."""
         if self._use is not None:
             self._use.detach()
         if self._schedule is not None:

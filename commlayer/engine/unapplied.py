@@ -1,7 +1,7 @@
-"""Takes back what a step coded and no optimizer applied, once its averages are written. Knows buckets and routes; no optimizer.
+"""Takes back what a step coded but no optimizer applied, after its averages are written.
 
-Buckets keep in bits, slice by slice, where their last average was not applied. It is taken back ahead of their next exchange,
-and servers hear it with that, or between steps when somebody asks (`undone`).
+Each bucket has one bit per slice for an average that was not applied. The rollback happens before the bucket's next exchange,
+and that exchange reports it to the server. `undone` does it between two steps.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.table import Routes
 
 DRAIN_S = 5.0
-"""How long a failed step waits for a lane to end the call it is in, before residuals are put right."""
+"""Seconds for which a failed step waits for a lane to end its current call, before residuals are corrected."""
 
 
 def _nothing() -> None:
-    """Nobody watches."""
+    """Default of `settle`: averages are not watched."""
 
 
 class Unapplied:
-    """A worker's, of its last step."""
+    """Part of Worker: rollback of its last step."""
 
     buckets: list[WorkerBucket]
     turns: list[list[WorkerBucket]]
@@ -28,20 +28,20 @@ class Unapplied:
     _in_time: list[WorkerBucket]
     _routes: Routes
     settle: Callable[[], None] = staticmethod(_nothing)
-    """Who watches what becomes of averages tells it here of those that were cleared: see `cleared`."""
+    """Makes the watcher of averages report those that the script has cleared: see `cleared`."""
     intact = True
-    """Whether residuals are what they were before the step that failed."""
+    """Whether residuals are as they were before the failed step."""
     tentative = False
-    """Whether the last step was not finite somewhere, and so is one to skip, unless an optimizer steps all the same."""
+    """Whether the last step was not finite somewhere. Such a step is skipped, unless an optimizer steps anyway."""
 
     def cleared(self, tensor: int) -> None:
-        """The average that the last step wrote for this tensor was thrown away."""
+        """The script discarded the average that the last step wrote for this tensor."""
         for bucket, i in self._by_tensor[tensor]:
             bucket.unapplied |= 1 << i
 
     def applied(self, tensors: Collection[int], turn: int | None = None) -> None:
-        """An optimizer has stepped with these averages: also in a step of which others were not finite. `turn`: with those that
-        came in it."""
+        """An optimizer has applied these averages, although the step was not finite elsewhere. `turn`: only those of that turn.
+        """
         if not self.tentative:
             return
         for bucket in self.buckets if turn is None else self.turns[turn]:
@@ -50,25 +50,26 @@ class Unapplied:
                     bucket.unapplied &= ~(1 << i)
 
     def anything(self, tensor: int) -> bool:
-        """Whether the average that the last step wrote for this tensor was other than zeros; of a late result nobody asks."""
+        """Whether the last step's average for this tensor has nonzero values. Late results count as nonzero, unread."""
         return any(bucket.late or bool(bucket.slice_of_result(i).any()) for bucket, i in self._by_tensor[tensor])
 
     def spent(self, tensors: Collection[int]) -> None:
-        """An optimizer has stepped with these averages already, of a step that is not over: they are owed no longer."""
+        """An optimizer has already applied these averages of an unfinished step, so a failure must not take them back."""
         for tensor in tensors:
             for bucket, i in self._by_tensor[tensor]:
                 bucket.spent |= 1 << i
 
     def undone(self) -> dict[int, int]:
-        """By bucket, what of the last step was not applied and servers have not heard, between steps. The same on all ranks."""
+        """By bucket, the slices of the last step that were not applied and not yet reported to servers. Between steps; the same
+        on all ranks."""
         self.settle()
         for bucket in self._in_time:
             self._routes.of[bucket.id].undo(bucket)
         return {bucket.id: bucket.undone for bucket in self.buckets if bucket.undone and bucket.served}
 
     def _undo_step(self) -> None:
-        """The step under way has failed: residuals get back what it sent. A lane that is stuck may be inside a codec: then its
-        residual cannot be put right."""
+        """The current step has failed: residuals get back what it sent. If a lane is stuck, possibly inside a codec, its
+        residual cannot be corrected."""
         self.intact = self._routes.drain(DRAIN_S)
         if self.intact:
             for bucket in self.buckets:
@@ -76,11 +77,11 @@ class Unapplied:
                 self._routes.of[bucket.id].undo(bucket)
 
     def unheard(self) -> dict[int, int]:
-        """By bucket, behind a step that failed, what of the one before was not applied: for servers that may not have heard."""
-        words = {b.id: b.said if b.started else b.undone for b in self.buckets if b.served}
-        return {number: word for number, word in words.items() if word}
+        """After a failed step: by bucket, the rollbacks of the step before that servers may not have received."""
+        slices = {b.id: b.said if b.started else b.undone for b in self.buckets if b.served}
+        return {number: bits for number, bits in slices.items() if bits}
 
     def heard(self) -> None:
-        """The servers have heard it."""
+        """The servers have received the rollbacks."""
         for bucket in self.buckets:
             bucket.undone = 0

@@ -1,8 +1,8 @@
-"""Factors from gradients to what is coded, and from what came back to averages: weights, loss scale, learning rate.
+"""Factors from gradients to coded values, and from sums to averages: weights, loss scale, learning rate.
 
-What codecs keep back is owed in parts of the mean, without loss scale: then no change of weights or scale changes what an old
-debt is worth. For that all workers' weight must be known before coding. It is taken to be what it was in the last step, unless
-the script says what it is; a server that finds it was another has the step coded again (Flag.AGAIN).
+Residuals are kept in parts of the mean, without the loss scale. So a change of weights or scale does not change the value of an
+old residual. For that, the weight of all workers must be known before coding. A worker assumes the total of the last step,
+unless the script gives it. If the assumption was wrong, the server requests that the step be coded again (Flag.AGAIN).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from commlayer.errors import InvalidInput
 
 
 class Units:
-    """One worker's, in the step under way."""
-
     def __init__(self, members: int, *, shared: bool) -> None:
         """`shared`: several ranks of a node add up their gradients before one of them codes the sum."""
         self.members, self._shared = members, shared
@@ -27,29 +25,29 @@ class Units:
         self.scale = 1.0
         self.rate = 1.0
         self.total = float(members)
-        """What all workers weigh, as far as this one knows."""
+        """The weight of all workers together, as far as this one knows."""
         self.told = False
-        """Whether the script said so."""
+        """Whether the script gave the total."""
         self.broken = False
-        """Whether this worker has broken the step off: then its part weighs NaN, and so does the sum."""
+        """Whether this worker has broken the step off. Then its part weighs NaN, and so does the sum."""
 
     def take(self, other: Units) -> None:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
         self.total, self.told = other.total, other.told
 
     def rate_of(self, bucket: WorkerBucket) -> float:
-        """What a gradient is multiplied with before it is coded, besides weight and loss scale."""
+        """The factor on a gradient before coding, besides weight and loss scale."""
         return self.rate if bucket.in_updates else 1.0
 
     def scale_of(self, bucket: WorkerBucket) -> float:
-        """Gradients are coded without the loss scale, or a change of scale would falsify every residual.
+        """The factor of loss scale and learning rate that the coded values of this bucket lack.
 
-        So may a change of the learning rate: codecs that say so have it inside.
-        """
+        Gradients are coded without the loss scale, because a change of scale would falsify every residual. For a bucket that
+        codes updates, the learning rate is inside the coded values for the same reason."""
         return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
 
     def gather(self, bucket: WorkerBucket) -> None:
-        """Gradients to x."""
+        """Gathers gradients into x."""
         bucket.total = as_float32(self.total)
         if self.broken:
             bucket.gather(0.0, 0.0, 0.0)
@@ -58,17 +56,19 @@ class Units:
             bucket.gather(self.factor(bucket), self.weight, self.worth(bucket))
 
     def factor(self, bucket: WorkerBucket) -> float:
-        """From a gradient to what is coded of it."""
+        """From a gradient to the value that is coded."""
         part = self.weight / self.scale_of(bucket)
         return part * (self.members / (bucket.total or self.total)) if _by_total(bucket) else part
 
     def worth(self, bucket: WorkerBucket) -> float:
-        """What a debt of 1 is in x. Debts are counted so that all workers' sum up to `members` times what the mean lacks: then
-        with equal weights x is the gradient."""
+        """The value in x of a residual of 1.
+
+        Residuals are counted so that the sum over all workers is `members` times what the mean lacks. With equal weights, x is
+        then the gradient."""
         return 1.0 if _by_total(bucket) else bucket.total / self.members
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
-        """What makes an average of what came back; None if all workers' weight is 0."""
+        """The factor from the sum to the average; None if all workers have weight 0."""
         scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
             average = scale / weight if bucket.served else bucket.over_weight(scale)
@@ -78,28 +78,27 @@ class Units:
         return None
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """From now on; `total` is what all weigh then, None if the script does not say.
+        """Sets the weight from now on. `total`: the weight of all workers together, None if the script does not give it.
 
-        Ranks of one node add up parts of what they all know, the weight of the last step, whatever each of them was told.
-        """
+        Ranks of one node ignore a given `total`. They must all use the same value, the weight of the last step."""
         self.weight, self.told = weight, total is not None and not self._shared
         if total is not None and self.told:
             self.total = total
 
     def regroup(self, total: float) -> None:
-        """Other workers take part from now on: so much all weigh in the step under way."""
+        """The members have changed; all workers of the current step together have weight `total`."""
         self.total, self.told = total, False
 
     def hear(self, total: float) -> None:
-        """A server knows already what all weigh in this step. Ranks of one node must all take the same for granted."""
+        """A server has sent the weight of all workers in this step. Ranks of one node ignore it, since all of them must use the
+        same value."""
         if not self._shared:
             self.total, self.told = total, False
 
     def learn(self, total: float) -> None:
-        """What all weighed in the step that is over, and for all that is known will in the next; 0 where nobody knows.
+        """Takes over the total weight of the finished step, as the assumption for the next one. 0 if unknown.
 
-        ValueError if the script has said otherwise.
-        """
+        Raises ValueError if the script gave another total."""
         if not total:
             return
         if self.told and abs(total - self.total) > 1e-6 * total:
@@ -111,5 +110,5 @@ class Units:
 
 
 def _by_total(bucket: WorkerBucket) -> bool:
-    """Whether x has to be a part of the mean from the start. Staged paths hear what all weigh before they code."""
+    """Whether x must be a part of the mean from the start. Staged paths learn the total weight before they code."""
     return bucket.in_means and bucket.served

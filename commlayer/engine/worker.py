@@ -1,13 +1,13 @@
-"""Executes a plan, step after step: gradients in, averages out. Knows buckets and routes; no autograd, no model, no network.
+"""Executes a plan, step after step: gradients in, averages out.
 
     ready(tensor, gradient)      from the hooks, as gradients become final
-    finish(leftovers, deadline)  when backward is over: waits for every bucket, then the caller commits or is raised at
+    finish(leftovers, deadline)  after the backward pass: waits for every bucket, then the caller commits, or it raises
 
-`finish` is `complete` and `wait`, and `commit` is `write` and `end`, for who lets a step's buckets go in turns. Who wants them
-one by one calls `take` and `write_bucket` between `complete` and `end`.
+`finish` is `complete` and `wait`; `commit` is `write` and `end`. Callers that send a step in fragments use the parts. Callers
+that take buckets one by one call `take` and `write_bucket` between `complete` and `end`.
 
-It is a loop over a table from bucket to route (routes/table.py). The first error of a step latches: what still runs ends, no
-gradient is overwritten, residuals get back what was sent, and every later call raises the same error.
+paths/table.py assigns a route to each bucket. The first error of a step latches: running exchanges end, no gradient is
+overwritten, residuals get back what was sent, and every later call raises the same error.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ log = logging.getLogger("commlayer")
 
 
 LARGE_NBYTES = 256 << 20
-"""Of all buffers of a worker: below that, memory between two steps is not worth the page faults of the next."""
+"""Total buffer size of a worker from which memory is returned to the system between steps. Below, the page faults cost more."""
 
 
 def _nothing() -> None:
-    """Every step ends behind its backward pass."""
+    """Default of `bring_in`: every step ends right after its backward pass."""
 
 
 def _at_once() -> float:
-    """Nobody judges who is late: whoever waits gives up at its deadline."""
+    """Default of `patience`: no verdict on silent workers is pending, so waits end at their deadline."""
     return 0.0
 
 
 class Worker(Unapplied):
-    """One rank's execution of one plan in one view."""
+    """One rank's execution of one plan in one epoch."""
 
     step: Forwarded[int] = Forwarded("now", "number")
     error: Forwarded[BaseException | None] = Forwarded("now", "error")
@@ -80,8 +80,8 @@ class Worker(Unapplied):
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
         explain: Callable[[BaseException], BaseException] = lambda e: e,
     ) -> None:
-        """`members` workers are in the view (0: those of the groups). `recycle` takes back the bodies of results that have been
-        decoded; `explain` may know a better error for one."""
+        """`members`: number of workers in the view (0: the size of the groups). `recycle` takes back the bodies of decoded
+        results. `explain` may replace an error by a more precise one."""
         self.job, self.plan, self.device, self.rank, self.generation = job, plan, device, rank, generation
         self._explain = explain
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
@@ -102,11 +102,11 @@ class Worker(Unapplied):
         self.shared_buffers = {b.id: b.agreed for b in self.buckets if b.agreed is not None}
         self._in_time = [bucket for bucket in self.buckets if not bucket.late]
         self.turns = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
-        """What goes in each turn of a step: everything in one, except for local steps in fragments."""
+        """The buckets of each turn of a step: one turn with all buckets, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
         self._looks = self.tracked or bool(self.late) or plan.steps_locally
-        """Whether sums of all-reduces are looked at for what is not finite also on a GPU. The host waits for them there, so
-        uncompressed gradients go without."""
+        """Whether sums of all-reduces are checked for finite values on a GPU, too. The check makes the host wait for the GPU,
+        so uncompressed gradients are not checked."""
         staging = Staging(device)
         self._routes = routes_of(
             self.turns, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
@@ -114,19 +114,19 @@ class Worker(Unapplied):
         self._intake = Intake(job, self.buckets, self._routes, staging, self.now, self._open)
         self._by_tensor = self._intake.by_tensor
         self.places: Mapping[int, int] = {}
-        """Where the forward pass needs each tensor, as far as it was seen."""
+        """By tensor, its place in the forward pass, as far as observed."""
         self.ended = Ended()
         self.patience: Callable[[], float] = _at_once
-        """For how many seconds behind the deadline it waits for a step, since others judge who is late."""
+        """Seconds to wait beyond the deadline of a step, while the coordinator may still decide which worker is lost."""
         self.waiting_since = 0.0
-        """By time.monotonic(): since when the training thread waits for results; 0 while it does not."""
+        """time.monotonic() when the training thread began to wait for results; 0 while it does not wait."""
         self._abandoned = False
         self.not_finite = -1
-        """The first tensor of which what this worker put into a step that is not finite was not; -1 if there is none."""
+        """The first tensor in which this worker's own contribution was not finite, in a step that is not finite; -1 if none."""
         self.bring_in: Callable[[], object] = _nothing
-        """Who takes steps bucket by bucket waits here for what the last one still lacks."""
+        """Waits for what the last step still lacks. Set where steps are taken bucket by bucket."""
         self.unpaid: list[Debt] = []
-        """What an earlier plan owed, in another unit than this one's: see plan_handover.py."""
+        """Residuals of an earlier plan in a unit other than this plan's: see plan_handover.py."""
         self._finished: list[Route] = []
         self._deadline_s = 0.0
         self.stopwatch = Stopwatch(device)
@@ -135,14 +135,14 @@ class Worker(Unapplied):
     # ---- a step
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
-        """The gradient of that tensor is final for this step. It is read until `finish` returns."""
+        """The gradient of that tensor is final for this step. The worker reads it until `finish` returns."""
         if self.now.error is not None:
             self.check()
         self._intake.ready(tensor, gradient)
 
     def send(self, changes: Mapping[int, torch.Tensor], turn: int = 0) -> None:
-        """A turn's buckets go, at once: `changes` by tensor, contiguous, of which they read their own elements until the turn
-        is waited for."""
+        """Sends a turn's buckets at once. `changes`: contiguous tensors, by number. Buckets read their own elements until
+        `wait` for the turn returns."""
         if self.now.error is not None:
             self.check()
         self._intake.send(self.turns[turn], changes)
@@ -156,15 +156,15 @@ class Worker(Unapplied):
             route.open()
 
     def finish(self, leftovers: Sequence[torch.Tensor | None], deadline_s: float) -> None:
-        """Backward is over. `leftovers[t]` is the gradient of a tensor that was not announced, or None.
+        """Ends the backward pass: `leftovers[t]` is the gradient of a tensor that was not announced, or None.
 
-        Returns when every bucket's sum is here; raises CommError naming who is missing when the deadline passes.
+        Returns when every bucket's sum has arrived. Raises a CommError that names the missing peers when the deadline passes.
         """
         self.complete(leftovers)
         self.wait_all(deadline_s)
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Backward is over: whatever was not yet on its way goes."""
+        """The backward pass has ended: sends the buckets that were not yet started."""
         begin = time.monotonic()
         self.stopwatch.stop(self.counters.exchanges)
         self.recorder.mark("backward")
@@ -173,7 +173,7 @@ class Worker(Unapplied):
         self.counters.exposed_s += time.monotonic() - begin
 
     def wait(self, deadline_s: float, turn: int = 0) -> None:
-        """Until the sums of that turn's buckets, all of which are on their way, are here."""
+        """Waits until the sums of that turn's buckets have arrived. All of them must have been sent."""
         self.waiting_since = begin = time.monotonic()
         self._deadline_s = deadline_s
         try:
@@ -190,7 +190,7 @@ class Worker(Unapplied):
         self.recorder.mark("summed")
 
     def heed(self) -> None:
-        """Heeds what there is, as who waits does, ahead of sending anything of this step."""
+        """Handles pending interrupts, such as a change of members, before anything of this step is sent."""
         try:
             self.now.heed(lambda: False)
         except BaseException as error:
@@ -198,12 +198,12 @@ class Worker(Unapplied):
         self.check()
 
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
-        """Writes the averages into `targets` (None: leave out) and ends the step."""
+        """Writes the averages into `targets` (None: skip) and ends the step."""
         finite = [self.write(targets, turn) for turn in range(len(self.turns))]
         self.end(finite=all(finite))
 
     def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
-        """Writes the averages of that turn's buckets. Whether they are finite."""
+        """Writes the averages of that turn's buckets. Returns whether they are finite."""
         finite = True
         with whole(targets, self._intake.cut) as into:
             for bucket in self.turns[turn]:
@@ -215,15 +215,14 @@ class Worker(Unapplied):
             return finite
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
-        """Writes one bucket's averages, by slice. Whether they are finite, as far as the optimizer reads them.
+        """Writes one bucket's averages, slice by slice. Returns whether they are finite, as far as the optimizer reads them.
 
-        The answer must be the same on all ranks, which communicate where it is False. So it is looked for by plan, and not by
-        `keeps`.
-        """
+        The result must be the same on all ranks, because False leads to communication. So the plan decides whether to check,
+        not `keeps`."""
         if not bucket.served and (self._looks or (bucket.read_here and not bucket.buffer)):
             bucket.look()
         if bucket.buffer and not bucket.finite:
-            return True  # a buffer that some rank has as NaN stays what it is on each
+            return True  # if a buffer is NaN on some rank, each rank keeps its own value
         if not bucket.finite and self.not_finite < 0 and self.weight:
             self.not_finite = bucket.own_not_finite()
         if not bucket.keeps_body:
@@ -231,29 +230,31 @@ class Worker(Unapplied):
             return bucket.finite
         begin = time.perf_counter()
         bucket.commit(self._factor(bucket, bucket.weight), targets)
-        self.counters.coded(decode_s=time.perf_counter() - begin)  # which is what it does then
+        self.counters.coded(decode_s=time.perf_counter() - begin)  # such a bucket decodes during the commit
         return bucket.finite
 
     def end(self, *, finite: bool, computes: bool = True) -> None:
-        """The step is over, its averages written. `computes`: from here on computing for the next one is timed."""
+        """The averages are written: ends the step. `computes`: the stopwatch starts to time the computation of the next step.
+        """
         try:
-            told = next((bucket for bucket in self._in_time if bucket.summed_weight()), None)
-            if told is not None:
-                self.units.learn(told.summed_weight())
+            weighed = next((bucket for bucket in self._in_time if bucket.summed_weight()), None)
+            if weighed is not None:
+                self.units.learn(weighed.summed_weight())
         except ValueError as error:
             self.latch(error)
             raise
         self.tentative = not finite
         self._judge(finite=finite)
-        # Whoever measures recorded steps reads the last one's results.
+        # Recorded steps keep their memory: measurements read the last step's results.
         if self._nbytes >= LARGE_NBYTES and not self.keeps and not self.recorder.on:
             self._give_back()
         self.counters.exchanges += 1
         self._next(computes=computes)
 
     def abandon(self, deadline_s: float) -> None:
-        """This worker broke the step off (an exception in its backward pass): it is dropped on all, who wait for it until then
-        as for anybody who is late. How they learn of it: see broken_step.py. Runs when its next pass begins."""
+        """Drops the step on all workers, after an exception in this worker's backward pass. Runs when its next pass begins.
+
+        Until then the others wait for this worker, up to their deadline. How they learn of it: see broken_step.py."""
         self.units.broken = True
         try:
             self.finish([None] * len(self.job.tensors), deadline_s)
@@ -263,13 +264,13 @@ class Worker(Unapplied):
             self.units.broken = False
 
     def _drop(self, reason: str) -> None:
-        """The step is none, on any rank."""
+        """Drops the step, as all other ranks do."""
         self._judge(finite=False)
         self._next()
         raise StepAbandoned(f"{reason}; the step is dropped on all workers", step=self.step - 1)
 
     def _judge(self, *, finite: bool) -> None:
-        """What is not applied is taken back ahead of the next exchange, and servers learn it with that."""
+        """Marks what was not applied. The next exchange takes it back first, and reports it to the servers."""
         for bucket in self._in_time:
             bucket.judge(finite=finite)
         self.late.judge(finite=finite)
@@ -300,10 +301,10 @@ class Worker(Unapplied):
     # ---- a step bucket by bucket: complete(), take() and write_bucket() each, end()
 
     def agreed(self, deadline: float | None, deadline_s: float) -> bool:
-        """Whether the step is one: all workers came to the end of their backward pass. Until then nothing may be applied.
+        """Whether all workers have ended their backward pass. Before that, nothing may be applied.
 
-        Waits until that is known, if there is a deadline. StepAbandoned if some worker did not; then all has come in.
-        """
+        Waits for the answer, if there is a deadline. Raises StepAbandoned, after all buckets have arrived, if a worker broke
+        the step off."""
         self._deadline_s = deadline_s
         last = self._intake.last
         if last is None or not self.take(last, deadline):
@@ -313,16 +314,16 @@ class Worker(Unapplied):
         return True
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        """Whether this bucket can be written; waits for it, if there is a deadline. CommError as from `finish`."""
+        """Whether this bucket can be written; waits for it, if there is a deadline. Raises the same CommError as `finish`."""
         route = self._routes.of[bucket.id]
-        here: bool | None = True
+        ready: bool | None = True
         begin = time.monotonic()
         self.waiting_since = 0.0 if deadline is None else begin
         try:
-            if route not in self._finished and (here := route.take(bucket, deadline)) is None and deadline is not None:
+            if route not in self._finished and (ready := route.take(bucket, deadline)) is None and deadline is not None:
                 route.finish(deadline)
                 self._finished.append(route)
-                here = True
+                ready = True
         except BaseException as error:
             self.latch(error)
         self.waiting_since = 0.0
@@ -331,38 +332,39 @@ class Worker(Unapplied):
             waited_s = time.monotonic() - begin
             self.counters.exposed_s += waited_s
             self.stopwatch.skip(waited_s)
-        return bool(here)
+        return bool(ready)
 
     def wait_all(self, deadline_s: float) -> None:
-        """Waits for all buckets. Routes put their books in order, also where nothing is missing any more."""
+        """Waits for all buckets. Must also run when all have arrived: routes do their bookkeeping in it."""
         for turn in range(len(self.turns)):
             self.wait(deadline_s, turn)
 
     @property
     def waits_s(self) -> float:
-        """How long the last wait might last."""
+        """The most seconds that the last wait could take."""
         return self._deadline_s + self.patience()
 
     def missing(self) -> tuple[str, ...]:
-        """From any thread: the peers that results are waited for, as far as that is known; none of a collective."""
+        """From any thread: the peers whose results are missing, as far as known. Collectives name no peer."""
         late = [bucket for bucket in self.buckets if bucket.served and not bucket.done]
-        found = {name: None for bucket in late for name in self._routes.awaited(bucket)}
-        return tuple(found)
+        names = {name: None for bucket in late for name in self._routes.awaited(bucket)}
+        return tuple(names)
 
     def holding(self, tensor: int) -> list[WorkerBucket]:
         """The buckets with parts of that tensor."""
         return [bucket for bucket, _ in self._by_tensor[tensor]]
 
-    # ---- what the session and checkpoints ask
+    # ---- for the session and checkpoints
 
     def used(self) -> list[bool]:
-        """After `finish`: which tensors any worker had a gradient for."""
+        """After `finish`: for each tensor, whether any worker had a gradient."""
         used = {bucket.id: bucket.used for bucket in self._in_time}
         used |= {number: result.used for number, result in self.late.of.items()}
         return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._by_tensor]
 
     def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """After `finish`: its average as positions and values, in order; None where some bucket has not kept it so."""
+        """After `finish`: the tensor's average as positions and values, in order. None if some bucket has not kept it in this
+        form."""
         parts = []
         for bucket, i in sorted(self._by_tensor[tensor], key=lambda place: place[0].slices[place[1]].start):
             if bucket.sparse is None:
@@ -372,7 +374,7 @@ class Worker(Unapplied):
         return parts
 
     def drain(self) -> None:
-        """Waits until no exchange is under way; late results are kept then. All ranks call it behind the same step."""
+        """Waits until no exchange is in flight; late results are kept. All ranks call it after the same step."""
         self.check()
         self.bring_in()
         try:
@@ -384,27 +386,27 @@ class Worker(Unapplied):
         self.late.take()
 
     def rest(self) -> None:
-        """Ahead of an orderly end: late exchanges in which others of this rank's node, or its servers, still need it."""
+        """Before an orderly end: waits for late exchanges in which this rank's node, or its servers, still need this rank."""
         needed = self.plan.ranks_per_node > 1 or any(b.late and b.coded and len(b.codec.rounds) > 1 for b in self.buckets)
         if self._routes.late is not None and needed and self.error is None:
             try:
                 self._routes.late.quiet(time.monotonic() + self._deadline_s)
-            except Exception as error:  # whoever misses something says so itself
+            except Exception as error:  # a rank that misses a result reports it itself
                 log.info("an exchange was under way at the end: %s", error)
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
-        """After `drain`: writes what is kept into `targets`, which are zeros."""
+        """After `drain`: writes the kept late results into `targets`, which are zeros."""
         with whole(targets, self._intake.cut) as into:
             self.late.settle(applied=self.late.commit(self._factor, into))
 
     @property
     def spoilt(self) -> set[int]:
-        """Behind a step: the tensors of buckets whose averages were not finite. The same on all ranks."""
+        """After a step: the tensors of buckets whose averages were not finite. The same on all ranks."""
         return {s.tensor for bucket in self._in_time if not bucket.sound for s in bucket.slices}
 
     @property
     def keeps(self) -> bool:
-        """Whether something of the last step's averages could be taken back, should they not be applied. Ranks may differ."""
+        """Whether some of the last step's averages can be taken back if they are not applied. Ranks may differ."""
         return self.tracked or bool(self.late) or any(bucket.carried is not None for bucket in self.buckets)
 
     def let_go(self) -> None:
@@ -413,15 +415,15 @@ class Worker(Unapplied):
             bucket.let_go()
 
     def forget_states(self) -> None:
-        """After close(), when another worker owes what this one owed. Frees residuals and buffers at once: a worker and its
-        routes refer to each other, so the garbage collector would find them late."""
+        """Frees residuals and buffers at once, after close() and after another worker has taken over the residuals. Worker and
+        routes refer to each other, so the garbage collector would free them late."""
         for bucket in self.buckets:
             for _, state in bucket.coders:
                 state.clear()
         self._give_back()
 
     def _give_back(self) -> None:
-        """Nobody reads what lies in the buckets any more."""
+        """Returns the memory of the buckets' buffers to the system. Their contents are no longer read."""
         for bucket in self.buckets:
             for buffer in (bucket.all, bucket.all_y):
                 give_back(buffer)
@@ -436,27 +438,28 @@ class Worker(Unapplied):
         return not self._intake.begun
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """From now on, for a batch of that weight; `total` is what all weigh then, None if the script does not say."""
+        """Sets the weight of the batches from now on. `total`: the weight of all workers together, None if the script does not
+        give it."""
         self.units.weigh(weight, total)
 
     def reorder(self, places: Mapping[int, int]) -> None:
-        """Order on the wire by place in the forward pass; buckets that it did not see keep reversed ready order behind."""
+        """Orders sends by place in the forward pass. Buckets without a known place follow in reverse ready order."""
         self.places = places
-        # Where results are wanted one by one, what they all wait for (see `agreed`) goes first on the wire.
+        # When results are taken one by one, all of them wait for the bucket that `agreed` reads: it is sent first.
         reorder(self.buckets, places, self._intake.last if self.eager else None)
 
     def record(self, recorder: Recorder) -> None:
-        """Goes on recording there."""
         self.recorder = recorder
 
     # ---- failure
 
     def latch(self, error: BaseException) -> None:
-        """The first stays. From outside: a peer is known to be gone, or the script broke off in the middle of a step."""
+        """Keeps the first error only. Callers outside report a lost peer, or a script that broke off in the middle of a step.
+        """
         self.now.latch(error)
 
     def check(self) -> None:
-        """Raises the error that has latched. The first time, residuals get back what the broken step sent."""
+        """Raises the latched error. The first time, residuals get back what the broken step sent."""
         if self.now.error is None:
             return
         if not self._abandoned:
