@@ -1,6 +1,6 @@
-"""How a session gets at the gradients of a plain module: hooks on its parameters. Runs in every backward pass.
+"""Drives a session for a plain module: hooks on its parameters collect gradients in every backward pass.
 
-(commlayer/ddp.py is the same for a DistributedDataParallel module. What happens around a step is engine/step_loop.py's.)
+commlayer/ddp.py does the same for a DistributedDataParallel module. engine/step_loop.py does the rest of the step.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ from commlayer.optim import Outer
 
 
 class ModuleDriver:
-    """Hooks on a plain module's parameters."""
-
     def __init__(
         self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
-        """`ddp`: what keeps a DistributedDataParallel module around this one from reducing. `clips`: the optimizer's step
-        begins with a norm of all gradients."""
+        """`ddp`: keeps a DistributedDataParallel module around this one from reducing. `clips`: the optimizer's step begins
+        with a norm of all gradients."""
         self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
         self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
@@ -53,7 +51,7 @@ class ModuleDriver:
         self._lazy = stepped_lazily(optimizer, self._parameters)
         self._rows = SparseRows(model, self._parameters, self._lazy)
         self._sparse: dict[int, torch.Tensor] = {}
-        """The averages of the step under way that came as entries."""
+        """The averages of the current step that arrived as entries, by parameter."""
         self._syncing = True
         self._written: list[tuple[int, int, int] | None] = []
         """The gradients that the last step wrote."""
@@ -78,7 +76,7 @@ class ModuleDriver:
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         self._alone: Any = None
-        """Counts steps where there is nobody to average with."""
+        """Counts steps if there are no other workers."""
         if connection.worker is None:
             self._alone = self._counting(optimizer)
         else:
@@ -94,19 +92,19 @@ class ModuleDriver:
             self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
             if ddp is None:
                 refuse_ddp_around(model)
-            # Compiled modules pass attributes on to the one that they are made from.
+            # Compiled modules forward attributes to their original module.
             plain = vars(getattr(model, "_orig_mod", model))
-            # Who trains through several wrappers (Accelerate) sets on any module what DDP reads.
+            # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
             self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
                                 lambda: self._syncing and plain.get("require_backward_grad_sync", True)
                                 and (ddp is None or ddp.syncing), self._broke_off)
 
     def join_round(self) -> None:
-        """Where this rank has joined a running job that steps locally: the exchange that the others are in."""
+        """If this rank has joined a running job with local steps: enters the exchange in which the others are."""
         self._loop.join_round()
 
     def _enter(self) -> None:
-        """A plan has come into force."""
+        """A new plan applies."""
         worker, local = self._loop.worker, self.connection.local
         forward = worker.plan.overlap == "forward"
         if forward and self._overlap is None:
@@ -120,7 +118,7 @@ class ModuleDriver:
         self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
 
     def _reorder(self) -> None:
-        """Buffers are waited for by the forward pass only where results come in during it."""
+        """Buffers have a place in the forward pass only if results arrive during it."""
         some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
         if self._order is None:
             self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
@@ -172,8 +170,9 @@ class ModuleDriver:
             self._overlap.look()
 
     def _counting(self, optimizer: Any) -> Any:
-        """By the optimizer's steps, which costs a call each; without an optimizer, by backward passes. None if neither is."""
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not of a wrapper
+        """Counts the optimizer's steps, at the cost of a call each; without an optimizer, backward passes. None without either.
+        """
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers have none
             return optimizer.register_step_post_hook(lambda *_: self.connection.passed())
         trained = [p for p in self._parameters if p.requires_grad]
         count = lambda _: self.connection.passed() if self._syncing else None  # noqa: E731
@@ -184,16 +183,16 @@ class ModuleDriver:
             self._overlap.drop()
 
     def _complete(self) -> bool:
-        """Waits for what comes in during a forward pass. Whether there was any."""
+        """Waits for results that arrive during a forward pass. Returns whether there were any."""
         return self._overlap is not None and self._overlap.end()
 
     def drain(self) -> bool:
         self._complete()
         make_dense(self._lazy.values())
         self._rows.make_dense()
-        found = self._loop.drain(self._parameters)
+        has_late = self._loop.drain(self._parameters)
         self._rows.make_sparse()
-        return found
+        return has_late
 
     def detach(self) -> None:
         for hooks in (self._hooks, self._alone):
@@ -218,14 +217,14 @@ class ModuleDriver:
         self._loop.abandon()
 
     def _end(self, *, adds: bool = True) -> None:
-        """A backward pass is over; or, where it `adds` nothing, the script asks for it."""
+        """Averages after a backward pass; or on the script's request, if the pass `adds` nothing."""
         if self._guard is None:
             return
         self._guard.check()
         if self._loop.count_local(adds=adds):
             return
         if self._overlap is not None:
-            self._overlap.look()  # where no gradient came first: the step before is over
+            self._overlap.look()  # ends the step before, if no gradient has done so
         make_dense(self._lazy.values())
         self._rows.make_dense()
         buffers = self._buffers_now()
@@ -242,7 +241,7 @@ class ModuleDriver:
         self._loop.observe()
 
     def _targets(self) -> list[torch.Tensor | None]:
-        """What averages are written into; None also where they are entries already."""
+        """The tensors to write averages into; None also for those that are entries already."""
         self._sparse = sparse_averages(self._loop.worker, self._lazy)
         targets = targets_of(self._loop.worker, self._parameters)
         return [None if number in self._sparse else target for number, target in enumerate(targets)]
@@ -251,10 +250,10 @@ class ModuleDriver:
         self._written = self._gradients()
 
     def _gradients(self) -> list[tuple[int, int, int] | None]:
-        """What tells whether gradients are what they were, and nobody has stepped with them."""
+        """Identities and versions: they change when gradients do, or when an optimizer steps."""
         return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
 
     def _buffers_now(self) -> list[torch.Tensor]:
-        # By name: a module may have put another tensor in a buffer's place.
+        # By name: a module may have replaced a buffer by another tensor.
         named = dict(self._model.named_buffers())
         return [named[name] for name in self._buffers]

@@ -1,4 +1,4 @@
-"""A hook ahead of a module's forward pass that copies of the module, and files of it, do without. Knows modules."""
+"""A hook before a module's forward pass that is left out of copies and saved files of the module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ModuleHook:
-    """Calls `act` ahead of a module's forward, in compiled code if that is wanted. In copies of the module it does nothing."""
+    """Calls `act` before a module's forward, in compiled code only if `compiled`. In copies of the module it does nothing."""
 
     def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
         self._act, self._compiled = act, compiled

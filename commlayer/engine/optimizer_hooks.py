@@ -1,7 +1,7 @@
-"""Calls who steps now around an optimizer's steps, in torch's hooks. Knows one optimizer; what is done there it knows not.
+"""Calls members before and after each step of one optimizer, through torch's hooks.
 
-Who is called may come and go inside a step, as ways change behind an exchange: torch's own hooks may not. While there is
-nobody, there are no hooks.
+Members may join and leave inside a step, as when a sync mode changes after an exchange; torch's own hooks may not. Without
+members there are no hooks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Call = Callable[[Any, Sequence[Any], dict[str, Any]], None]
 
 
 def _nothing(_optimizer: Any, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
-    """Not called then."""
+    """Default of a call: nothing."""
 
 
 class Around(NamedTuple):
-    """What somebody does around a step."""
+    """The calls of one member around a step."""
 
     before: Call = _nothing
-    """Ahead of the script's own hooks, and of clipping."""
+    """Before the script's own hooks, and before clipping."""
     first: Call = _nothing
-    """Behind the step, ahead of the script's own hooks."""
+    """After the step, before the script's own hooks."""
     last: Call = _nothing
-    """Behind those that were there when this came."""
+    """After the hooks that existed when this member joined."""
 
 
 class OptimizerHooks:
-    """Of one optimizer, which is not asked for anything before somebody joins."""
+    """For one optimizer. Reads nothing of it before a member joins."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -42,7 +42,7 @@ class OptimizerHooks:
 
     @property
     def others(self) -> bool:
-        """Whether somebody else is called ahead of steps, who may look at gradients there."""
+        """Whether hooks other than commlayer's run before steps; these may read gradients."""
         called = (self._optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks)
         return not all(ours(hook) for hooks in called for hook in hooks.values())
 
@@ -85,6 +85,6 @@ class OptimizerHooks:
                 each.last(optimizer, args, kwargs)
         finally:
             self._stepping = False
-            # torch goes over hooks while it calls them: only behind the last one may some be taken out.
+            # torch iterates over the hooks while it calls them, so they may be removed only in the last one.
             if not self._members and self._handles[-1].id == next(reversed(self._optimizer._optimizer_step_post_hooks)):
                 self._remove()

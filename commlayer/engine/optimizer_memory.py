@@ -1,4 +1,4 @@
-"""What an optimizer remembers, and what it makes of a gradient, as far as a change of ways depends on it. Exchanges nothing."""
+"""Digests of an optimizer's state, and its effect on weights, as far as a change of sync mode depends on them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from commlayer.optim import Outer
 
 
 class Stepped:
-    """Of one model's parameters, by number."""
+    """For one model's parameters, by number."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: Outer) -> None:
         self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
 
     @property
     def matched(self) -> bool:
-        """Whether means of its changes are made as long as the changes."""
+        """Whether means of its changes are norm-matched."""
         return self._outer.matched
 
     @property
     def remembers(self) -> bool:
-        """Whether it remembers anything at all."""
+        """Whether the optimizer has any state."""
         state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
         return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
 
     def digest(self) -> int:
-        """Of all that the optimizer remembers of these parameters: equal gradients keep ranks together if it is the same."""
+        """A digest of the optimizer's state of these parameters. If it is equal on all ranks, equal gradients keep ranks equal.
+        """
         return zlib.crc32(repr(state_digests(self._parameters, self._optimizer)).encode())
 
     @property
     def rate(self) -> float:
-        """The learning rate."""
         return learning_rate(self._optimizer, 1.0)
 
     def effect(self, number: int) -> float:
-        """By how much a gradient of 1 makes that tensor's weights less, behind an exchange; 0 where that is no number."""
+        """By how much a gradient of 1 decreases that tensor's weights, in an exchanged step. 0 if that is not a fixed number.
+        """
         optimizer, p = self._optimizer, self._parameters[number]
         if type(optimizer) is not torch.optim.SGD or self._outer.momentum or self._outer.matched:
             return 0.0
@@ -54,26 +55,26 @@ class Stepped:
 
 
 def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments: bool = True) -> list[int]:
-    """By parameter, of what the optimizer keeps for it. Without `moments` only of which entries there are, and of scalars such
-    as step counts: all that ranks have alike that step locally."""
+    """By parameter, a digest of the optimizer's state. Without `moments`, only of the entries' names and kinds, and of scalars
+    such as step counts: ranks that step locally agree only on those."""
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
-    found = [0] * len(parameters)
-    whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    digests_of = [0] * len(parameters)
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, p in enumerate(parameters):
         for name, value in _flat(state.get(p, {})):
             scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not moments
-            said = f"{name} {_kind(value)} {value.item() if scalar else ''}"
-            found[number] = zlib.crc32(said.encode(), found[number])
+            text = f"{name} {_kind(value)} {value.item() if scalar else ''}"
+            digests_of[number] = zlib.crc32(text.encode(), digests_of[number])
             if isinstance(value, torch.Tensor) and moments:
-                whole.setdefault(value.device, []).append((number, value.detach()))
-    for held in whole.values():
+                by_device.setdefault(value.device, []).append((number, value.detach()))
+    for held in by_device.values():
         tensors = [tensor for _, tensor in held]
         digests = Digests(tensors)
         for piece in pieces(tensors):
             digests.add(piece)
         for (number, _), digest in zip(held, digests.take(), strict=True):
-            found[number] = zlib.crc32(digest.to_bytes(8, "little"), found[number])
-    return found
+            digests_of[number] = zlib.crc32(digest.to_bytes(8, "little"), digests_of[number])
+    return digests_of
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What an optimizer was told, by name, to compare it between ranks: its class, its groups, and their hyperparameters."""
+"""Reads an optimizer's settings by name, to compare them between ranks: class, groups, and their hyperparameters."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from typing import Any
 import torch
 
 ALWAYS = frozenset({"lr"})
-"""Of a group: compared whatever the constructor takes."""
+"""Keys of a group that are compared even if the constructor does not take them."""
 OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
-"""Of a group: parameters are compared by name, and how a step is computed may differ between processors."""
+"""Keys of a group that are not compared: parameters are compared by name, and how a step is computed may differ between
+processors."""
 
 
 def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """By what the user would call it. `named`: the model's parameters. Empty without an optimizer."""
+    """By a name that the user knows. `named`: the model's parameters. Empty without an optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return {}
     names = {id(tensor): name for name, tensor in named}
-    found = {"optimizer": type(optimizer).__name__, "number of the optimizer's groups": str(len(groups))}
+    settings = {"optimizer": type(optimizer).__name__, "number of the optimizer's groups": str(len(groups))}
     for number, group in enumerate(groups):
         where = f"the optimizer's group {number}" if len(groups) > 1 else "the optimizer"
         held = [names.get(id(p), f"(another tensor of {p.numel()} elements)") for p in group["params"]]
         order = zlib.crc32("\n".join(held).encode())
         ends = held[0] if len(set(held)) < 2 else f"{held[0]} to {held[-1]}"
-        found[f"parameters of {where}"] = f"{len(held)} ({ends}; {order:08x})" if held else "none"
+        settings[f"parameters of {where}"] = f"{len(held)} ({ends}; {order:08x})" if held else "none"
         for name in sorted(map(str, _hyperparameters(optimizer, group) - OWN)):
-            if said := _spelled(group[name]):
-                found[f"{name} of {where}"] = said
-    return found
+            if text := _spelled(group[name]):
+                settings[f"{name} of {where}"] = text
+    return settings
 
 
 def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
-    """What of a group the optimizer's constructor takes: others are values that it changes by its own steps, such as the
-    estimated distance of Prodigy. All of the group where the constructor names none, as of a wrapper."""
+    """The keys of a group that the optimizer's constructor takes; all keys if it takes none of them, as in a wrapper.
+
+    Other keys are values that the optimizer's steps change, such as the estimated distance of Prodigy."""
     taken: set[str] = set()
     for kind in type(optimizer).__mro__:
         if "__init__" in vars(kind):
@@ -54,14 +56,14 @@ def digest(settings: Mapping[str, str]) -> int:
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """By setting that is not the same on all ranks, what each rank has."""
+    """By setting that differs between ranks, the value of each rank."""
     every = dict.fromkeys(name for each in settings for name in each)
     rows = {name: [each.get(name, "not given") for each in settings] for name in every}
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
 def _spelled(value: Any) -> str:
-    """Empty for what is no plain value. To six digits: a rate may be a tensor of float32 on some ranks."""
+    """Empty if the value is not plain. Six digits, because a rate may be a float32 tensor on some ranks."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, bool | int | str):

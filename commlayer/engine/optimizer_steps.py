@@ -1,4 +1,4 @@
-"""Calls watchers before and after every step of a torch optimizer, and keeps which optimizers are inside a step.
+"""Calls watchers before and after every step of any torch optimizer, and records which optimizers are inside a step.
 
 One pair of torch's global hooks serves all watchers.
 """
@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 Call = Callable[[Optimizer, Any, Any], None]
-"""Takes the optimizer, and the arguments of its step: positional ones with the optimizer first, then those by name."""
+"""Takes the optimizer, and the arguments of its step: positional ones with the optimizer first, then keyword arguments."""
 Weak = Callable[[], Call | None]
 
 
@@ -39,14 +39,13 @@ class _Step(NamedTuple):
 _watchers: list[_Watcher] = []
 _handles: list[Any] = []
 _running: list[_Step] = []
-"""Steps that run now, in all threads, the outer before the inner ones."""
+"""Current steps in all threads, outer before inner ones."""
 
 
 def watch(before: Call | None = None, after: Call | None = None) -> Callable[[], None]:
-    """Returns the function that ends the watch. The calls come in the order in which watchers came.
+    """Returns the function that ends the watch. Watchers are called in the order in which they were added.
 
-    Both are methods. A watch keeps no object alive, so a session that a script drops goes with its model.
-    """
+    Both calls are methods. A watch keeps no object alive, so a session that a script drops is freed with its model."""
     watcher = _Watcher(_nothing if before is None else weakref.WeakMethod(before),
                        _nothing if after is None else weakref.WeakMethod(after))
     if not _handles:
@@ -66,14 +65,15 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
 
 
 class Held:
-    """Which of a model's parameters optimizers hold, by number. While something watches, also which of them run a step."""
+    """Which of a model's parameters optimizers hold, by number. While any watch exists, also which of them are inside a step.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._numbers = {id(p): number for number, p in enumerate(parameters)}
         self._by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Any) -> tuple[int, ...]:
-        """In the order of the optimizer. Empty for what is no optimizer."""
+        """In the order of the optimizer. Empty if the argument is no optimizer."""
         ids = [*map(id, chain.from_iterable(group["params"] for group in getattr(optimizer, "param_groups", ())))]
         known, numbers = self._by.get(optimizer, (None, ()))
         if known != ids:
@@ -83,13 +83,13 @@ class Held:
         return numbers
 
     def stepping(self) -> list[Optimizer]:
-        """The optimizers with some of these parameters that are inside a step, the outer before the inner ones."""
+        """The optimizers inside a step that hold some of these parameters, outer before inner ones."""
         inside = (step.optimizer() for step in tuple(_running))
         return [optimizer for optimizer in inside if optimizer is not None and self.by(optimizer)]
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:
-    """The closure among the arguments of a step, whose backward passes are part of that step. None without one."""
+    """The closure among a step's arguments, or None. Its backward passes are part of that step."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
@@ -121,7 +121,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _nested() -> bool:
-    """Whether the optimizer's step that begins was called by another one's."""
+    """Whether another optimizer's step called the one that begins."""
     frame: FrameType | None = sys._getframe()
     steps = 0
     while frame is not None:

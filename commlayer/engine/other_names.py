@@ -1,7 +1,7 @@
-"""Whether a script holds a tensor by another name than its parameter's, so that nobody hears when it uses it. Knows references.
+"""Detects aliases: whether a script holds a tensor by a name other than its parameter's, so that its uses go unnoticed.
 
-What is on its way may be read and written by its own name alone: a list of gradients that a script has kept, a flat buffer of
-which they are views, or a copy of `weight.data` taken long ago go past every guard.
+A tensor in flight must be read and written only through its parameter. A kept list of gradients, a flat buffer of which they
+are views, or an old copy of `weight.data` would bypass every guard.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import nn
 
 
 def gradient_held(p: torch.Tensor) -> bool:
-    """Of `p.grad`, between two backward passes."""
+    """Whether `p.grad` has another name, between two backward passes."""
     return p.grad is not None and _names_of_gradient(p) > _alone()[0]
 
 
 def weight_held(p: torch.Tensor) -> bool:
-    """Whether another tensor lies in its memory."""
+    """Whether another tensor shares its memory."""
     return _in_memory(p) > _alone()[1]
 
 
 def hooked_behind_adding(p: torch.Tensor) -> bool:
-    """Whether somebody else is called when a gradient has been added: it may keep what it sees."""
+    """Whether a hook other than commlayer's runs after a gradient is accumulated; it may keep the gradient."""
     hooks: Any = p._post_accumulate_grad_hooks
     return bool(hooks) and not all(ours(hook) for hook in hooks.values())
 
 
 def ours(hook: Any) -> bool:
-    """Whether it is commlayer's own, which keeps nothing."""
+    """Whether the hook is commlayer's own, which keeps nothing."""
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith("commlayer.")
 
@@ -51,7 +51,7 @@ def _in_memory(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """What is counted where there is no other name: how references count differs from version to version of torch."""
+    """The counts without another name; they differ between versions of torch."""
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.zeros(2)
     return _names_of_gradient(p), _in_memory(p)

@@ -1,6 +1,6 @@
-"""A step whose results are taken as they come in: which tensors are complete, and where their averages lie. Knows a worker.
+"""A step whose results are taken as they arrive: which tensors are complete, and where their averages are.
 
-Nothing is written before it is known that the step is one: that no worker broke it off (Worker.agreed).
+Nothing is written before all workers have ended their backward pass (Worker.agreed).
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from commlayer.engine.worker import Worker
 
 
 class Outstanding:
-    """Of one worker, from `Worker.complete` to `Worker.end`. Methods return the tensors that have become complete."""
+    """Of one worker, from `Worker.complete` to `Worker.end`. Methods return the newly completed tensors."""
 
     def __init__(
         self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], deadline_s: float,
     ) -> None:
-        """`tensors`: gradients, None where this rank has none, then buffers. Averages are written into them, and where only
-        others have a gradient, into one that is made `like` its parameter."""
+        """`tensors`: gradients, None where this rank has none, then buffers. Averages are written into them.
+
+        Where only others have a gradient, the average goes into a new tensor `like` its parameter."""
         self.worker, self._like, self._deadline_s = worker, like, deadline_s
         self.step = worker.step
         self.averages = list(tensors)
-        """By number; None where no worker has a gradient. To be read of tensors that are complete."""
+        """By number; None if no worker has a gradient. Only complete tensors may be read."""
         self._left = {bucket.id: bucket for bucket in worker.buckets}
         self._missing = [len(worker.holding(tensor)) for tensor in range(len(tensors))]
         self._new = [tensor for tensor, missing in enumerate(self._missing) if not missing]
         for tensor in self._new:
-            self.averages[tensor] = None  # nothing of it is sent: it has no elements
+            self.averages[tensor] = None  # it has no elements, so it is not sent
         self._copies: dict[int, torch.Tensor] = {}
         self.not_finite: set[int] = set()
-        """Tensors with averages that are not. They are not to be applied."""
+        """Tensors whose averages are not finite. They must not be applied."""
         self._deadline: float | None = None
 
     @property
@@ -44,7 +45,7 @@ class Outstanding:
         return self._missing[tensor] == 0
 
     def arrived(self) -> list[int]:
-        """Takes what is here by now."""
+        """Takes the buckets that have arrived."""
         if self._left and self.worker.agreed(None, self._deadline_s):
             for bucket in [*self._left.values()]:
                 if self.worker.take(bucket, None):
@@ -52,7 +53,7 @@ class Outstanding:
         return self._took()
 
     def wait(self, tensors: Iterable[int]) -> list[int]:
-        """Waits until these are complete, and takes what else is here then."""
+        """Waits until these tensors are complete, then takes all other buckets that have arrived."""
         wanted = {bucket.id: bucket for tensor in tensors for bucket in self.worker.holding(tensor) if bucket.id in self._left}
         if wanted:
             self._deadline = self._deadline or time.monotonic() + self._deadline_s
@@ -63,11 +64,9 @@ class Outstanding:
         return self.arrived()
 
     def wait_all(self) -> list[int]:
-        """Waits for all."""
         return self.wait(range(len(self.averages)))
 
     def end(self) -> None:
-        """The step is over."""
         self.worker.wait_all(self._deadline_s)
         self.worker.end(finite=not self.not_finite, computes=False)
 
@@ -90,13 +89,13 @@ class Outstanding:
                     into.detach().copy_(copy)
 
     def _target(self, tensor: int, *, used: bool) -> torch.Tensor | None:
-        """Where that tensor's average goes."""
+        """The tensor into which that tensor's average is written."""
         into = self.averages[tensor]
         if into is None and used:
-            with torch._C.DisableTorchFunctionSubclass():  # only its shape is asked for: no use that a guard is to hear of
+            with torch._C.DisableTorchFunctionSubclass():  # reads only the shape, which a guard should not count as a use
                 into = self.averages[tensor] = torch.zeros_like(self._like[tensor]).detach()
         if into is None or into.is_contiguous() or len(self.worker.holding(tensor)) == 1:
             return into
-        if tensor not in self._copies:  # in parts, which are ranges of elements
+        if tensor not in self._copies:  # its parts are ranges of elements
             self._copies[tensor] = torch.zeros_like(into, memory_format=torch.contiguous_format)
         return self._copies[tensor]

@@ -1,14 +1,16 @@
-"""Whether all ranks still have the same parameters: a digest of each goes round every so many steps. Knows no gradients.
+"""Checks that all ranks still have the same parameters: they exchange a digest of each, once per round of N steps.
 
-Where ranks differ (a script that changes weights on one of them, optimizers in different states, processors that round
-differently) their gradients are of different models, and nothing else would say so. The digests of a round are made over all of
-its steps and read a step later, so nobody waits for them. All ranks read the same rows behind the same step, and act alike.
+Ranks may diverge because a script changes weights on one of them, optimizers have different states, or processors round
+differently. Their gradients are then of different models, and no error shows it. The digests of a round are computed over all
+of its steps and read one step later, so ranks do not wait for them. All ranks read the same rows after the same step, and act
+alike.
 
-With the digests goes behind which exchanges the optimizer has stepped. Where ranks make unequal numbers of backward passes for
-a step, each one's gradients are averaged with those that others have for another step. So do the optimizer's settings.
+The row also holds a checksum of the exchanges after which the optimizer has stepped. If ranks make unequal numbers of backward
+passes per step, each one's gradients are averaged with those of another step. A digest of the optimizer's settings is in the
+row, too.
 
-Ahead of the first optimizer step, of a job or after a load, ranks compare everything at once and wait: settings,
-weights, and optimizer state, which scripts often load after attach().
+Before the first optimizer step of a job, or after a load, ranks compare everything at once and wait: settings, weights, and
+optimizer state, which scripts often load after attach().
 """
 
 from __future__ import annotations
@@ -38,49 +40,48 @@ from commlayer.engine.tensor_digests import Digests, pieces
 from commlayer.errors import CommError
 
 COST_MOST = 0.001
-"""Part of the training time that digests may take, where the setting leaves it open."""
+"""Share of the training time that digests may take, if the setting leaves it open."""
 LEAST, MOST = 10, 10_000
-"""Steps of a round: of the first one, whose costs nobody knows yet, and at most."""
+"""Steps of a round: of the first one, whose cost is not known yet, and at most."""
 NAMED = 3
-"""So many tensors are named in one line."""
+"""Most tensors that one line names."""
 HEAD = 6
-"""Numbers of a row ahead of the digests: which kind they are, what they cost, what a step takes, two of the steps made, and a
-digest of the optimizer's settings."""
+"""Numbers of a row before the digests: kind of digest, its cost, seconds of a step, two on the optimizer's steps, and a digest
+of its settings."""
 SHARDED = "consolidate_state_dict"
-"""Which optimizers have whose state is in parts, one on each rank."""
+"""A method of optimizers that split their state among the ranks."""
 
 
 def drift_of(
     connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config, held: Held,
 ) -> ParameterDrift | None:
-    """If there are others to compare with."""
+    """None if there are no other ranks to compare with."""
     if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
         return None
     return ParameterDrift(connection, named, optimizer, config, held)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
-    """Steps of a round that costs so much in all.
+    """Steps of a round that costs `cost_s` in total.
 
     >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
-    (40, 10000, 10)
-    """
+    (40, 10000, 10)"""
     return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else LEAST
 
 
 def _unlike(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
-    """By place, which rows differ there from the first; only places where some do."""
-    found = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
-    return {at: ranks for at, ranks in found.items() if ranks}
+    """By place, the ranks whose rows differ there from the first row; only places with differences."""
+    differing = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
+    return {at: ranks for at, ranks in differing.items() if ranks}
 
 
 class ParameterDrift:
-    """Called by all ranks where their parameters must be equal: behind a step's exchange, ahead of the optimizer's step."""
+    """All ranks call it where their parameters must be equal: after a step's exchange, before the optimizer's step."""
 
     def __init__(
         self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config, held: Held,
     ) -> None:
-        """`held`: of the parameters that are averaged."""
+        """`held`: for the averaged parameters."""
         self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
@@ -90,14 +91,14 @@ class ParameterDrift:
         self._rows = connection.rows.rows("parameters' digests")
         self._deadline_s = config.deadline_s
         self._held = held
-        # Who joins a job that steps locally comes into an exchange, and others make no comparison there.
+        # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
         self._compared = connection.fresh and connection.local is not None
-        """Whether settings and states have been."""
+        """Whether settings and states have been compared."""
         self.begin_again()
         connection.on_close.append(watch(after=self._stepped))
 
     def begin_again(self) -> None:
-        """With the first round: there is somebody now who knows of none before. All ranks call it in the same step."""
+        """Restarts with the first round: a new member does not know the earlier ones. All ranks call it in the same step."""
         self._digests = Digests(self._tensors)
         self._compared = self._compared and self._connection.local is not None
         self._span, self._place = self._fixed or (LEAST if self._connection.local is None else 1), 0
@@ -106,18 +107,19 @@ class ParameterDrift:
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
         self._steps, self._places = 0, 0
-        """How often the optimizer has stepped in this round, and a check sum of behind which exchanges."""
+        """Number of optimizer steps in this round, and a checksum of the exchanges they followed."""
         self._apart = self._unlike = False
-        """Whether that was not alike in the last round; whether settings were not."""
+        """Whether steps differed between ranks in the last round; whether settings did."""
 
     def loaded(self) -> None:
-        """A checkpoint has been loaded, on all ranks behind the same step."""
+        """A checkpoint has been loaded, on all ranks after the same step."""
         self._rows.forget()
         self._compared = False
         self.begin_again()
 
     def start(self) -> None:
-        """Ahead of the first optimizer step. All ranks call it behind the same backward pass; later it does nothing."""
+        """Compares everything before the first optimizer step. All ranks call it after the same backward pass; later calls do
+        nothing."""
         if not self._compared:
             self._compared = True
             try:
@@ -126,7 +128,7 @@ class ParameterDrift:
                 self._connection.broke(error)
 
     def compare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """From now on these, of the same names. All ranks call it behind the same step."""
+        """Compares these tensors from now on, under the same names. All ranks call it after the same step."""
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = [*tensors]
             self._pieces, self._digests, self._place = pieces(self._tensors), Digests(self._tensors), 0
@@ -147,7 +149,7 @@ class ParameterDrift:
         self._cost_s += time.perf_counter() - begin
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        # Under local steps a scaler may skip one on one rank alone.
+        # Under local steps, a scaler may skip a step on one rank only.
         if self._connection.local is None and self._held.by(optimizer):
             self._optimizer = self._optimizer or optimizer
             self._steps += 1
@@ -156,7 +158,7 @@ class ParameterDrift:
     def _tell(self) -> None:
         now = time.perf_counter()
         self._costs_s.append(self._cost_s)
-        cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # what else the machine does only adds
+        cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # other load on the machine only adds time
         row = (float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
                float(digest(self._settings())), *map(float, self._digests.take()))
         self._began, self._cost_s, self._place = now, 0.0, 0
@@ -170,27 +172,28 @@ class ParameterDrift:
         worker = self._connection.worker
         assert worker is not None
         try:
-            heard = self._rows.read()
+            rows = self._rows.read()
             if not self._fixed:
-                self._span = spacing(max(row[1] for row in heard), min(row[2] for row in heard))
-            self._compare_steps(heard)
-            if self._connection.local is None:  # there a scaler may skip the step behind which a schedule moves on
-                self._compare_settings({row[HEAD - 1] for row in heard})
-            if len({row[0] for row in heard}) > 1:
-                return  # some on a processor, some on a GPU: bits that differ say nothing there
-            self._act(_unlike([row[HEAD:] for row in heard]))
+                self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
+            self._compare_steps(rows)
+            if self._connection.local is None:  # under local steps, a scaler may skip the step after which a schedule advances
+                self._compare_settings({row[HEAD - 1] for row in rows})
+            if len({row[0] for row in rows}) > 1:
+                return  # digests from CPUs and from GPUs cannot be compared
+            self._act(_unlike([row[HEAD:] for row in rows]))
         except CommError as error:
             self._connection.broke(error)
 
     def _compare_steps(self, heard: Sequence[Sequence[float]]) -> None:
-        """Steps behind other exchanges are said. Where they go on, no sum is of one step, and parameters are not all of it."""
-        made, before = self._connection, self._apart
+        """Reports optimizer steps that follow different exchanges. If that continues, each sum mixes gradients of several
+        steps, which equal parameters would not show."""
+        connection, before = self._connection, self._apart
         others = [rank for rank, row in enumerate(heard) if row[3:5] != heard[0][3:5]]
         self._apart = bool(others)
-        if not others or made.worker is None or made.groups is None:
+        if not others or connection.worker is None or connection.groups is None:
             return
-        ranks = ", ".join(map(made.called, others))
-        what = (f"{ranks} and {made.called(0)} have stepped their optimizers behind different exchanges "
+        ranks = ", ".join(map(connection.called, others))
+        what = (f"{ranks} and {connection.called(0)} have stepped their optimizers behind different exchanges "
                 f"({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} times since the last look): {UNEQUAL}")
         if self._answer == "end" or (self._answer == "resync" and before):
             raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
@@ -202,9 +205,10 @@ class ParameterDrift:
     # ---- everything at once
 
     def _compare_all(self) -> None:
-        """Settings, weights and states. Under local steps states differ as they should, but not in which entries there are."""
-        made, settings = self._connection, self._settings()
-        local = made.local is not None
+        """Compares settings, weights and states. Under local steps, values of states differ by design, but the set of entries
+        must not."""
+        connection, settings = self._connection, self._settings()
+        local = connection.local is not None
         parameters = [tensor for _, tensor in self._named]
         digests = Digests(parameters)
         for piece in () if local else pieces(parameters):
@@ -212,13 +216,13 @@ class ParameterDrift:
         mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
             state_digests(parameters, self._optimizer, moments=not local)
         self._rows.start(float(digests.by_sums), float(digest(settings)), *map(float, digests.take()), *map(float, mine))
-        heard = self._rows.read()
-        assert made.groups is not None
-        kinds, digested, count = {row[0] for row in heard}, {row[1] for row in heard}, len(parameters)
-        # Some on a processor, some on a GPU: bits that differ say nothing there.
-        weights, states = ({}, {}) if len(kinds) > 1 else (_unlike([row[at : at + count] for row in heard])
+        rows = self._rows.read()
+        assert connection.groups is not None
+        kinds, digested, count = {row[0] for row in rows}, {row[1] for row in rows}, len(parameters)
+        # Digests from CPUs and from GPUs cannot be compared.
+        weights, states = ({}, {}) if len(kinds) > 1 else (_unlike([row[at : at + count] for row in rows])
                                                             for at in (2, 2 + count))
-        unlike = self._gather_settings(made.groups) if len(digested) > 1 else {}
+        unlike = self._gather_settings(connection.groups) if len(digested) > 1 else {}
         if not (weights or states or unlike):
             return
         parts = [*self._spelled(unlike)]
@@ -240,9 +244,9 @@ class ParameterDrift:
         return settings_of(self._optimizer, self._named)
 
     def _compare_settings(self, digested: set[float]) -> None:
-        made, before = self._connection, self._unlike
-        assert made.groups is not None
-        unlike = self._gather_settings(made.groups) if len(digested) > 1 else {}
+        connection, before = self._connection, self._unlike
+        assert connection.groups is not None
+        unlike = self._gather_settings(connection.groups) if len(digested) > 1 else {}
         self._unlike = bool(unlike)
         if not unlike or (before and self._answer == "warn"):
             return
@@ -263,7 +267,7 @@ class ParameterDrift:
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
     def _answer_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
-        """Acts as the setting `drift` says."""
+        """Acts as the setting `drift` demands."""
         groups = self._connection.groups
         assert groups is not None
         if self._answer == "warn":
@@ -282,7 +286,7 @@ class ParameterDrift:
             raise CommError(f"{at}{what}; all cannot go on from what rank 0 has: {error}", code="E-REPLICAS") from None
         self._connection.say(f"{what}: all go on from what rank 0 has")
 
-    # ---- weights, as they are compared on the way
+    # ---- weights, compared during training
 
     @property
     def _step(self) -> int:
@@ -296,16 +300,16 @@ class ParameterDrift:
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
     def _act(self, differing: dict[int, list[int]]) -> None:
-        """`differing`: by tensor, the ranks that have another one than rank 0. Empty, as a rule."""
-        made = self._connection
-        if not differing or made.worker is None or made.groups is None:
+        """`differing`: by tensor, the ranks whose tensor differs from rank 0's. Usually empty."""
+        connection = self._connection
+        if not differing or connection.worker is None or connection.groups is None:
             self._said = []
             return
-        what = f"{self._ranks(differing)} and {made.called(0)} have drifted apart in {self._named_some(differing)}"
+        what = f"{self._ranks(differing)} and {connection.called(0)} have drifted apart in {self._named_some(differing)}"
         if self._answer == "end":
             raise CommError(f'step {self._step}: {what}; drift="resync" would go on from what rank 0 has', code="E-REPLICAS")
         if self._answer == "resync":
-            what += ": all go on from what rank 0 has, " + self._resync([*differing], made.groups)
+            what += ": all go on from what rank 0 has, " + self._resync([*differing], connection.groups)
         else:
             what += ': training goes on with different models; drift="resync" would take what rank 0 has'
         if [*differing] != self._said or self._answer == "resync":
@@ -313,7 +317,7 @@ class ParameterDrift:
         self._said = [*differing]
 
     def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
-        """Takes parameters and what the optimizer keeps for them from rank 0."""
+        """Takes parameters, and the optimizer's state of them, from rank 0."""
         kept = [self._state(number) for number in numbers]
         for number in numbers:
             self._take(self._tensors[number], groups)
@@ -335,9 +339,9 @@ class ParameterDrift:
                       key=lambda pair: pair[0])
 
     def _take(self, tensor: torch.Tensor, groups: Groups) -> None:
-        there = tensor.detach().to(groups.device).contiguous()
-        groups.broadcast_all(there).wait(time.monotonic() + self._deadline_s)
-        # Not a change that autograd would count: it stands where the optimizer's own stand.
-        tensor.data.copy_(there)
+        received = tensor.detach().to(groups.device).contiguous()
+        groups.broadcast_all(received).wait(time.monotonic() + self._deadline_s)
+        # Writes to .data, so autograd does not count a change, as it counts none of the optimizer's.
+        tensor.data.copy_(received)
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()  # the optimizer may run on another stream

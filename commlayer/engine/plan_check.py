@@ -1,6 +1,6 @@
-"""Whether a plan can run here: codecs that exist and fit their paths, nodes and a device that are there. Knows no tensors.
+"""Checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs.
 
-planner.verify tells what is wrong with a plan itself; it knows no codecs, and no process that is to run it.
+planner.verify checks the plan itself, without codecs and without the process that is to run it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 
 
 def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
-    """All reasons why not, a line each, the same on every rank. `cuda`: the model lies on GPUs. `reachable`: nodes reach each
-    other, so collectives may cross them."""
+    """All reasons against it, one per line, the same on every rank. `cuda`: the model is on GPUs. `reachable`: nodes reach each
+    other, so collectives may span them."""
     try:
         fragments_of(plan.buckets, plan.fragments)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Passes debts, agreed values and counters from one plan's worker to the next one's, between two steps. Knows workers alone.
+"""Passes residuals, agreed values and counters from one plan's worker to the next one's, between two steps.
 
-Debts go on whatever path and codec their elements take now, as `carry` of the buckets that hold them. Under plans that average
-gradients they are gradients, under those whose ranks step locally changes of weights, and only an optimizer knows what one is
-in terms of the other. So from gradients to local steps they stay gradients: each rank's own go into its next step's (`unpaid`).
-What met no gradient to go into comes back as it went (`owe`). Changes of weights go the other way where a gradient's effect
-on a weight is a number, the rate of SGD without momentum, and are dropped otherwise; decision 0121 says why.
+Residuals continue as `carry` of the buckets that hold their elements, whatever path and codec these take now. Under plans that
+average gradients they are gradients; under local steps they are changes of weights. Only an optimizer can convert one into the
+other. So from gradients to local steps they stay gradients: each rank adds its own to its next step (`unpaid`). A residual that
+meets no gradient there returns unchanged (`owe`). Changes of weights become gradients only if the effect of a gradient on a
+weight is a fixed number: the rate of SGD without momentum. Otherwise they are dropped; decision 0121 gives the reason.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = logging.getLogger("commlayer")
 
 
 def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0) -> None:
-    """`after` goes on where `before` stopped, and owes what that owed.
+    """`after` continues where `before` stopped, and inherits its residuals.
 
-    `effect`: by how much a gradient of 1 makes a tensor's weights less; 0 where that is no number. `rate`: the learning rate.
-    """
+    `effect`: by how much a gradient of 1 decreases a tensor's weights; 0 if that is not a fixed number. `rate`: the learning
+    rate."""
     after.step = before.step
     after.units.take(before.units)
     if before.plan.steps_locally != after.plan.steps_locally:
@@ -46,12 +46,12 @@ def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = la
 def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
     owing = [(bucket, debt) for bucket in before.buckets for debt in bucket.debts()]
     owing += before.late.debts(before.units.members)
-    # What is owed to the mean of so many is owed to that of those who are left.
+    # Residuals of the old members' mean count toward the mean of the remaining members.
     worth = after.units.members / before.units.members
     debts = [_times(d, worth / before.units.rate_of(bucket)) for bucket, d in owing]
     if after.plan.steps_locally and not before.plan.steps_locally:
         units = before.units
-        # A worker's debt counts as a part of the mean; its gradient counts by its weight.
+        # A worker's residual counts as a part of the mean; its gradient counts by its weight.
         worth = units.total / (units.weight * units.members) if units.weight else 0.0
         after.unpaid = [_times(d, worth) for d in debts]
         return
@@ -66,12 +66,12 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
 
 
 def _times(debt: Debt, factor: float) -> Debt:
-    """The same memory where that is possible: debts are as large as the model."""
+    """Returns the same memory if possible: residuals are as large as the model."""
     return debt if factor == 1.0 else debt._replace(values=debt.values * factor)
 
 
 def owe(worker: Worker, unpaid: Sequence[Debt]) -> None:
-    """It averages gradients and owes these, too: gradients of this worker alone."""
+    """Adds residuals of this worker's own gradients to a worker that averages gradients."""
     units = worker.units
     part = units.weight * units.members / units.total if units.total else 0.0
     if unpaid and not part:

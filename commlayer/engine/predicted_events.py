@@ -1,4 +1,4 @@
-"""The simulated step as the events that a worker of each node would record. Knows plans and simulation; measures nothing."""
+"""Converts a simulated step into the events that a worker of each node would record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prediction(NamedTuple):
 
     timeline: Timeline
     by_node: dict[int, list[Event]]
-    """What a worker of that node would record; nodes without ranks have no number."""
+    """The events that a worker of that node would record. Only nodes with ranks are numbered."""
 
 
 def predict(basis: Basis) -> Prediction:
@@ -34,24 +34,24 @@ def predict(basis: Basis) -> Prediction:
     by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
     for span in timeline.spans:
         by_bucket[span.bucket].append(span)
-    made: dict[int, list[Event]] = {}
+    by_node: dict[int, list[Event]] = {}
     for group in groups:
         if group.workers:
             events = [*_compute(basis, group, timeline)]
             for bucket, spans in zip(plan.buckets, by_bucket, strict=True):
                 events += _over_server(spans, group.name) if bucket.served else _own(spans, group.name)
-            made.update((trained.index(place), events) for place in group.members)
-    return Prediction(timeline, made)
+            by_node.update((trained.index(place), events) for place in group.members)
+    return Prediction(timeline, by_node)
 
 
 def origins(plan: Plan) -> list[int]:
-    """Of each bucket of the lowered plan, which one of the plan it is of."""
+    """For each bucket of the lowered plan, the bucket of the plan from which it comes."""
     return [old.id for old in plan.buckets for _ in lower(structs.replace(plan, buckets=(old,))).buckets]
 
 
 def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
     timing = basis.inputs.job.timing
-    assert timing is not None  # or the simulation would have refused it
+    assert timing is not None  # the simulation requires it
     forward_s, backward_s = timing.forward_s / group.node.speed, timing.backward_s / group.node.speed
     yield Event("forward", NO_BUCKET, 0.0, forward_s)
     yield Event("backward", NO_BUCKET, forward_s, forward_s + backward_s)
@@ -64,13 +64,13 @@ def _own(spans: Sequence[Span], name: str) -> Iterator[Event]:
 
 
 def _over_server(spans: Sequence[Span], name: str) -> Iterator[Event]:
-    """A worker sees nothing between its payload's leaving and the result's coming: that is one exchange to it."""
+    """To a worker, everything between sending its payload and receiving the result is one exchange."""
     own = [s for s in spans if s.op not in SERVED and any(_of(lane, name) for lane in s.lanes)]
     coded = next((i for i, s in enumerate(own) if s.op.startswith("encode")), None)
     decoded = next((i for i, s in enumerate(own) if s.op.startswith("decode")), None)
     if coded is None or decoded is None:
         return
-    # As the runtime runs it: each rank is the root of its own part.
+    # As in the runtime, each rank is the root of its own part.
     yield from (_event(s)._replace(op="node.reduce") for s in own[:coded])
     yield _event(own[coded])
     away = [s for s in spans if s.op in SERVED]

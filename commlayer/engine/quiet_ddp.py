@@ -1,8 +1,7 @@
-"""Keeps a DistributedDataParallel module from reducing, where others do it, or weights are exchanged. Knows DDP; no networks.
+"""Keeps a DistributedDataParallel module from reducing, while commlayer averages gradients or exchanges weights.
 
-DDP decides in its forward pass whether the backward pass that follows reduces, and what it has to say to other ranks it says
-in the forward pass, too. So it is told "not now" for as long as each forward pass takes, as inside its own no_sync(), and what
-the script has set there is put back.
+DDP decides in its forward pass whether the next backward pass reduces. It also communicates in the forward pass. So its flags
+are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from commlayer.errors import InvalidInput
 
 
 class QuietDDP:
-    """Of one module."""
+    """For one module."""
 
     def __init__(self, ddp: DistributedDataParallel, *, syncing: bool = True, first: bool = True) -> None:
-        """`first`: ahead of the hooks that there are. `syncing` is so before the first forward pass."""
+        """`first`: run before the existing hooks. `syncing`: the value before the first forward pass."""
         self._ddp, self._said = ddp, (True, True)
         self.syncing = syncing
-        """Whether the script wants the pass under way synchronised: it is in no `ddp.no_sync()`."""
+        """Whether the script wants the current pass synchronised: it is not in `ddp.no_sync()`."""
         self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=first),
                          ddp.register_forward_hook(self._restore, always_call=True)]
 
     def _silence(self, ddp: Any, _args: Any) -> None:
         if not self._handles:
-            return  # a hook ahead of this one has removed it
+            return  # a hook before this one has removed it
         if ddp._join_config.enable:
             raise InvalidInput("E-DDP-LOCAL-STEPS",
                                "the model is in DistributedDataParallel's join(): local steps, and steps of homes "
                                "that may leave, are exchanged by all ranks alike; give all ranks the same number of batches")
         if torch.is_grad_enabled():
             self.syncing = ddp.require_backward_grad_sync
-        # With a static graph the first pass ends with a reduction of all, whatever no_sync() says.
+        # With a static graph, the first pass ends with a reduction of all gradients, even in no_sync().
         self._said = ddp.require_backward_grad_sync, getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
         ddp._static_graph_delay_allreduce_enqueued = True
@@ -44,7 +43,7 @@ class QuietDDP:
         ddp.require_backward_grad_sync, ddp._static_graph_delay_allreduce_enqueued = self._said
 
     def remove(self) -> None:
-        """From now on it reduces gradients and shares buffers, as it would without commlayer."""
+        """The module reduces gradients and shares buffers again, as without commlayer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -52,7 +51,7 @@ class QuietDDP:
 
 
 def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
-    """ValueError for a module that would not train as it does, if it were silent. `own`: the state of our hook on it."""
+    """ValueError for a module that would train differently with its reduction off. `own`: the state of our hook on it."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise InvalidInput("E-DDP-LOCAL-STEPS",
                            f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without "
@@ -69,7 +68,7 @@ def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
 
 
 def silenceable(ddp: DistributedDataParallel) -> bool:
-    """The same as a question."""
+    """Whether `check_silenceable` accepts the module."""
     try:
         check_silenceable(ddp)
     except ValueError:

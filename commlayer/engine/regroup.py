@@ -1,21 +1,26 @@
-"""Goes on with those who are left when workers die or leave, and with who joins, in the middle of a step. Knows no module.
+"""Continues with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
 
-The coordinator makes a view of those who are left (cluster/regrouping.py). Each hears of it where it waits for others, and they
-tell each other in which step that is. Who has a step whole has gone on, and then everybody gets it whole: results are pushed,
-and kept for whoever lacks them. Whoever waits for words gets it meanwhile, too: the others may wait for it behind that step, in
-a script's own collective. Where all words name one step, each therefore says that it stays in it, or has it whole: that holds.
-So all come to stand in one step, which none has whole. That step is abandoned: codecs take back what they coded, servers what
-they summed. Then a worker is made for the new view, as for another plan (switch.py): it owes what the one before owed, and gets
-the same gradients, which are still the script's.
+The coordinator makes a view (epoch) of the remaining members (cluster/regrouping.py). Each rank learns of it where it waits for
+others. Members then exchange messages to find the step that all of them repeat.
 
-Who joins says only that it is ready, and is given what it must know (replica.py) before all go over: its first backward pass
-is of that very step. Who comes in while the others bring in local steps waits for their next exchange (newcomer.py). Sums may
-be here before words are, step after step, so the first of the view keeps its part of one back (step_loop.py, local_steps.py):
-all come to stand in that. If members go there, or inside a save or a change of plans, the others have to do that again, and who
-joins has no part in it: it is sent away, and they go over to the view behind that.
+If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
+may receive that result while it waits for messages. It then has to go on, because the others may wait for it after that step,
+in a collective of the script. So when all messages name one step, each member confirms for good whether it stays in the step or
+has completed it.
 
-Whoever dies meanwhile makes another view, and all begin again with that. Nothing is final before all members of a view have
-said that they are ready for it, and no step is whole that they have not all taken part in. agreement.py decides which step.
+In the end all members are in one step that none has completed. That step is abandoned: codecs take back what they coded,
+servers what they summed. A new worker object is made for the new view, as for another plan (switch.py). It inherits the
+residuals, and codes the same gradients again, which the script still holds.
+
+A joining worker only reports that it is ready. It receives its state (replica.py) before all switch to the view, so its first
+backward pass is in that very step. If it arrives while the others exchange local steps, it waits for their next exchange
+(newcomer.py). Sums may arrive before messages do, step after step. So the first member of the view holds back its part of one
+step (step_loop.py, local_steps.py): all members meet in that step. When members are lost there, or inside a save or a change of
+plans, the others must repeat work in which a joining worker has no part. They send it away, and switch to the view after that.
+
+If another member dies meanwhile, the coordinator makes another view, and all start over with it. Nothing is final before all
+members of a view have reported that they are ready for it. No step completes without all of them. agreement.py decides which
+step.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ from commlayer.transport.protocol import peer_name
 
 
 class Regrouping:
-    """One rank's side. `offer` comes from the heartbeats' thread; everything else runs on the one that waits for a step."""
+    """One rank's part. `offer` runs on the heartbeat thread; everything else on the thread that waits for a step."""
 
     def __init__(self, made: Connection, config: Config, home: str) -> None:
         self._made, self._config, self._home = made, config, home
@@ -68,7 +73,7 @@ class Regrouping:
         return bool(self._gone())
 
     def patience(self) -> float:
-        """Whether or not the coordinator answers right now: by then it may again."""
+        """The same whether or not the coordinator answers right now: it may answer again before then."""
         return judged_s(self._config)
 
     def gone(self) -> list[str]:
@@ -81,7 +86,8 @@ class Regrouping:
         if worker is not self._made.worker:
             return
         if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._made.lets_in):
-            served = all(bucket.served for bucket in worker.plan.buckets)  # collectives are not kept for whoever lacks them
+            # results of collectives are not kept for members that lack them
+            served = all(bucket.served for bucket in worker.plan.buckets)
             self._agree(worker, here if served else never)
 
     def invites(self) -> bool:
@@ -98,8 +104,8 @@ class Regrouping:
                     act()
 
     def go(self, plan: Plan | None = None) -> None:
-        made = self._made
-        old = made.worker
+        connection = self._made
+        old = connection.worker
         assert old is not None
         try:
             while True:
@@ -133,15 +139,16 @@ class Regrouping:
         return new_in(self._newest, self._view)
 
     def _finished(self) -> Iterator[int]:
-        """In how many exchanges each of those who have gone has done its part; -1 if it did not leave in order."""
+        """For each lost member, the number of exchanges that it completed; -1 if it did not leave in order."""
         link = self._made.uplink
         assert link is not None
         return (link.finished(member) for member in self._gone())
 
     def _agree(self, worker: Worker, here: Callable[[], bool] = never) -> None:
-        """Regroup if no member has the step whole that all stand in. Returns if some have, so that this rank will, and where
-        all of it is `here`."""
-        # Under local steps those who are slow come later.
+        """Finds the step to repeat. Raises Regroup if no member has completed the step in which all are.
+
+        Returns if some member has completed it, so that this rank will, and when this rank has all results `here`."""
+        # Under local steps, slow members arrive later.
         local = worker.plan.local_steps
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
         mine = Word(worker.step, worker.weight)
@@ -150,33 +157,34 @@ class Regrouping:
             stay = agreement.staying(self._view, view)
             try:
                 words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, here, local)
-                self._stands, says = agreement.second(self._stands, view, mine, words, here=here())
-                sure = self._hear(view, says, until, stay, here, local) if says is not None else []
+                self._stands, vote = agreement.second(self._stands, view, mine, words, here=here())
+                confirmed = self._hear(view, vote, until, stay, here, local) if vote is not None else []
             except Newer:
                 continue
-            self._stands, found = agreement.found(self._stands, view, worker.step, words, sure, self._finished())
-            if found is Found.WHOLE:
+            self._stands, outcome = agreement.found(self._stands, view, worker.step, words, confirmed, self._finished())
+            if outcome is Found.WHOLE:
                 return
-            if found is Found.TOGETHER and not self._made.lets_in and new_in(view, self._view):
+            if outcome is Found.TOGETHER and not self._made.lets_in and new_in(view, self._view):
                 self._send_away(view)
-            elif found is Found.TOGETHER:
+            elif outcome is Found.TOGETHER:
                 self._agreed = view, words
                 raise Regroup
 
     def _send_away(self, view: View) -> None:
-        """Those who join, and waits for the view without them: they leave, or fall silent and are judged for that."""
+        """Sends joining workers away and waits for the view without them. They leave, or become silent and are declared dead.
+        """
         with contextlib.suppress(Newer):
-            for what in ("ready", "left"):  # the second they never say
-                self._tell(view, what, AWAY, time.monotonic() + self._patience_s)
+            for name in ("ready", "left"):  # they never send the second, so this waits for the newer view
+                self._tell(view, name, AWAY, time.monotonic() + self._patience_s)
 
     @property
     def _patience_s(self) -> float:
-        """Nobody's end is that of the others, who could go on."""
+        """Includes time for a verdict: if one member fails here, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
     def _hear(self, view: View, says: Says, until: float, among: Sequence[int], here: Callable[[], bool], local_steps: int
               ) -> list[Word]:
-        """`local_steps`: others may be as long on their way here as to a step."""
+        """`local_steps`: the others may need as long to get here as for an outer step."""
         limit_s = self._config.deadline_s * local_steps
         return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
                                 here=here if says.ends else never, limit_s=limit_s)
@@ -195,8 +203,9 @@ class Regrouping:
             raise CommError("a codec is still at work in the step that others left, so what it owes cannot be put right",
                             step=old.step)
         begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
-        place, new, there = ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)}
-        plan = plan_of(under, [there[rank] for rank in ids if rank in there], len(new))
+        place, new, old_places = (
+            ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
+        plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
         generation = wire_generation(view)
         change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
         for server in agreement.told_by(made.id, former, view):
@@ -209,15 +218,15 @@ class Regrouping:
                 relay.give(made.given(plan))
             else:
                 relay.watch()
-        # From here on nobody is asked, so nothing can break off.
-        made.parted |= {rank: made.carried for rank in there if rank not in ids}
+        # From here on no other process is involved, so nothing can fail.
+        made.parted |= {rank: made.carried for rank in old_places if rank not in ids}
         new_world(made, self._config, self._home, view)
         made.plan, made.terms.basis, made.terms.price = plan, None, None
-        after = made.worker_for(plan, old.job, old.device, generation)
-        made.hand_on(old, after)
-        after.units.regroup(sum(word.weight for word in words))
+        new_worker = made.worker_for(plan, old.job, old.device, generation)
+        made.hand_on(old, new_worker)
+        new_worker.units.regroup(sum(word.weight for word in words))
         made.uplink.adopt(view)
-        made.follow(after)
+        made.follow(new_worker)
         old.close()
         old.forget_states()
         if made.uplink.resumed is not None:
@@ -228,7 +237,7 @@ class Regrouping:
         self._say(former, view, time.monotonic() - begin)
 
     def _send(self, uplink: Uplink, server: int, change: ViewChange, generation: int) -> None:
-        """A server takes none but the coordinator's newest view, of which it may have heard before this rank."""
+        """Servers accept only the coordinator's newest view, which they may receive before this rank does."""
         try:
             uplink.send_view(server, change, generation)
         except CommError:
@@ -237,20 +246,20 @@ class Regrouping:
             raise Newer from None
 
     def _say(self, former: View, view: View, took_s: float) -> None:
-        made, left = self._made, {m.rank for m in view.members}
+        made, current = self._made, {m.rank for m in view.members}
         assert made.uplink is not None
-        gone = [made.uplink.called(peer_name(m.rank)) for m in former.members if m.rank not in left]
+        gone = [made.uplink.called(peer_name(m.rank)) for m in former.members if m.rank not in current]
         joined = [made.uplink.called(peer_name(rank)) for rank in new_in(view, former)]
         parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
                  for who, what in ((gone, "gone"), (joined, "taken in")) if who]
         parts = parts or ["who was to be taken in is gone"]
         lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
-        made.say(f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all had "
-                 f"come to this step{lost}; this is rank {made.rank} of {made.world} now")
+        made.say(f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all "
+                 f"had come to this step{lost}; this is rank {made.rank} of {made.world} now")
 
 
 def new_world(made: Connection, config: Config, home: str, view: View) -> None:
-    """torch's, of the members of that view."""
+    """Makes the process group of torch.distributed for the members of that view."""
     ids = [m.rank for m in view.members]
     former = made.groups
     assert former is not None
@@ -264,8 +273,9 @@ def new_world(made: Connection, config: Config, home: str, view: View) -> None:
 
 
 def unfit(plan: Plan) -> str:
-    """Why workers cannot leave under that plan; "" if they can. An exchange is done again from what was put in, so nothing of
-    it may be applied before it is whole."""
+    """Why workers cannot leave under that plan; "" if they can.
+
+    An exchange is repeated from its inputs, so no part of it may be applied before it is complete."""
     what = "results that are a step late" if any(b.stale for b in plan.buckets) else \
         f"{plan.fragments} fragments" if plan.fragments > 1 else "overlap='forward'" if plan.overlap == "forward" else \
         f"{plan.ranks_per_node} ranks to a node" if plan.ranks_per_node > 1 else ""
@@ -274,6 +284,6 @@ def unfit(plan: Plan) -> str:
 
 
 def forbidding(others: Forbids) -> Forbids:
-    """The same for who chooses ways."""
+    """The same check, for the choice of a sync mode."""
     why = "workers may leave this job (min_workers), and what comes in bucket by bucket cannot be done again"
     return lambda way: why if way == "forward" else others(way)

@@ -1,7 +1,7 @@
-"""How the ranks of a job meet: who takes part, on which machines, and whether all were started alike. Exchanges no tensors.
+"""Rendezvous of a job's ranks: finds out the members, their machines, and whether all were started alike.
 
-Every rank says once, through the store behind the process group, what it is and how it was started; all come to the same
-verdict. So what is wrong on one machine is one line on every rank, and nobody waits in a collective that others never enter.
+Every rank publishes one row about itself through the store of the process group, and all reach the same verdict from the rows.
+So an error on one machine is one line on every rank, and no rank waits in a collective that others never enter.
 """
 
 from __future__ import annotations
@@ -33,56 +33,56 @@ from commlayer.transport import own_address
 from commlayer.transport.key_folder import Keys
 
 NAMED = 3
-"""So many settings that differ are named in one line."""
+"""Most differing settings that one line names."""
 HEARD_S = 5.0
-"""How long a rank that is about to end stays for the others to read why: the store may be in its process."""
+"""Seconds for which a failing rank stays, so that the others can read the reason: the store may be in its process."""
 
 
 class Arrival(NamedTuple):
-    """What a rank says of itself."""
+    """A rank's row."""
 
     host: str
-    """Of a home, the name in its certificate."""
+    """In a home, the name in its certificate."""
     machine: str
     agent: int = -1
     address: str = ""
-    """Of this machine, as those see it who reach the one where ranks meet."""
+    """This machine's address, as seen from the machine of the rendezvous."""
     insecure: bool = False
     keys: bool = False
     must: Mapping[str, str] = {}
-    """What must be the same on all ranks."""
+    """Values that must be the same on all ranks."""
     settings: Mapping[str, str] = {}
-    """Of the optimizer: the same, unless the user wants different ones."""
+    """Of the optimizer: the same on all ranks, unless the user allows different ones."""
     model: str = ""
     error: str = ""
     """Why this rank cannot start."""
 
 
 class Met(NamedTuple):
-    """What comes of it. `members` is None where there is nobody to meet."""
+    """The result. `members` is None if there are no other ranks."""
 
     members: Members | None
     launch: Launch
     per_node: int = 1
     here: int = 1
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     address: str = ""
-    """Of this machine, to listen on; empty where all are on one."""
+    """Of this machine, to listen on; empty if all ranks are on one machine."""
     note: str = ""
-    """What is to be said of the layout."""
+    """A line for the log on the layout."""
     reachable: bool = True
     """Whether ranks reach those on other machines."""
     differs: str = ""
-    """How optimizers differ between ranks, where that may be."""
+    """How optimizers differ between ranks, if that is allowed."""
     logs: bool = True
     """Whether this rank is the first of its node, or home."""
 
 
 class Start:
-    """One start of a job, as a context: what fails inside it before the ranks have met is told to all."""
+    """One start of a job, as a context manager: an error inside it before the rendezvous is reported to all ranks."""
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
-        """`process_group`: the ranks to train with, None for all of the world."""
+        """`process_group`: the ranks to train with, None for the whole world."""
         self._group, self._device, self._told = process_group, device, False
 
     def __enter__(self) -> Start:
@@ -92,14 +92,14 @@ class Start:
         if isinstance(error, CommError) or read_launch().joins >= 0:
             return  # the others cannot be reached, or did not come
         if isinstance(error, Exception) and not self._told:
-            with contextlib.suppress(ValueError, CommError):  # then nobody waits for this rank, or not for long
+            with contextlib.suppress(ValueError, CommError):  # then no rank waits for this one, or only for a short time
                 members = self._members(read_launch(), Config())
                 self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
                 _stay(members)
 
     def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Met:
-        """All ranks call it together. ValueError, the same on all, if they were not started alike. With drift="warn" optimizer
-        `settings` may differ."""
+        """Exchanges rows; all ranks call it together. ValueError, the same on all, if they were not started alike. With
+        drift="warn", optimizer `settings` may differ."""
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
@@ -124,10 +124,10 @@ class Start:
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
         if several and members.reachable and "gloo" not in dist.get_backend():
-            use_interface(own_address.interface_of(address))  # for the groups of small rows, which are Gloo's
-        here = Counter(row.machine for row in rows)[mine.machine]
+            use_interface(own_address.interface_of(address))  # for Gloo's groups, which carry small rows
+        local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
-        return Met(members, launch, per_node, here, address, note, members.reachable, differs,
+        return Met(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
                    logs=rows[members.rank] is mates[0])
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
@@ -144,13 +144,13 @@ class Start:
         self._told = True
         if members is None:
             return [mine]
-        told = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
-        # Another version may say more.
-        return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in told]
+        rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
+        # Another version may send more fields.
+        return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in rows]
 
 
 def group_of(process_group: Any) -> Any:
-    """The process group that a script means, which may be a DeviceMesh of one dimension."""
+    """The process group of the script's argument, which may be a DeviceMesh of one dimension."""
     if not isinstance(process_group, DeviceMesh):
         return process_group
     if process_group.ndim != 1:
@@ -161,12 +161,12 @@ def group_of(process_group: Any) -> Any:
 
 
 def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
-    """What is to be the same on all ranks."""
+    """All values that must be the same on all ranks."""
     return _versions() | dict(must) | alike(config)
 
 
 def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
-    """Under a launcher, and only where the script has not made a group itself."""
+    """Makes the default process group, under a launcher, if the script has not made one."""
     if dist.is_initialized() or launch.world == 1:
         return
     if launch.home:
@@ -187,14 +187,14 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
 
 
 def plan_kind(plan: Any) -> str:
-    """What must be the same of the plans that ranks were given; of plans and their files rank 0's counts."""
+    """The part of the `plan` setting that must be the same on all ranks. For plans and their files, rank 0's counts."""
     if isinstance(plan, Plan | Path) or (isinstance(plan, str) and plan != "auto" and "(" not in plan):
         return "a plan"
     return str(plan)
 
 
 def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bool = True) -> str:
-    """Why these cannot train together, in a line; empty if they can."""
+    """Why these ranks cannot train together, in a line; empty if they can."""
     if wrong := [r for r, row in enumerate(rows) if row.error]:
         return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
     for name in dict.fromkeys(name for row in rows for name in row.must):
@@ -223,8 +223,8 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
 
 def differing(rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
     """How the ranks' optimizers differ, in a line; empty if they do not."""
-    found = optimizer_settings.differences([row.settings for row in rows])
-    return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*found.items()][:NAMED])
+    differences = optimizer_settings.differences([row.settings for row in rows])
+    return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
 
 
 def _by_value(values: Sequence[str], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
@@ -233,23 +233,22 @@ def _by_value(values: Sequence[str], rows: Sequence[Arrival], ranks: Sequence[in
 
 
 def ranks_per_node(rows: Sequence[Arrival]) -> tuple[int, str]:
-    """So many ranks after each other are on one node; and what is to be said of it.
+    """Number of consecutive ranks that are on one node, and a line for the log on the layout.
 
-    Who has a machine and an agent in common is on one node. Where nodes have unequal numbers of ranks, or ranks are dealt out
-    in turn, the greatest number that fits counts: a machine is then several nodes.
-    """
+    Ranks with the same machine and agent are on one node. If nodes have unequal numbers of ranks, or ranks are dealt
+    round-robin, the greatest number that fits counts: a machine is then several nodes."""
     blocks = [list(block) for _, block in groupby(rows, key=lambda row: (row.machine, row.agent))]
     runs = [(block[0].host, len(block)) for block in blocks]
     per_node = math.gcd(*(number for _, number in runs))
     if all(number == per_node for _, number in runs) and len(runs) == len({(row.machine, row.agent) for row in rows}):
         return per_node, ""
-    said = ", ".join(f"{number} on {host}" for host, number in runs[:8]) + (", ..." if len(runs) > 8 else "")
-    return per_node, (f"ranks stand unevenly on machines ({said}): planned as nodes of {per_node}, so more goes over the "
+    counts = ", ".join(f"{number} on {host}" for host, number in runs[:8]) + (", ..." if len(runs) > 8 else "")
+    return per_node, (f"ranks stand unevenly on machines ({counts}): planned as nodes of {per_node}, so more goes over the "
                       "network than need be; give every machine the same number, in a row")
 
 
 def _stay(members: Members | None) -> None:
-    """All ranks have the same verdict, and are about to end."""
+    """Waits until all ranks, which have the same verdict and are about to end, have read it."""
     if members is not None:
         with contextlib.suppress(CommError):
             members.tell(b"", HEARD_S, "start")
@@ -262,12 +261,12 @@ def _here(name: str = "", **told: Any) -> Arrival:
 def _versions() -> dict[str, str]:
     return {"version of commlayer": messages.version(), "protocol of commlayer": str(messages.PROTOCOL),
             "version of torch": torch.__version__.partition("+")[0],
-            # All ranks decide with the same floats: since 3.12 sum() rounds otherwise.
+            # All ranks must compute the same floats: since 3.12, sum() rounds differently.
             "version of Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def _own_address(mine: Arrival, rows: Iterable[Arrival]) -> str:
-    """On the machine where ranks meet its own name may lead to loopback: then the way to another counts."""
+    """On the machine of the rendezvous, its own name may lead to loopback. Then the address toward another machine counts."""
     ways = [mine.address, *(own_address.address_to(row.address) for row in rows if not _local(row.address))]
     return next((address for address in ways if not _local(address)), "")
 

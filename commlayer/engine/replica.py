@@ -1,7 +1,7 @@
-"""What a worker that joins is given of a model that trains: weights, buffers, what the optimizer keeps, where training stands.
+"""State of a training model that a joining worker receives: weights, buffers, optimizer state, and progress.
 
-It is all of the step under way, ahead of which weights are the same on all ranks; under local steps, of the last exchange.
-Knows models and optimizers; not how bytes travel. No pickle: safetensors, and plain values beside them.
+The state is that of the current step, before which all ranks have the same weights; under local steps, of the last exchange.
+The format is safetensors plus plain values, without pickle.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.records import MALFORMED, Plan, Record
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
-"""Keys that stand for what plain values cannot say."""
+"""Keys for values that msgpack has no type for."""
 LOCAL = "local."
 PIECE_NBYTES = 16 << 20
-"""Goes over at once, with a deadline of its own."""
+"""Bytes per broadcast; each has its own deadline."""
 
 
 class Given(Record, frozen=True):
-    """Ahead of the tensors' bytes."""
+    """Header before the bytes of the tensors."""
 
     error: str = ""
-    """Not empty: why there is nothing to give."""
+    """Not empty: why the state could not be read."""
     plan: bytes = b""
     step: int = 0
-    """On the wire, as Worker.step."""
+    """As in messages: Worker.step."""
     counted: int = 0
     """As Connection.exchanges."""
     passes: int = 0
@@ -47,25 +47,25 @@ class Given(Record, frozen=True):
     matched: bool = False
     """As LocalSteps.tells."""
     automatic: bool = False
-    """Whether the plan is left to commlayer."""
+    """Whether commlayer chooses the plan."""
     optimizer: str = ""
-    """Its class, as far as there is one."""
+    """Its class name."""
     state: Any = None
     """Of the optimizer."""
     scaler: dict[str, Any] = msgspec.field(default_factory=dict)
     followed: dict[str, str] = msgspec.field(default_factory=dict)
-    """What its followers say: Connection.followers."""
+    """States of its followers: Connection.followers."""
 
 
 class Taken(NamedTuple):
-    """What is in place now."""
+    """The state that is now installed."""
 
     told: Given
     plan: Plan
     local: dict[str, torch.Tensor]
-    """For when local steps are made."""
+    """Needed when local steps begin."""
     restore: Callable[[], None]
-    """Puts the optimizer's state in place again."""
+    """Installs the optimizer's state again."""
 
 
 class Replica:
@@ -76,15 +76,15 @@ class Replica:
         self._trained = [p for _, p in parameters_of(model)]
         self._averaged = [name for name, _ in buffers_of(model)]
 
-    # ---- who gives
+    # ---- sender
 
     def given(self, made: Connection, plan: Plan) -> bytes:
-        """All of it; what cannot be said is told in its place."""
+        """The encoded state; or the error, if it cannot be read."""
         tensors: dict[str, torch.Tensor] = {}
         try:
             worker = made.worker
             assert worker is not None
-            told = Given(
+            head_record = Given(
                 plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=made.passes,
                 carried=made.carried, matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
                 optimizer=type(self._optimizer).__name__,
@@ -92,7 +92,7 @@ class Replica:
                 scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
                 followed={name: say() for name, say in made.followers.items()})
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
-            # Those of now are a forward pass ahead, each rank's own.
+            # The current buffers are one forward pass further, different on each rank.
             agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
             starts: dict[int, torch.Tensor] = {}
@@ -101,17 +101,17 @@ class Replica:
             for name, p in self._model.named_parameters():
                 tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
             tensors |= {} if made.local is None else made.local.snapshot()
-            head = msgspec.msgpack.encode(told)
-        except Exception as error:  # of an optimizer, too; the others train on
+            head = msgspec.msgpack.encode(head_record)
+        except Exception as error:  # the optimizer's code may raise anything; the others continue to train
             head = msgspec.msgpack.encode(Given(error=f"{type(error).__name__}: {error}".splitlines()[0]))
             tensors = {}
         copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         return len(head).to_bytes(8, "little") + head + safetensors.torch.save(copies)
 
-    # ---- who takes
+    # ---- receiver
 
     def take(self, data: bytes, check: Callable[[Plan], None]) -> Taken:
-        """Puts it in place. ValueError for what does not fit."""
+        """Installs the state. ValueError if it does not fit."""
         size = int.from_bytes(data[:8], "little")
         try:
             told = msgspec.msgpack.decode(data[8 : 8 + size], type=Given)
@@ -148,28 +148,29 @@ class Replica:
 
 
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
-    """The optimizer of rank `source`, state and hyperparameters, on all ranks, which call this together. ValueError, the same
-    on all, where that rank has no optimizer, or one whose state cannot be sent."""
+    """Copies the optimizer's state and hyperparameters from rank `source` to all ranks, which call this together.
+
+    ValueError, the same on all, if that rank has no optimizer, or one whose state cannot be sent."""
     head, body = b"", b""
     if groups.rank == source:
         tensors: dict[str, torch.Tensor] = {}
         error, state = "", None
         try:
             state = _plain(optimizer.state_dict(), tensors)
-        except Exception as failed:  # of an optimizer: the other ranks wait for the answer
+        except Exception as failed:  # the optimizer's code may raise anything, and the other ranks wait for the answer
             error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
         body = safetensors.torch.save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
         head = msgspec.msgpack.encode((error, state, len(body)))
     error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
     if error:
         raise InvalidInput("E-JOIN-STATE", error)
-    there = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
+    received = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
     if groups.rank == source:
-        there.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    for piece in there.split(PIECE_NBYTES):
+        received.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    for piece in received.split(PIECE_NBYTES):
         groups.broadcast_all(piece, source).wait(time.monotonic() + deadline_s)
     if groups.rank != source:
-        _restore(optimizer, state, safetensors.torch.load(there.cpu().numpy().tobytes()))
+        _restore(optimizer, state, safetensors.torch.load(received.cpu().numpy().tobytes()))
 
 
 def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -177,11 +178,11 @@ def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) ->
     optimizer.load_state_dict(_whole(state, tensors))
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.update(loaded)
-    optimizer.param_groups[:] = groups  # scripts hold on to them
+    optimizer.param_groups[:] = groups  # scripts keep references to them
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The same without tensors, which go to `tensors`. TypeError for what is neither that nor plain."""
+    """The same value without tensors, which are added to `tensors`. ValueError if it is neither a tensor nor plain."""
     if isinstance(value, torch.Tensor):
         name = f"state.{len(tensors)}"
         tensors[name] = value
@@ -198,7 +199,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The reverse."""
+    """The reverse of `_plain`."""
     if isinstance(value, dict):
         if TENSOR in value:
             return tensors[value[TENSOR]].clone()

@@ -1,7 +1,7 @@
-"""Checks before every optimizer step that what it is about to apply was averaged. Each session has one guard.
+"""Checks before every optimizer step that the gradients it applies were averaged. Each session has one guard.
 
-The check goes by parameters, not by gradient tensors: an exchange averages all parameters of its session. So a script may clip,
-scale or replace what it was given. It may also step twice with the same gradients.
+The check is per parameter, not per gradient tensor: an exchange averages all parameters of its session. So a script may clip,
+scale or replace the gradients. It may also step twice with the same gradients.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from commlayer.engine.optimizer_steps import Held, closure_of, watch
 from commlayer.errors import InvalidInput, InvalidState
 
 OUTSIDE = -1
-"""torch's number of the backward pass that runs in this thread, where none does."""
+"""torch's number of the current backward pass in a thread without one."""
 WITNESSES = 8
-"""Number of gradients that are compared to see whether an optimizer steps twice with the same ones."""
+"""Number of gradients that are compared to detect a second step with the same gradients."""
 Gradient = tuple[int, int, int]
 """A parameter's number, the identity of its `.grad`, and the version of that tensor."""
 
@@ -32,13 +32,13 @@ WITH_DDP = ("call backward() on what the DistributedDataParallel module returns,
 
 
 class StepGuard:
-    """Counts exchanges, and notes for each parameter the count at its last optimizer step."""
+    """Counts exchanges, and records for each parameter the count at its last optimizer step."""
 
     def __init__(
         self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
         remedy: str = WITH_HOOKS,
     ) -> None:
-        """`latch` keeps an error, so that no later step of this rank succeeds, and the other ranks learn of it."""
+        """`latch` keeps an error, so that no later step of this rank succeeds, and reports it to the other ranks."""
         self._attached, self._latch, self._remedy = attached, latch, remedy
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
@@ -49,8 +49,8 @@ class StepGuard:
         self._stepped_at = [0] * len(self._parameters)
         self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
         self.local_step: Callable[[bool], bool] = _not_local
-        """Called before each step: whether steps are local, so that gradients need not be averaged. The argument says whether
-        this one is to be counted, since its gradients come from no exchange and no backward pass that was counted."""
+        """Called before each step. Returns whether steps are local, so that gradients need not be averaged. The argument:
+        whether to count this step, because its gradients come from no exchange and from no counted backward pass."""
         self._end = watch(self._before_step, self._after_step)
 
     def exchanged(self) -> None:
@@ -58,7 +58,7 @@ class StepGuard:
         self._exchanges += 1
 
     def check(self) -> None:
-        """After a backward pass: ValueError if a parameter is trained that is not averaged."""
+        """After a backward pass: ValueError if a trained parameter is not averaged."""
         self._attached.check(self._latch)
         self._checked = True
 
@@ -68,7 +68,7 @@ class StepGuard:
 
     @property
     def inside(self) -> bool:
-        """Whether an optimizer's step runs now, as it does where a closure calls backward()."""
+        """Whether an optimizer's step is running now, for example when a closure calls backward()."""
         return bool(self._held.stepping())
 
     def awaits_step(self, optimizer: Any) -> bool:
@@ -86,7 +86,7 @@ class StepGuard:
         if not mine:
             return
         self._checked = False
-        if not self.inside:  # one may call another
+        if not self.inside:  # an optimizer may call another
             closure = closure_of(args, kwargs)
             late = [] if self._applied_by_another(optimizer, mine) else self._late(mine)
             counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
@@ -103,16 +103,17 @@ class StepGuard:
         self._applied[optimizer] = self._witnesses(mine)
 
     def _applied_by_another(self, optimizer: Optimizer, mine: Sequence[int]) -> bool:
-        """Whether another optimizer has stepped with these very gradients: a preconditioner ahead of it, say."""
+        """Whether another optimizer, such as a preconditioner, has already stepped with these same gradients."""
         others = [applied for one, applied in self._applied.items() if one is not optimizer]
         return bool(others) and bool(witnesses := self._witnesses(mine)) and witnesses in others
 
     def _late(self, mine: Sequence[int]) -> list[int]:
-        """The parameters with gradients that have not taken part in an exchange since their last step."""
+        """The parameters whose gradients have not taken part in an exchange since their last step."""
         return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
 
     def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
-        """ValueError, which is latched, if the optimizer applies gradients that were not averaged since their last step."""
+        """Raises and latches ValueError if the optimizer is about to apply gradients that were not averaged since its last
+        step."""
         if not late:
             return
         if (witnesses := self._witnesses(mine)) and witnesses == self._applied.get(optimizer):
@@ -134,7 +135,7 @@ class StepGuard:
         raise error
 
     def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
-        """Some of the gradients, spread over all: enough to see whether a script has put others in place."""
+        """Identities of some gradients, spread over all: enough to detect that a script has replaced them."""
         chosen = mine[::max(1, len(mine) // WITNESSES)]
         return [(n, id(grad), grad._version) for n in chosen if (grad := self._parameters[n].grad) is not None]
 
@@ -144,7 +145,7 @@ def _not_local(_whole: bool) -> bool:
 
 
 def _any(grad: torch.Tensor | None) -> bool:
-    """Whether an optimizer would apply something of it. A mark stands for an average that is on its way."""
+    """Whether an optimizer would apply nonzero values of it. A mark stands for an average that is still in flight."""
     if grad is None or isinstance(grad, GradientMark):
         return False
     return bool((grad._values() if grad.is_sparse else grad).any())

@@ -3,7 +3,7 @@
     begin      before a step's first gradient: sets loss scale and learning rate
     ready      each gradient that becomes final
     average    after the backward pass: finish, compare with exact gradients, commit
-    written    averages are in `.grad`; from here on the loop watches what becomes of them
+    written    averages are in `.grad`; the loop now watches what becomes of them
     observe    planning, accuracy, trace, stale plan, drift, in the order of engine/observers.py
 
 The callers (session.py, ddp.py) know where gradients come from and where averages go. Connection.passes counts the steps.
@@ -126,7 +126,7 @@ class StepLoop:
             self.connection.local.recorder.tensor(number)
 
     def has_gradient(self, number: int) -> bool:
-        """Whether this pass has added to the parameter's gradient, as far as the hooks saw it."""
+        """Whether this pass has added to the parameter's gradient, according to the hooks."""
         return self._use is None or not self._use.watching or number in self._use.touched
 
     def count_local(self, *, adds: bool = True) -> bool:

@@ -1,4 +1,4 @@
-"""From one plan to another between two steps of a running job, on all ranks together. Knows no model; decides no plan."""
+"""Switches a running job to another plan, between two steps, on all ranks together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commlayer.records import Member, Plan, plan_of
 
 
 class _Told(Exception):
-    """It broke off with `error` when servers may have been told to go over, some of them. So all ranks stand there."""
+    """A switch broke off with `error` after some servers may have received the new plan. All ranks raise it at this point."""
 
     def __init__(self, error: CommError, plan: Plan) -> None:
         super().__init__(error)
@@ -30,19 +30,22 @@ class _Told(Exception):
 
 
 class _Entered(Regroup):
-    """Members have gone, and who is left has gone over to the plan."""
+    """Members have gone, and the remaining ones have switched to the plan."""
 
 
 def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
-    """Goes over to another plan between two steps. All ranks call it together; rank 0's plan counts, others may give None.
+    """Switches to another plan between two steps. All ranks call it together; rank 0's plan counts, others may pass None.
 
-    Codecs start afresh, but what residuals owe is paid under the new plan. On servers that holds for elements that stay on
-    their server, in the same unit; what else they owe is dropped. ValueError, and nothing changed, if the plan fits some rank
-    ill. What breaks off once servers have been told ends the job: some may have gone over, others not. Where that is since
-    members have gone, those who are left take all servers over to the new plan, with their view; before that they keep the old
-    one. Regroup in both cases, or if it is `asked` for by the script, it is done anew. `by_itself`: nobody asked for just this
-    plan, so what cannot be behind local steps is left out of it.
-    """
+    Codecs restart, but the new plan pays out old residuals. On servers that holds for elements that stay on their server, in
+    the same unit; the rest of a server's residuals is dropped. If the plan does not fit some rank, all ranks raise ValueError
+    and nothing changes.
+
+    A failure after servers have received the plan ends the job, because only some of them may have switched. If members are
+    lost, the remaining ones continue: before that point with the old plan, after it with the new one on all servers, in a new
+    view. Both cases raise Regroup. If the script `asked` for the switch, it is repeated where needed, and this function
+    returns.
+
+    `by_itself`: the script did not ask for this very plan, so its parts that cannot follow local steps are left out."""
     if made.worker is None or made.groups is None or made.uplink is None:
         raise InvalidInput("E-PLAN-SWITCH", "there is nobody to go over to another plan with")
     again = False
@@ -64,7 +67,7 @@ def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, aske
 
 
 def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
-    """Once. `again`: rank 0 is another one, perhaps, and has no plan to give."""
+    """One attempt. `again`: rank 0 may be another worker than before, and without a plan."""
     assert made.groups is not None
     assert made.uplink is not None
     try:
@@ -75,24 +78,24 @@ def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again:
             made.say("the plan to go over to is gone with rank 0, which alone had it: the plan of before goes on")
             return
         _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
-        for behind in made.after_switch:
-            behind()
+        for hook in made.after_switch:
+            hook()
         trim()
-    except _Told as told:
+    except _Told as broken:
         try:
-            made.broke(told.error)
+            made.broke(broken.error)
         except Regroup:
             assert made.members is not None
-            made.members.between(told.plan)
-            for behind in made.after_switch:
-                behind()
-            raise _Entered from told.error
+            made.members.between(broken.plan)
+            for hook in made.after_switch:
+                hook()
+            raise _Entered from broken.error
     except CommError as error:
         made.broke(error)
 
 
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
-    """A plan that names each worker's codec, for fewer."""
+    """The plan for the remaining members, where it names a codec for each worker."""
     if plan is None or any(b.by_node and len(b.by_node) != len(before) for b in plan.buckets):
         return plan
     return plan_of(plan, [place for place, member in enumerate(before) if member in now])
@@ -104,9 +107,9 @@ def _go_over(
     offer = Offer(lambda: bytes_of(stepping(_given(plan), made.terms.asked)), made.rank)
     stands = _stand_alike(made, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
-    said = ""
+    note = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
-        agreed, said = _updates_still(agreed, by_itself=by_itself)
+        agreed, note = _updates_still(agreed, by_itself=by_itself)
     servers = len(link.view.servers)
     with together(groups, "switch()"):
         if agreed.servers > servers:
@@ -123,13 +126,13 @@ def _go_over(
     for act in made.before_switch:
         act()
     if made.worker is not old:
-        raise Regroup  # members have gone in what they exchanged there
+        raise Regroup  # members were lost in an exchange of these callbacks
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
-    told, undone = False, old.undone()
+    sent, undone = False, old.undone()
     try:
         if old.plan.steps_locally:
-            groups.barrier()  # what was exchanged last is over on all ranks, so nothing is on its way to a server
-        told = True
+            groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
+        sent = True
         with together(groups, "switch()"):
             for server in range(servers):
                 if server % made.world == made.rank:
@@ -137,9 +140,9 @@ def _go_over(
                     link.send_plan(server, records.encode(agreed), new.generation, mine)
     except Exception as error:
         new.close()
-        if told and made.members is not None and isinstance(broken := error.__cause__ or error, CommError):
+        if sent and made.members is not None and isinstance(broken := error.__cause__ or error, CommError):
             raise _Told(broken, agreed) from error
-        if told and not isinstance(error, CommError):
+        if sent and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
     made.plan, made.terms.basis = agreed, None
@@ -147,26 +150,26 @@ def _go_over(
     made.follow(new)
     old.close()
     old.forget_states()
-    if said:
-        made.say(said)
+    if note:
+        made.say(note)
 
 
 class _Stand(NamedTuple):
-    """What a rank tells the others of itself, all at once: each exchange takes as long as a link is."""
+    """A rank's state for the others, in one exchange, because each exchange costs a round trip of the link."""
 
     step: int
     taken: int
-    """Of the local steps to the next exchange."""
+    """Local steps so far toward the next exchange."""
     plan_nbytes: int
     memory: int
-    """A digest of what its optimizer remembers: where that is the same, equal gradients keep ranks together."""
+    """A digest of the optimizer's state. Where it is equal, equal gradients keep ranks equal."""
     matched: int
 
 
 def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
-    """All ranks stand between the same two steps, no error has latched, and nothing is on its way to a server."""
+    """Checks that all ranks are between the same two steps, without an error, and with no message to a server in flight."""
     local, stepped = made.local, made.stepped
-    with together(groups, "switch()", len(_Stand._fields)) as told:
+    with together(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
         if not old.begins() and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",
@@ -174,10 +177,10 @@ def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int
                                "backward() "
                                "and ahead of the next")
         old.drain()
-        told.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
+        exchange.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
                              stepped.digest() if stepped is not None and local is not None else 0,
                              int(stepped is not None and stepped.matched))]
-    stands = [_Stand(*row) for row in told.rows]
+    stands = [_Stand(*row) for row in exchange.rows]
     made.matched = all(stand.matched for stand in stands)
     if len({(stand.step, stand.taken) for stand in stands}) > 1:
         steps = sorted(stand.step for stand in stands)
@@ -188,7 +191,8 @@ def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int
 
 
 def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
-    """The same with coded updates, and a line that says so. ValueError where that cannot be, but is what was asked for."""
+    """The same plan with coded updates, and a line for the log. ValueError if that is impossible for a plan that the script
+    asked for."""
     late = any(b.stale for b in plan.buckets)
     if (late or plan.overlap) and not by_itself:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"

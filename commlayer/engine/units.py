@@ -25,7 +25,7 @@ class Units:
         self.scale = 1.0
         self.rate = 1.0
         self.total = float(members)
-        """The weight of all workers together, as far as this one knows."""
+        """The weight of all workers together: given, or that of the last step."""
         self.told = False
         """Whether the script gave the total."""
         self.broken = False
@@ -36,14 +36,15 @@ class Units:
         self.total, self.told = other.total, other.told
 
     def rate_of(self, bucket: WorkerBucket) -> float:
-        """The factor on a gradient before coding, besides weight and loss scale."""
+        """The factor on a gradient before coding, in addition to weight and loss scale."""
         return self.rate if bucket.in_updates else 1.0
 
     def scale_of(self, bucket: WorkerBucket) -> float:
-        """The factor of loss scale and learning rate that the coded values of this bucket lack.
+        """Coded values are gradients divided by this factor: the loss scale, over the learning rate if the bucket codes
+        updates.
 
-        Gradients are coded without the loss scale, because a change of scale would falsify every residual. For a bucket that
-        codes updates, the learning rate is inside the coded values for the same reason."""
+        With the loss scale inside, a change of scale would falsify every residual. So would a change of the learning rate in
+        codecs of updates."""
         return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
 
     def gather(self, bucket: WorkerBucket) -> None:

@@ -114,7 +114,7 @@ class Worker(Unapplied):
         self._intake = Intake(job, self.buckets, self._routes, staging, self.now, self._open)
         self._by_tensor = self._intake.by_tensor
         self.places: Mapping[int, int] = {}
-        """By tensor, its place in the forward pass, as far as observed."""
+        """By tensor, its place in the forward pass, where one was observed."""
         self.ended = Ended()
         self.patience: Callable[[], float] = _at_once
         """Seconds to wait beyond the deadline of a step, while the coordinator may still decide which worker is lost."""
@@ -215,7 +215,7 @@ class Worker(Unapplied):
             return finite
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
-        """Writes one bucket's averages, slice by slice. Returns whether they are finite, as far as the optimizer reads them.
+        """Writes one bucket's averages, slice by slice. Returns whether the values that the optimizer reads are finite.
 
         The result must be the same on all ranks, because False leads to communication. So the plan decides whether to check,
         not `keeps`."""
@@ -345,7 +345,7 @@ class Worker(Unapplied):
         return self._deadline_s + self.patience()
 
     def missing(self) -> tuple[str, ...]:
-        """From any thread: the peers whose results are missing, as far as known. Collectives name no peer."""
+        """From any thread: the peers whose results are known to be missing. Collectives name no peer."""
         late = [bucket for bucket in self.buckets if bucket.served and not bucket.done]
         names = {name: None for bucket in late for name in self._routes.awaited(bucket)}
         return tuple(names)

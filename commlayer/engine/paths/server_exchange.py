@@ -1,6 +1,6 @@
-"""A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes. Knows a transport; no groups.
+"""A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes.
 
-Routes hand it a bucket, a function that puts what is to be coded into x, and one that hears when the sum is in y.
+Routes pass a bucket, a function that fills x with the values to code, and one that is called when the sum is in y.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind
 log = logging.getLogger("commlayer")
 
 AGAIN = 1 << 30
-"""More than any place in the forward pass."""
+"""Larger than any place in the forward pass."""
 FOREVER_S = 86400.0
-"""For a wait that others bound: the training thread's deadline latches an error, which ends it."""
+"""For waits that end from outside: when the training thread's deadline passes, it latches an error that ends them."""
 
 Fill = Callable[[WorkerBucket], float]
-"""Runs on the encode lane: what is to be coded into x, with its weight and used slices. Says when its own work began."""
+"""Runs on the encode lane: fills x, and sets weight and used slices. Returns when its own work began, by time.perf_counter().
+"""
 
 
 class _Way(NamedTuple):
-    """A bucket on its way, and who hears that its sum is in y."""
+    """A bucket in flight, and the function that is called when its sum is in y."""
 
     bucket: WorkerBucket
     done: Callable[[WorkerBucket], None]
     urgency: Urgency
-    """On both lanes, as on the wire."""
+    """Priority on both lanes and on the wire."""
 
 
 class ServerExchange:
-    """Of one worker with all servers."""
+    """Exchanges of one worker with all servers."""
 
     def __init__(
         self, step: Step, transport: Transport | None, recycle: Callable[[memoryview], None], staging: Staging
     ) -> None:
-        """`recycle` takes back the bodies of results that have been decoded."""
+        """`recycle` takes back the bodies of decoded results."""
         self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging
         self._encode = Lane("encode", step.latch)
         self._decode = Lane("decode", step.latch)
         self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Whether the user knows that servers refuse what this worker sends."""
 
     def put(
         self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None], *, in_turn: bool = False,
     ) -> None:
-        """Queues the bucket: what the next forward pass needs first is coded first. `done` is called on the decode lane.
+        """Queues the bucket. Buckets that the next forward pass needs first are coded first. `done` runs on the decode lane.
 
-        `in_turn`: as put, the same on all ranks of a node, which `fill` calls together.
-        """
+        `in_turn`: in the order of `put`, which is the same on all ranks of a node, because `fill` calls collectives of the
+        node."""
         way = _Way(bucket, done, () if in_turn else (self._step.number, bucket.order))
         self._encode.put(lambda: self._push(way, fill), way.urgency)
 
     def _push(self, way: _Way, fill: Fill) -> None:
-        """Encode lane."""
+        """Runs on the encode lane."""
         step, bucket = self._step, way.bucket
         if step.error is not None:
             return
@@ -84,8 +84,8 @@ class ServerExchange:
         self._send(way, 0, bucket.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
 
     def _give_up(self, way: _Way) -> None:
-        """A rank of this node has broken the step off. It is coded all the same, and taken back, as others do who cannot know:
-        what codecs count, or draw alike on all ranks, stays in step."""
+        """A rank of this node has broken the step off. The bucket is coded and taken back all the same, as on ranks that cannot
+        know. So counters and shared random numbers of codecs stay equal on all ranks."""
         way.bucket.weight = 0.0
         self._send(way, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
@@ -103,7 +103,7 @@ class ServerExchange:
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
         answer.on_done(lambda handle: self._answered(way, r, handle, begin))
-        step.counters.carried(len(body), 0)  # ahead of it: the step may be over as soon as it is sent
+        step.counters.carried(len(body), 0)  # counted before sending: the step may end right after it
         self._transport.send(server, header, body).on_done(self._sent)
 
     def _sent(self, handle: Handle) -> None:
@@ -111,20 +111,21 @@ class ServerExchange:
             self._step.latch(error)
 
     def _answered(self, way: _Way, r: int, handle: Handle, begin: float) -> None:
-        """A receiver thread: hands over and returns."""
+        """Runs on a receiver thread, so it only queues the next step."""
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
         self._step.recorder.add(EXCHANGE, way.bucket.id, begin)
         if handle.message().header.flags & Flag.AGAIN:
-            # Behind what has not been coded yet: else it depends on the network which buckets hear of the weight in time.
+            # After all buckets that are not coded yet. Otherwise network timing would decide which of them get the new weight
+            # in time.
             urgency = way.urgency and (way.urgency[0], AGAIN + way.urgency[1])
             self._encode.put(lambda: self._code_again(way, handle.message().header.weight), urgency)
         else:
             self._decode.put(lambda: self._take(way, r, handle), way.urgency)
 
     def _code_again(self, way: _Way, total: float) -> None:
-        """Encode lane. The workers together weigh something else than this one had taken for granted."""
+        """Runs on the encode lane. The total weight of the workers differs from the one that this worker assumed."""
         if self._step.error is not None:
             return
         self._step.units.hear(total)
@@ -133,7 +134,7 @@ class ServerExchange:
         self._send(way, 0, way.bucket.payload[:nbytes], Flag.AGAIN)
 
     def _take(self, way: _Way, r: int, handle: Handle) -> None:
-        """Decode lane."""
+        """Runs on the decode lane."""
         step, bucket = self._step, way.bucket
         if step.error is not None:
             return
@@ -171,11 +172,11 @@ class ServerExchange:
         way.done(way.bucket)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """A server says whom it waits for."""
+        """A server reports the workers for which it waits."""
         self._stalled[bucket] = step, missing
 
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
-        """Who is to blame that this bucket is not done."""
+        """An error that names the peer because of which this bucket is not done."""
         step = bucket.step if bucket.started else self._step.number
         error = partial(DeadlineExceeded, step=step, bucket=bucket.id)
         server = peer_name(SERVER_BASE + bucket.server)
@@ -186,14 +187,14 @@ class ServerExchange:
         return error("no result before the deadline", peer=server)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """The members that have not contributed, if the server has told of any; else the server."""
-        said, missing = self._stalled.get(bucket.id, (bucket.step, ()))
-        if said == bucket.step and missing:
+        """The members that have not contributed, if the server has reported any; else the server."""
+        stalled_step, missing = self._stalled.get(bucket.id, (bucket.step, ()))
+        if stalled_step == bucket.step and missing:
             return tuple(map(peer_name, missing))
         return (peer_name(SERVER_BASE + bucket.server),)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether both lanes came to an end of what they were given."""
+        """Whether both lanes finished their work."""
         return self._encode.drain(timeout_s) and self._decode.drain(timeout_s)
 
     def close(self, timeout_s: float) -> None:

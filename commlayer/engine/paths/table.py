@@ -1,4 +1,5 @@
-"""Which bucket of a plan goes by which route. Runs once, when a worker is made for a plan; the only place that lists routes."""
+"""Assigns a route to each bucket of a plan. Runs once, when a worker is made for a plan; the only module that lists all routes.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +26,34 @@ from commlayer.transport.protocol import Transport
 
 
 class Routes(NamedTuple):
-    """Of one worker under one plan."""
+    """The routes of one worker under one plan."""
 
     of: Mapping[int, Route]
     """By bucket number."""
     turns: tuple[tuple[Route, ...], ...]
-    """Those of each turn's buckets, in the order in which they are waited for: where a server can name who is missing, it is
-    asked first."""
+    """The routes of each turn's buckets, in the order of waiting. Routes whose server can name missing workers come first."""
     late: Late | NodeLate | None
     exchange: ServerExchange | None
-    """What several routes share; None where no bucket goes over a server."""
+    """Shared by several routes; None if no bucket uses a server."""
     handing: Lane | None
-    """The same where nodes have several ranks."""
+    """Shared likewise, if nodes have several ranks."""
 
     @property
     def all(self) -> tuple[Route, ...]:
-        """Those of all turns, one after the other."""
+        """The routes of all turns, in order."""
         return tuple(route for turn in self.turns for route in turn)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Hears of a bucket and step for which a server waits, and for whom."""
+        """Receives a server's report of a bucket and step for which it waits, and of the missing workers."""
         if self.exchange is not None:
             self.exchange.stalled(bucket, step, missing)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """Peers without whom a bucket that goes over a server has no result yet."""
+        """The peers without which a bucket that uses a server has no result yet."""
         return () if self.exchange is None else self.exchange.awaited(bucket)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether all threads came to an end of what they were given, each within that time."""
+        """Whether all threads finished their work, each within that time."""
         shared = [each.drain(timeout_s) for each in (self.exchange, self.handing) if each is not None]
         return all([route.drain(timeout_s) for route in self.all] + shared)
 
@@ -71,7 +71,7 @@ def routes_of(
     late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
     recycle: Callable[[memoryview], None],
 ) -> Routes:
-    """`turns`: the buckets, as they are waited for; late ones are in none of them."""
+    """`turns`: the buckets in the order of waiting. A late bucket is in its turn, but all late buckets share one route."""
     flat = [bucket for buckets in turns for bucket in buckets]
     late = [bucket for bucket in flat if bucket.late]
     exchange = ServerExchange(step, transport, recycle, staging) if any(bucket.served for bucket in flat) else None
@@ -96,10 +96,10 @@ def routes_of(
         return pairs
 
     pairs = [of_turn(buckets) for buckets in turns]
-    behind: Late | NodeLate | None = None
+    late_route: Late | NodeLate | None = None
     if late and exchange is not None:
-        behind = (NodeLate(late_results, late, step, staging, exchange, several) if several is not None else
+        late_route = (NodeLate(late_results, late, step, staging, exchange, several) if several is not None else
                   Late(late_results, late, step, staging, exchange))
-        pairs[0].insert(int(any(b.served and not b.late for b in turns[0])), (behind, late))
+        pairs[0].insert(int(any(b.served and not b.late for b in turns[0])), (late_route, late))
     of = {bucket.id: route for turn in pairs for route, its in turn for bucket in its}
-    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), behind, exchange, handing)
+    return Routes(of, tuple(tuple(route for route, _ in turn) for turn in pairs), late_route, exchange, handing)
