@@ -1,6 +1,6 @@
-"""The way of a worker into a job that runs: takes its seat, waits for the others to come to a step, takes what they give.
+"""Lets this worker join a running job: registers, waits until the others reach a step, and receives their state.
 
-The other side of it is regroup.py. Until it has all that it must know, the others can go on without it as if it had not come.
+regroup.py is the other side. Until this worker has its complete state, the others can continue as if it had not come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def enter(
     made: Connection, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
     check: Callable[..., None],
 ) -> None:
-    """Returns as a member, in the step that all others are in. `check`: ValueError for a plan that cannot be, of so many
+    """Returns as a member, in the step in which all others are. `check`: ValueError for a plan that cannot run with that many
     `workers`."""
     made.groups = Groups(1, config.deadline_s, device, Members())
     made.rows = RowChannel(made.groups.members, config.deadline_s)
@@ -57,30 +57,30 @@ def enter(
             try:
                 ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
-                # How long they take to an exchange is their plan's; of those who live no longer there is word.
+                # Their plan defines how long an exchange takes; the coordinator reports members that have died.
                 log.warning("waits for the others still, %.0f s so far: under local steps it is let in at an exchange that is "
                             "due, and a script that drains more often than rounds end leaves none", time.monotonic() - begin)
                 continue
             if AWAY in ready:
                 raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
                                 "taken in there: run the same command again", code="E-JOIN-MISSED")
-            if not dialled:  # servers know of it now
+            if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
             fits = functools.partial(check, workers=len(view.members))
-            told, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s, judged_s(config)).take(
+            given, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s, judged_s(config)).take(
                 functools.partial(replica.take, check=fits))
             break
         except Newer:
             continue
     made.uplink.adopt(view)
     new_world(made, config, home, view)
-    made.plan, made.terms.auto, made.matched = plan, told.automatic, told.matched
-    made.joined, made.fresh = Joined(local, restore, dict(told.followed)), True
-    made.passes = told.passes - int(plan.steps_locally)  # local steps count as their backward pass is over
-    made.entered = told.carried
+    made.plan, made.terms.auto, made.matched = plan, given.automatic, given.matched
+    made.joined, made.fresh = Joined(local, restore, dict(given.followed)), True
+    made.passes = given.passes - int(plan.steps_locally)  # local steps count at the end of their backward pass
+    made.entered = given.carried
     worker = made.worker_for(plan, job, device, wire_generation(view))
-    worker.step, worker.counters.exchanges = told.step, told.counted
+    worker.step, worker.counters.exchanges = given.step, given.counted
     worker.units.regroup(sum(word.weight for word in ready))
     made.members = Regrouping(made, config, home)
     made.follow(worker)
@@ -90,7 +90,7 @@ def enter(
 
 
 def _check_givers(view: View, mine: int, link: Uplink) -> None:
-    """Who is there may have gone, or be as new as this one."""
+    """Raises if this worker was dropped, or if all members that have the state are gone."""
     link.check()
     ids = [m.rank for m in view.members]
     if mine not in ids:

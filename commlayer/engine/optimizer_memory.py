@@ -1,4 +1,4 @@
-"""Digests of an optimizer's state, and its effect on weights, as far as a change of sync mode depends on them."""
+"""Digests of an optimizer's state, and its effect on weights: what a change of sync mode needs to know of it."""
 
 from __future__ import annotations
 

@@ -114,37 +114,37 @@ class Replica:
         """Installs the state. ValueError if it does not fit."""
         size = int.from_bytes(data[:8], "little")
         try:
-            told = msgspec.msgpack.decode(data[8 : 8 + size], type=Given)
+            transfer = msgspec.msgpack.decode(data[8 : 8 + size], type=Given)
             tensors = safetensors.torch.load(data[8 + size :])
         except (*MALFORMED, ValueError) as error:
             raise CorruptFrame(f"what the others gave is malformed: {error}".splitlines()[0]) from None
-        if told.error:
-            raise InvalidInput("E-JOIN-STATE", f"joins a running job: its workers cannot give what they have: {told.error}")
+        if transfer.error:
+            raise InvalidInput("E-JOIN-STATE", f"joins a running job: its workers cannot give what they have: {transfer.error}")
         mine = type(self._optimizer).__name__
-        if told.optimizer != mine:
+        if transfer.optimizer != mine:
             raise InvalidInput("E-JOIN-STATE",
-                               f"joins a running job: the optimizer here is {mine}, there {told.optimizer}; allowed: the same "
-                               "on "
+                               f"joins a running job: the optimizer here is {mine}, there {transfer.optimizer}; allowed: the "
+                               "same on "
                                "all ranks")
-        plan = records.decode(told.plan, Plan, "plan of the running job")
+        plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
-        there = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
-        there |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
-        for name, tensor in there.items():
+        targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
+        targets |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
+        for name, tensor in targets.items():
             if name not in tensors or tensors[name].shape != tensor.shape:
                 raise InvalidInput("E-JOIN-STATE", f"joins a running job: {name} is of shape {tuple(tensor.shape)} here, and "
                                    f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
 
         def restore() -> None:
             if self._optimizer is not None:
-                _restore(self._optimizer, told.state, tensors)
+                _restore(self._optimizer, transfer.state, tensors)
 
         restore()
-        if self._scaler is not None and told.scaler:
-            self._scaler.load_state_dict(_whole(told.scaler, tensors))
-        for name, tensor in there.items():
+        if self._scaler is not None and transfer.scaler:
+            self._scaler.load_state_dict(_whole(transfer.scaler, tensors))
+        for name, tensor in targets.items():
             tensor.data.copy_(tensors[name])
-        return Taken(told, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+        return Taken(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
 
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:

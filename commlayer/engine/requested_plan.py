@@ -1,4 +1,4 @@
-"""The plan that a job was asked to run: a Plan, a file and what lies beside it, one codec, or the default. Starts nothing."""
+"""Builds the plan that a job requests: a Plan, a file with what lies beside it, one codec, or the default."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ from commlayer.planner.tables import machines
 from commlayer.records import Job, Plan
 
 FINE = ("int4()", "int8()")
-"""What "auto" runs between nodes, both ways, until a planner chooses: the first that keeps the budget. Nobody knows the links
-then, and the first steps bear least: what a coarse codec loses in them is more than what a minute of quick ones gains."""
+"""Codecs for plan="auto" between nodes, in both directions, until a planner chooses: the first one within the budget.
+
+The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec loses more there than a minute
+of quick steps gains.
+"""
 SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
-"""Where a loss model knows neither of these, and no smaller a ratio."""
+"""For a loss model that knows neither of these; smaller ratios are not allowed."""
 FREE = "fp16()"
-"""Where a budget leaves none."""
+"""If a budget allows none of them."""
 
 UPDATES_CODEC = FINE[0]
-"""What "auto" codes changes of weights with. No plan is searched for then: what a search measures are gradients."""
+"""Codec of plan="auto" for changes of weights. No plan is searched then, because a search measures gradients."""
 
 Tell = Callable[[str], None]
 
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
            optimizer: str = "", forward: bool = False, fragments: int = 1) -> Plan:
-    """A plan for so many ranks. What settings say of its ratios counts; where they say nothing, what the plan says itself.
+    """A plan for that many ranks. Settings override the plan's own ratios.
 
-    `updates`: what is coded is the change of weights. `optimizer`: its family, as budgets depend on it. `forward`: results come
-    in during the next forward pass. `fragments`: of a round.
-    """
-    made = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward, fragments=fragments)
+    `updates`: changes of weights are coded. `optimizer`: its family, on which budgets depend. `forward`: results arrive during
+    the next forward pass. `fragments`: of an outer step."""
+    base = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward, fragments=fragments)
     if config.ratio_over != "bucket":
-        made = structs.replace(made, ratio_over=config.ratio_over)
-    return structs.replace(made, warmup=config.warmup) if config.warmup else made
+        base = structs.replace(base, ratio_over=config.ratio_over)
+    return structs.replace(base, warmup=config.warmup) if config.warmup else base
 
 
 def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool, optimizer: str,
@@ -63,7 +65,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, upd
         codec = str(plan)
         path_name = "service"
     servers = nodes if config.servers == "each" else 1
-    up, down = ("" if way is None else str(wrap(build(way))) for way in up_and_down(codec))
+    up, down = ("" if part is None else str(wrap(build(part))) for part in up_and_down(codec))
     return planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
@@ -72,7 +74,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, upd
 
 
 def is_file(plan: Any) -> bool:
-    """Whether `plan` names a plan file, and not a codec by its spelling. ValueError for what is neither."""
+    """Whether `plan` names a plan file rather than a codec. ValueError if it is neither."""
     if not isinstance(plan, str | Path) or str(plan) == "auto":
         return False
     if os.path.isfile(plan):
@@ -86,7 +88,7 @@ def is_file(plan: Any) -> bool:
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
-    """What the plan was made from. Training does without."""
+    """The inputs of the plan; None, with a line for the log, if they cannot be read. Training does not need them."""
     try:
         return plan_file.basis_of(plan)
     except ValueError as error:
@@ -95,7 +97,7 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 
 
 def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
-    """Its servers where it has them, as far as they can be started there."""
+    """Keeps the plan's servers on its nodes, if they can be started there."""
     for line in untouched(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
@@ -113,8 +115,8 @@ def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tel
 
 
 def _first_codec(config: Config, recipe: Recipe) -> str:
-    """What "auto" begins with. A loss model is read on rank 0 alone."""
-    rows = machines.learning_rows(config.learning)  # what is wrong with that file is said before anything starts
+    """The first codec of plan="auto". A loss model is read on rank 0 only."""
+    rows = machines.learning_rows(config.learning)  # reads the file before anything starts, so that an error in it shows early
     if config.loss:
         model = tuner_loss.read(Path(config.loss))
         return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)

@@ -1,8 +1,8 @@
-"""Averages with few entries as sparse gradients, for optimizers that step only those. Knows parameters and buckets, no codecs.
+"""Sparse gradients of averages with few nonzero elements, for optimizers that step only those elements.
 
-Where results come as entries, these are the gradient, and no dense memory is written. Other averages are looked through once,
-whatever codec and way they took: what is found is the same. It is the same on all ranks to the last bit, too, so all choose
-alike, as replicas of a lazy optimizer must.
+Results that arrive as entries become the gradient, without dense memory. Other averages are scanned once, whatever their codec
+and sync mode; the entries are the same. They are the same on all ranks, to the last bit. So all ranks choose alike, as replicas
+of a lazy optimizer must.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from commlayer.optim.lazy import Lazy
 LEAST = 4096
 """Elements below which a dense step is as fast."""
 MOST = 8
-"""One element in so many may be an entry: beyond, a dense step is as fast."""
+"""At most one element in MOST may be an entry: beyond that, a dense step is as fast."""
 SMALLEST = 2.0**-126
-"""What is below all normal numbers counts as nothing."""
+"""Smaller magnitudes are no normal float32 numbers, and count as zero."""
 
 
 def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
-    """By number, those of the parameters whose averages are worth handing over as entries."""
+    """By number, the parameters for which averages as entries are worthwhile."""
     if not isinstance(optimizer, Lazy):
         return {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -37,70 +37,68 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
 
 
 def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
-    """A plan has come into force: results of buckets with nothing large but these parameters are wanted as entries."""
+    """For a new plan: buckets whose only large tensors are these parameters deliver their results as entries."""
     plan, tensors = worker.plan, worker.job.tensors
     if not lazily or plan.steps_locally or plan.ranks_per_node > 1:
         return
     for bucket in worker.buckets:
         if getattr(reader_of(bucket.codec), "ratio", 0.0) > 1 / MOST:
-            continue  # results would be spread after all, at more cost than they are decoded at
+            continue  # results would be made dense anyway, at a higher cost than decoding
         numbers = {s.tensor for s in bucket.slices}
         if numbers & lazily.keys() and all(n in lazily or tensors[n].numel < LEAST for n in numbers):
             bucket.keep_entries()
 
 
 def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-    """After `finish`: by number, the averages that are few entries and came as that."""
-    found = {}
+    """After `finish`: by number, the averages that arrived as few entries."""
+    gradients = {}
     used = worker.used() if lazily else []
     for number, p in lazily.items():
         parts = worker.entries(number) if used[number] else None
         if parts is None:
             continue
         if (gradient := joined(parts, p.shape)) is not None:
-            found[number] = gradient
-    return found
+            gradients[number] = gradient
+    return gradients
 
 
 def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
-    """The gradient whose entries are those of all parts, in order; None where they are many or not all finite."""
+    """The gradient with the entries of all parts, in order. None if they are many, or not all finite."""
     room = shape.numel() // MOST
     if sum(len(idx) for idx, _ in parts) > room:
         return None
     idx, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    there = values.abs() >= SMALLEST
-    if not bool(there.all()):
-        idx, values = idx[there], values[there]
+    nonzero = values.abs() >= SMALLEST
+    if not bool(nonzero.all()):
+        idx, values = idx[nonzero], values[nonzero]
     return sparse_gradient(idx, values, shape) if bool(values.isfinite().all()) else None
 
 
 class SparseRows:
-    """Parameters whose gradients are sparse COO, as nn.Embedding(sparse=True) makes them.
+    """Parameters with sparse COO gradients, as nn.Embedding(sparse=True) makes them.
 
-    They are averaged as dense ones. Then `.grad` is sparse again, of the rows in which the average is not zero: the same rows
-    on every rank. A rank without a gradient knows such a parameter by its module.
-    """
+    They are averaged as dense tensors. Afterwards `.grad` is sparse again, with the rows in which the average is not zero: the
+    same rows on every rank. A rank without a gradient recognizes such a parameter by its module."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], lazily: Mapping[int, nn.Parameter]) -> None:
-        """`lazily`: those of a lazy optimizer, for which averages become sparse by elements."""
+        """`lazily`: parameters of a lazy optimizer, whose averages become sparse by elements."""
         weights = sparse_weights(model)
         self._parameters, self._lazily = parameters, lazily
         self._numbers = {number for number, p in enumerate(parameters) if id(p) in weights}
         self._dense: dict[int, torch.Tensor] = {}
-        """What was sent of this step."""
+        """The dense gradients sent in this step."""
 
     def dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """That sparse gradient as a dense one."""
         self._numbers.add(number)
-        self._dense[number] = made = gradient.to_dense()
-        return made
+        self._dense[number] = dense = gradient.to_dense()
+        return dense
 
     def forget(self) -> None:
-        """The backward pass has raised: its step is none."""
+        """The backward pass has raised: its step is dropped."""
         self._dense.clear()
 
     def make_dense(self) -> None:
-        """Before an exchange ends: averages are written into `.grad`."""
+        """Before an exchange ends, since averages are written into `.grad`."""
         for number in self._numbers:
             p = self._parameters[number]
             if p.grad is not None and p.grad.layout is torch.sparse_coo:
@@ -108,7 +106,7 @@ class SparseRows:
         self._dense.clear()
 
     def make_sparse(self) -> None:
-        """After it."""
+        """After the exchange."""
         for number in self._numbers - self._lazily.keys():
             p = self._parameters[number]
             if p.grad is not None and p.grad.layout is torch.strided and p.dim():
@@ -124,7 +122,7 @@ def sparse_weights(model: nn.Module) -> set[int]:
 
 
 def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
-    """`.grad` becomes sparse COO where it has few entries and is finite."""
+    """Converts `.grad` to sparse COO if it has few nonzero elements and is finite."""
     for p in parameters:
         if p.grad is None or p.grad.is_sparse or not p.grad.is_contiguous():
             continue
@@ -136,7 +134,7 @@ def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def make_dense(parameters: Iterable[nn.Parameter]) -> None:
-    """Ahead of an exchange: what is left of the last one's, to which this backward pass has added nothing."""
+    """Before an exchange: converts gradients that the last exchange left sparse and this backward pass did not change."""
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()

@@ -1,4 +1,4 @@
-"""A bucket's result as the entries that came, in place of dense memory. Knows slices; no codec and no optimizer."""
+"""A bucket's result as sparse entries, without dense memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_NUMEL = 2**31 - 1
 
 
 class SparseResult:
-    """One, until the next is here."""
+    """One result, until the next arrives."""
 
     def __init__(self, layout: Layout, idx: torch.Tensor, values: torch.Tensor) -> None:
         self._layout, self._idx, self._values = layout, idx, values
@@ -23,12 +23,12 @@ class SparseResult:
         self._cuts: list[int] = torch.searchsorted(idx, torch.tensor(self._starts, dtype=torch.int32)).tolist()
 
     def entries(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a slice: positions in its tensor, and values."""
+        """Positions in the slice's tensor, and values."""
         low, high = self._cuts[number], self._cuts[number + 1]
         return self._idx[low:high] + (self._layout.slices[number].start - self._starts[number]), self._values[low:high]
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """targets = elements times factor, by slice; None leaves one out."""
+        """Sets targets to elements times factor, by slice; None skips one."""
         for number, (s, shape, target) in enumerate(zip(self._layout.slices, self._layout.shapes, targets, strict=True)):
             if target is None:
                 continue
@@ -44,11 +44,11 @@ class SparseResult:
         return self._idx[low:high] - self._starts[number], self._values[low:high]
 
     def whole(self) -> torch.Tensor:
-        """All elements."""
+        """All elements, dense."""
         return _spread(self._idx, self._values, self._starts[-1])
 
 
 def _spread(idx: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
-    made = torch.zeros(numel)
-    kernels.scatter_add(made, idx, values)
-    return made
+    dense = torch.zeros(numel)
+    kernels.scatter_add(dense, idx, values)
+    return dense

@@ -1,7 +1,6 @@
-"""Whether a requested plan still does what was predicted of it: says so where it does not. Changes no plan.
+"""Checks whether a requested plan still performs as predicted, and reports it if not. Never changes the plan.
 
-Where the plan was left to commlayer, autotune/plan/ watches, and answers. What a person has chosen stays until a person
-changes it.
+If commlayer chooses the plan, autotune/plan/ does both instead. A user's plan stays until the user changes it.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer
 
 
 class State(Record, frozen=True):
-    """What is known of the plan that is watched."""
+    """Knowledge about the watched plan."""
 
     plan: Plan | None = None
     check: PredictionCheck | None = None
-    """None where nothing is predicted."""
+    """None without a prediction."""
     recent: tuple[float, ...] = ()
-    """Seconds of the latest steps under the plan; the check sees their median."""
+    """Seconds of the latest steps under the plan; the check uses their median."""
 
 
 def decide(state: State, plan: Plan | None, step: int, step_s: float) -> tuple[State, StalePlan | None]:
-    """After a step, by its number. `plan`: the requested plan in force; None where the plan was left to commlayer.
+    """Runs after step number `step`. `plan`: the requested plan in use; None if commlayer chooses the plan.
 
-    A plan's first step is not compared: part of it was another plan's. What was said of a plan becomes what is expected of it,
-    so that the same is not said twice.
-    """
+    A plan's first step is not compared, because part of it ran under another plan. After a report, the reported time becomes
+    the expected one, so that the report is not repeated."""
     if plan is not state.plan:
         check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
         return State(plan, check), None
@@ -48,26 +46,26 @@ def decide(state: State, plan: Plan | None, step: int, step_s: float) -> tuple[S
 
 
 def watch_of(connection: Connection) -> StalePlanWatch | None:
-    """On rank 0: plans come and go, and it watches each that has a prediction."""
+    """On rank 0 only. It watches each plan that has a prediction, one after the other."""
     return StalePlanWatch(connection) if connection.rank == 0 and connection.worker is not None else None
 
 
 class StalePlanWatch:
-    """Called after each step. Nothing is predicted of a warm-up, which sends more than the plan is priced for."""
+    """Called after each step. Warm-up steps are not compared: they send more than the prediction includes."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._state, self._ended = connection, State(), 0.0
 
     def __call__(self) -> None:
-        made = self._connection
+        connection = self._connection
         step_s = time.perf_counter() - self._ended
-        plan = made.plan
-        warming = plan is not None and made.worker is not None and made.worker.step < plan.warmup
-        self._state, stale = decide(self._state, None if made.terms.auto or warming else plan, made.passes, step_s)
+        plan = connection.plan
+        warming = plan is not None and connection.worker is not None and connection.worker.step < plan.warmup
+        self._state, stale = decide(self._state, None if connection.terms.auto or warming else plan, connection.passes, step_s)
         if stale is not None:
             if stale.slower:
-                made.events.append(stale)
-                made.say(f"{stale.reason}; {REMEDY}")
+                connection.events.append(stale)
+                connection.say(f"{stale.reason}; {REMEDY}")
             else:
-                made.say(stale.reason, logging.INFO)
+                connection.say(stale.reason, logging.INFO)
         self._ended = time.perf_counter()

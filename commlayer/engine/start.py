@@ -1,4 +1,4 @@
-"""connect(): from a Job to a running Worker. Settles the plan, starts or finds the servers, joins, dials. Knows no model."""
+"""connect(): from a Job to a running Worker. Settles the plan, starts or finds the servers, registers, and connects."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ def connect(
 ) -> Connection:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
-    `must`: what else is to be the same on all ranks; `settings`: of optimizers, which drift="warn" lets differ.
-    `forbids`: why a plan cannot go a way here (allowed_ways.py).
-    `optimizer`: its family. `replica`: what workers that join later are given here, or this one is.
-    `whole`: this job and buffers that are not averaged here; a plan may be of either.
-    """
+    `must`: further values that must be the same on all ranks. `settings`: of optimizers, which may differ with drift="warn".
+    `forbids`: why a plan cannot use a sync mode here (allowed_ways.py). `optimizer`: its family. `replica`: the state that this
+    rank gives to later workers, or receives. `whole`: this job with buffers that are not averaged here; a plan may be for
+    either."""
     kernels.choose(config.backend)
     must = {"plan": plan_kind(plan), "steps": str(asked), **(must or {})}
     met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
-    # A server child takes no more.
+    # Server child processes get the same limit.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
     made = Connection()
@@ -67,14 +66,14 @@ def connect(
         made.world = met.members.world
         regroups = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
     made.replica = replica if regroups else None
-    per_node = 1 if regroups else met.per_node  # a worker goes alone: each sends for itself
+    per_node = 1 if regroups else met.per_node  # workers leave one by one, so each sends for itself
     if regroups:
         made.terms.forbids = forbids = forbidding(forbids)
     how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
                            "fragments": asked.fragments or 1}
     if met.members is None and not config.join:
         settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
-        # A mistake in it is one on a single process, too; how many nodes it is for is none.
+        # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
         if not isinstance(plan, Plan) or not settled.servers:
@@ -108,9 +107,9 @@ def connect(
         if regroups and (why := unfit(made.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
-        if made.rank == 0 and (said := float64.told(job, nodes)):
-            made.say(said)
-        # Without servers, too: a broken collective does not say whose fault it was, the coordinator's heartbeats do.
+        if made.rank == 0 and (note := float64.told(job, nodes)):
+            made.say(note)
+        # Also without servers: a broken collective does not show which rank failed, the coordinator's heartbeats do.
         _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable, regroups=regroups,
               alike=compared(must, config) if regroups else {})
         if regroups:
@@ -127,7 +126,7 @@ def connect(
 
 
 def _of(plan: Plan, whole: Job | None) -> Plan:
-    """A plan of the whole is one of the job, too."""
+    """A plan for the whole job is also one for this job."""
     return plan if whole is None else without_buffers(plan, whole)
 
 
@@ -135,7 +134,7 @@ def _enter(
     made: Connection, job: Job, device: torch.device, met: Met, config: Config, forbids: Forbids, replica: Replica | None,
     alike: Mapping[str, str],
 ) -> None:
-    """Into a job that runs."""
+    """Joins a running job."""
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
                            "joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
@@ -154,7 +153,7 @@ def _enter(
 def _join(
     made: Connection, job: Job, config: Config, per_node: int, *, dials: bool, regroups: bool, alike: Mapping[str, str],
 ) -> None:
-    """Starts the embedded servers where none were named, then joins and dials them."""
+    """Starts the embedded servers if none were named, then registers with the coordinator and connects."""
     assert made.plan is not None
     node, local = divmod(made.rank, per_node)
     address = config.join
@@ -169,7 +168,7 @@ def _join(
 
 
 def _placed(config: Config, address: str, made: Connection) -> Config:
-    """Servers that listen on loopback serve one machine only: where ranks run on several, theirs listen on this address."""
+    """Servers on loopback serve one machine only. If ranks run on several machines, this node's servers listen on `address`."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
     if made.rank == 0:
@@ -179,10 +178,9 @@ def _placed(config: Config, address: str, made: Connection) -> Config:
 
 
 def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
-    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting says.
+    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting `servers` says.
 
-    The coordinator's address, and the job's secret, which rank 0 makes and the group shares.
-    """
+    Returns the coordinator's address and the job's secret, which rank 0 makes and the group shares."""
     plan = made.plan
     assert plan is not None
     nodes = made.world // per_node
@@ -190,8 +188,8 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, host in enumerate(hosts) if host == node] if local == 0 else []
 
-    # Servers load codecs, a coordinator does not: where several start, it goes ahead alone and they start side by side. A port
-    # that is set is for it and for a server in its process.
+    # Servers load codecs, a coordinator does not. So if several start, the coordinator starts first and alone, and they start
+    # in parallel. A configured port is for the coordinator, and for a server in its process.
     alone = plan.servers > 1 and not config.port
 
     def first() -> bytes:
@@ -199,12 +197,12 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
         guarded = msgspec.structs.replace(config, token=config.token or secret.new())
         child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
-        # The store of the group speaks plain text: where there are keys, everybody has the secret from there.
+        # The group's store is plain text. With keys, each rank reads the secret from its key folder instead.
         return f"{child.control} {'' if config.keys else guarded.token}".encode()
 
-    # The child has that long itself, and then says why it did not start.
-    told = from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
-    address, _, token = told.partition(" ")
+    # The child has join_deadline_s itself, and then reports why it did not start.
+    reply = from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
+    address, _, token = reply.partition(" ")
     token = token or config.token
     config = msgspec.structs.replace(config, token=token)
 

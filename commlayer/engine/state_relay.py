@@ -1,8 +1,8 @@
-"""Carries what a worker must know to join from one that trains to those who join, in parts. Knows bytes; not what is in them.
+"""Sends a training worker's state to joining workers, in parts, through the store of the rendezvous.
 
-Parts go through the store of the meeting, a window of them at a time, since homes reach each other in no other way, and the
-store is not large. Behind each window all members say that they are there, those who neither give nor take, too: so nobody
-waits longer than a window's deadline for a home that lives and is slow, and whoever dies meanwhile makes a newer view for all.
+Homes have no other connection to each other, and the store is small, so a window of parts is sent at a time. After each window
+all members report, also those that neither give nor take. So no member waits longer than one window's deadline for a slow home.
+If a member dies meanwhile, all get a newer view.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from commlayer.records import View
 
 T = TypeVar("T")
 WINDOW = 64
-"""Parts, of 10 MB together."""
+"""Parts; 10 MB in total."""
 
 
 class Relay:
-    """In one view. All of its members call `give`, `take` or `watch`, once."""
+    """For one view. Each member calls `give`, `take` or `watch`, once."""
 
     def __init__(self, words: ViewWords, view: View, mine: int, word: Word, limit_s: float, judged_s: float) -> None:
-        """`limit_s`: for how long others may be waited for; `judged_s`: for the verdict on who has not come by then."""
+        """`limit_s`: longest wait for others; `judged_s`: additional time for the verdict on those that are missing by then."""
         self._words, self._view, self._mine, self._word = words, view, mine, word
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
         self.giver = view.members[0].rank
-        """Who has been there longest: who joins stands behind all others."""
+        """The oldest member: joining workers come last in a view."""
 
     def give(self, data: bytes) -> None:
         windows = self._windows(len(data))
@@ -48,7 +48,7 @@ class Relay:
         self._meet(windows)
 
     def take(self, enter: Callable[[bytes], T]) -> T:
-        """What `enter` makes of all of it, before the others hear that it has come."""
+        """Applies `enter` to the complete state, before the others learn that it has arrived. Returns the result."""
         nbytes = self._nbytes()
         windows, data = self._windows(nbytes), bytearray()
         for window in range(windows):

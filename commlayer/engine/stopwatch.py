@@ -1,4 +1,4 @@
-"""How long a worker computes in each step, without the time that it waits. Knows a device's clock; no plans and no batches."""
+"""Measures how long a worker computes in each step, without its waits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import NamedTuple, cast
 import torch
 
 LAPS_KEPT = 256
-"""Where nobody asks for them."""
+"""If they are never taken."""
 
 
 class Lap(NamedTuple):
-    """A step, counted from 0, and its seconds from the end of the averaging before to the end of its backward pass."""
+    """A step, counted from 0, and its seconds from the end of the previous averaging to the end of its backward pass."""
 
     step: int
     seconds: float
 
 
 class Stopwatch:
-    """Always on: a step costs two looks at the clock. On CUDA the clock is the stream's: enqueued is not computed."""
+    """Always on: a step costs two clock reads. On CUDA it uses events of the stream, because enqueued work is not yet computed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -29,26 +30,26 @@ class Stopwatch:
         self._laps: deque[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event, float]] = deque(maxlen=LAPS_KEPT)
 
     def start(self) -> None:
-        """An averaging is over; again, and what lies between does not count."""
+        """An averaging has ended. Calling it again discards the time since the first call."""
         self._begin, self._skipped_s = self._now(), 0.0
 
     def drop(self) -> None:
-        """The step under way computes nothing: it makes no lap."""
+        """The current step computes nothing: no lap."""
         self._begin = None
 
     def skip(self, seconds: float) -> None:
-        """So long it has waited since, or done something else."""
+        """Excludes these seconds, which were spent waiting or on other work."""
         self._skipped_s += seconds
 
     def stop(self, step: int) -> None:
-        """That step's backward pass is over."""
+        """That step's backward pass has ended."""
         if self._begin is not None:
             self._laps.append((step, self._begin, self._now(), self._skipped_s))
             self._begin = None
 
     def take(self) -> list[Lap]:
-        """The laps that are over and were not taken before."""
-        found = []
+        """The completed laps that were not taken before."""
+        laps = []
         while self._laps:
             step, begin, end, skipped_s = self._laps[0]
             if self._on_device:
@@ -58,8 +59,8 @@ class Stopwatch:
             else:
                 seconds = cast(float, end) - cast(float, begin)
             self._laps.popleft()
-            found.append(Lap(step, max(0.0, seconds - skipped_s)))
-        return found
+            laps.append(Lap(step, max(0.0, seconds - skipped_s)))
+        return laps
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_device:

@@ -1,8 +1,8 @@
-"""Digests of tensors, made piece by piece so that no step pays for all of them. Knows tensors; no ranks.
+"""Digests of tensors, computed piece by piece so that no single step pays for all of them.
 
-On a processor a CRC-32C runs over the bytes. Elsewhere it would have to wait for copies, so there sums of the elements' bits by
-row and by column, each with an odd weight, are added up on the device; one number a tensor comes back in the end. Two elements
-whose changes cancel in a sum do not cancel under the weights.
+On a CPU, the digest is a CRC-32C over the bytes. On a GPU that would have to wait for copies. So there the device sums the
+elements' bits by row and by column, with odd weights; one number per tensor returns in the end. Two changes that cancel in a
+plain sum do not cancel under the weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from commlayer.transport.crc import crc32c
 
 PIECE_NBYTES = 4 << 20
-"""What is read at once: some 0.4 ms of a processor."""
+"""Bytes read at once: about 0.4 ms on a CPU."""
 EXACT_BITS = 52
-"""Digests travel as float64."""
+"""Digests are sent as float64."""
 ROW = 1024
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """The golden ratio's bits, as an int64."""
@@ -34,23 +34,24 @@ class Piece(NamedTuple):
 
 
 def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> list[Piece]:
-    """All elements of all. A tensor whose elements do not lie in order is read as a whole."""
-    found = []
+    """All elements of all tensors. A tensor whose elements are not contiguous is read as a whole."""
+    parts = []
     for number, tensor in enumerate(tensors):
         most = max(1, most_nbytes // tensor.element_size()) if tensor.is_contiguous() else max(1, tensor.numel())
         edges = [*range(0, tensor.numel(), most), tensor.numel()]
-        found += [Piece(number, start, stop) for start, stop in pairwise(edges)]
-    return found
+        parts += [Piece(number, start, stop) for start, stop in pairwise(edges)]
+    return parts
 
 
 class Digests:
-    """Of some tensors on one device, from `afresh` on. Only bits count: -0.0 is not 0.0, and a NaN is as good as any value."""
+    """For tensors on one device, since the last `afresh`. Only bits count: -0.0 differs from 0.0, and a NaN is a value like any
+    other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         device = tensors[0].device if tensors else torch.device("cpu")
         self.by_sums = device.type != "cpu"
-        """Which kind it is: the two do not compare."""
+        """Which of the two kinds it is; they cannot be compared."""
         self._device, self._weights = device, torch.empty(0, dtype=torch.int64, device=device)
         self.afresh()
 
@@ -59,7 +60,7 @@ class Digests:
         self._sums = torch.zeros(len(self._tensors) if self.by_sums else 0, dtype=torch.int64, device=self._device)
 
     def add(self, piece: Piece) -> None:
-        """Pieces of a tensor come in order."""
+        """Pieces of a tensor must come in order."""
         tensor = self._tensors[piece.tensor].detach()
         flat = tensor.contiguous().view(-1)[piece.start : piece.stop]
         if self.by_sums:
@@ -69,10 +70,10 @@ class Digests:
             self._crcs[piece.tensor] = crc32c(flat.view(torch.uint8).numpy().data, self._crcs[piece.tensor])
 
     def sum_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A number of that device, which nothing waits for."""
+        """A number on the device, so the host does not wait."""
         bits = flat.view(_INTEGERS[flat.element_size()])
-        whole = bits.numel() // ROW * ROW
-        table, rest = bits[:whole].view(-1, ROW), bits[whole:].to(torch.int64)
+        even = bits.numel() // ROW * ROW
+        table, rest = bits[:even].view(-1, ROW), bits[even:].to(torch.int64)
         weights = self._weights_for(max(ROW, table.shape[0]))
         rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
         return ((rows * weights[: rows.numel()]).sum() * ODD + (columns * weights[:ROW]).sum()) * ODD \
@@ -80,12 +81,12 @@ class Digests:
 
     def _weights_for(self, count: int) -> torch.Tensor:
         if self._weights.numel() < count:
-            made = torch.arange(1, count + 1, dtype=torch.int64, device=self._device) * ODD
-            self._weights = (made ^ (made >> 29)) * ODD | 1
+            multiples = torch.arange(1, count + 1, dtype=torch.int64, device=self._device) * ODD
+            self._weights = (multiples ^ (multiples >> 29)) * ODD | 1
         return self._weights
 
     def take(self) -> list[int]:
-        """By tensor, and begins afresh."""
-        found = (self._sums & (1 << EXACT_BITS) - 1).tolist() if self.by_sums else self._crcs
+        """By tensor; then restarts."""
+        values = (self._sums & (1 << EXACT_BITS) - 1).tolist() if self.by_sums else self._crcs
         self.afresh()
-        return found
+        return values

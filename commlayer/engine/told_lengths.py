@@ -1,9 +1,9 @@
-"""What ranks tell each other of their changes of weights, a small row for each turn. Knows a connection; no weights.
+"""Exchanges the norms of weight changes between ranks, one small row per turn.
 
-Rows go over the channel of those who look on, so that a change of plans makes no group: over long links that takes as long as
-all the rest of it. Under local steps the channel waits for as long as a round may take: a rank that is ahead tells its length
-when it begins an exchange, and others come to it as late as the exchange itself allows. By then they have told theirs, so that
-nobody waits for more than a row's way.
+The rows use the observers' channel, so a change of plans makes no new group, which would take as long as the rest of the change
+on slow links. Under local steps, the channel allows waits as long as an outer step: a fast rank sends its norm when it begins
+an exchange, and others may arrive as late as the exchange allows. By then they have sent theirs, so a rank waits for no more
+than a row's transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commlayer.optim import Outer
 
 
 class ToldLengths:
-    """Of one attached model, under one plan after the other. All ranks begin exchanges in one order, here as elsewhere."""
+    """For one attached model, under successive plans. All ranks begin exchanges in the same order."""
 
     def __init__(self, connection: Connection, outer: Outer, deadline_s: float) -> None:
         self._connection, self._outer, self._deadline_s = connection, outer, deadline_s
@@ -30,28 +30,28 @@ class ToldLengths:
         self._error: CommError | None = None
 
     def go(self, every: int) -> bool:
-        """From now on under a plan of so many local steps. All ranks call it together. Whether lengths are told: only where all
-        match them, for optimizers may be of different families."""
-        made = self._connection
-        if made.rows is None or made.groups is None:
+        """Starts with a plan of `every` local steps. All ranks call it together. Returns whether norms are exchanged: only if
+        all ranks match them, because optimizers may be of different families."""
+        connection = self._connection
+        if connection.rows is None or connection.groups is None:
             return False
         try:
-            if made.matched is None:
-                made.matched = all(row[0] for row in gather(made.groups, [int(self._outer.matched)]))
-            elif made.matched and not self._outer.matched:
+            if connection.matched is None:
+                connection.matched = all(row[0] for row in gather(connection.groups, [int(self._outer.matched)]))
+            elif connection.matched and not self._outer.matched:
                 raise InvalidInput("E-RANKS-DIFFER",
                                    "sync: the job that this home joins makes means as long as changes are "
                                    "(Outer(matched=True)), "
                                    "this home does not; allowed: the same on all ranks")
-            made.rows.allow(self._deadline_s * every)
-            return made.matched
+            connection.rows.allow(self._deadline_s * every)
+            return connection.matched
         except CommError as error:
-            with contextlib.suppress(Regroup):  # then nobody tells anything under this plan
-                made.broke(error)
+            with contextlib.suppress(Regroup):  # then norms are not exchanged under this plan
+                connection.broke(error)
             return False
 
     def rest(self) -> None:
-        """A plan has come into force under which nothing is told."""
+        """The current plan exchanges no norms."""
         if self._connection.rows is not None:
             self._connection.rows.allow(0.0)
 
@@ -63,40 +63,42 @@ class ToldLengths:
             self._error = error
 
     def read(self) -> Sequence[Sequence[float]]:
-        """Nothing where ranks have gone, without which the next exchange goes on: see `agree`."""
+        """Empty if members have gone; the next exchange continues without them: see `agree`."""
         assert self._rows is not None
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
             return self._rows.read(self._deadline_s, self._failed)
-        except CommError as found:
+        except CommError as failure:
             with contextlib.suppress(Regroup):
-                self._connection.broke(found)
+                self._connection.broke(failure)
             return []
 
     def _failed(self) -> BaseException | None:
-        made = self._connection
-        if made.worker is not None and made.worker.error is not None:
-            return made.worker.error
-        gone = made.members is not None and made.members.pending(0.0)
+        connection = self._connection
+        if connection.worker is not None and connection.worker.error is not None:
+            return connection.worker.error
+        gone = connection.members is not None and connection.members.pending(0.0)
         return CommError("members have gone while their rows were on the way") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Members have changed, and those who go on, or have joined, call it together, in one exchange or between two: some may
-        have had the last one's rows, and others not."""
-        made = self._connection
+        """Aligns `starts` after members have changed. Remaining and new members call it together, in an exchange or between
+        two.
+
+        Some of them may have received the last rows, and others not."""
+        connection = self._connection
         while True:
-            assert made.groups is not None
+            assert connection.groups is not None
             try:
-                differing = align(starts, made.groups, self._deadline_s)
+                differing = align(starts, connection.groups, self._deadline_s)
                 break
             except CommError as error:
                 try:
-                    made.broke(error)
+                    connection.broke(error)
                 except Regroup:
-                    assert made.members is not None
-                    made.members.go()
+                    assert connection.members is not None
+                    connection.members.go()
         if differing:
-            made.say("those who are left had merged the last exchange differently, since some had not heard how long the "
+            connection.say("those who are left had merged the last exchange differently, since some had not heard how long the "
                      "changes of others were: all go on from what rank 0 has")

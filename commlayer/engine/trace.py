@@ -1,7 +1,7 @@
-"""A trace of a few steps: what was predicted and what each rank measured, in one file that rank 0 writes.
+"""Records a trace of a few steps: predictions and each rank's measurements, in one file that rank 0 writes.
 
-All ranks count steps alike, so they record the same ones and gather at the same one. Where the plan was left to commlayer,
-only rank 0 knows when one stands: until then it is asked at steps that all know.
+All ranks count steps alike, so they record the same steps and gather them at the same step. With plan="auto", only rank 0 knows
+when a plan has been found. So until then the ranks ask rank 0 at agreed steps.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("commlayer")
 
 STEPS = 3
 WARM_STEPS = 2
-"""They find thresholds and make buffers: their times tell nothing of later ones."""
+"""These find thresholds and allocate buffers, so their times are not typical."""
 LATEST_STEP = 200
-"""A plan that has not been found by then is not waited for."""
+"""The trace starts here at the latest, whether or not a plan has been found."""
 MOST_GAP = 16
-"""Steps between two askings whether the plan stands."""
+"""Most steps between two requests whether the plan has been found."""
 APART = 1.05
-"""From one step of the drawing to the next, in lengths of the longest, whether predicted or measured."""
+"""Distance between the drawn steps, in lengths of the longest step, predicted or measured."""
 
 
 def trace_once(connection: Connection, observers: Observers, file: str, *, planning: bool) -> None:
-    """Once the plan stands. `planning`: commlayer is looking for one."""
+    """Starts when the plan is final. `planning`: commlayer is searching for one."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
     elif file:
@@ -47,7 +47,7 @@ def trace_once(connection: Connection, observers: Observers, file: str, *, plann
 
 
 def trace(connection: Connection, observers: Observers, path: Path, steps: int) -> None:
-    """The next steps."""
+    """Traces the next steps."""
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
     if why := _untraceable(connection):
@@ -56,7 +56,7 @@ def trace(connection: Connection, observers: Observers, path: Path, steps: int) 
 
 
 def _untraceable(connection: Connection) -> str:
-    """Why nothing of what is run here would be recorded."""
+    """Why a trace would record nothing here; "" if it would."""
     if connection.worker is None:
         return "this process trains alone"
     if connection.local is not None or (connection.plan is not None and connection.plan.local_steps > 1):
@@ -65,7 +65,7 @@ def _untraceable(connection: Connection) -> str:
 
 
 class Tracer:
-    """Watches a connection from its making until the file is written."""
+    """Runs from its construction until the file is written."""
 
     def __init__(
         self, connection: Connection, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
@@ -73,7 +73,7 @@ class Tracer:
         self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
         self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
         self._first = warm
-        """After so many steps it begins to record, at the earliest."""
+        """Steps before it begins to record, at least."""
         self._steps: list[RecordedStep] = []
         self._recording: Worker | None = None
         self._plan: Plan | None = None
@@ -83,7 +83,7 @@ class Tracer:
 
     @property
     def _done(self) -> int:
-        """Steps since it was made."""
+        """Steps since construction."""
         return self._connection.exchanges - self._before
 
     def _after_step(self) -> None:
@@ -112,7 +112,7 @@ class Tracer:
             self._write(self._steps[: self._wanted])
 
     def end(self) -> None:
-        """Records nothing more."""
+        """Stops recording."""
         if self._recording is not None:
             self._recording.recorder.unfollow(self._steps.append)
 
@@ -122,7 +122,7 @@ class Tracer:
         self._recording.recorder.follow(self._steps.append)
 
     def _stands(self) -> bool:
-        """Whether the plan in force is to be traced; all ranks together say the same."""
+        """Whether to trace the current plan. Rank 0 decides; all ranks get the same answer."""
         if not self._planning or not self._connection.terms.auto:
             return True
         if self._done < self._ask:
@@ -135,7 +135,7 @@ class Tracer:
         return bool(word) or self._done >= LATEST_STEP
 
     def _write(self, steps: Sequence[RecordedStep]) -> None:
-        """All ranks: gathered by all, written by rank 0. A file that cannot be written is no reason to end a training."""
+        """All ranks gather, rank 0 writes. An unwritable file does not end the training."""
         connection = self._connection
         gathered = gather_steps(connection, steps)
         if connection.rank != 0:
@@ -149,7 +149,7 @@ class Tracer:
 
 
 def gather_steps(connection: Connection, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
-    """Of every rank, in rank order."""
+    """The steps of every rank, in rank order."""
     rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)))
     return [msgspec.msgpack.decode(zlib.decompress(row), type=list[RecordedStep]) for row in rows]
 
@@ -170,13 +170,13 @@ def write(connection: Connection, path: Path, ranks: Sequence[Sequence[RecordedS
 
 
 def _name(connection: Connection, plan: Plan) -> str:
-    """The plan's digest as its reader knows it: a file's from `plan make`, else from what was said of it."""
+    """The plan's digest as its reader knows it: that of a file from `plan make`, or the one in the log."""
     basis = connection.terms.basis
     return digest(plan if connection.terms.auto or basis is None else basis.plan)
 
 
 def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, str]:
-    """The prediction, or why there is none."""
+    """The prediction, or the reason why there is none."""
     if connection.terms.basis is None:
         return None, "nothing is predicted: what the plan was made from is not known here"
     try:
@@ -189,7 +189,7 @@ def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, s
 
 
 def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
-    """As they are compared: with computing and the step itself, and by the buckets that the plan had before it was lowered."""
+    """The events as compared: with computing and the step itself, and by the plan's buckets before lowering."""
     backward_s = step.marks["backward"]
     first_s = min(step.ready.values(), default=backward_s)
     yield Event("forward", NO_BUCKET, 0.0, first_s)
@@ -199,7 +199,7 @@ def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
 
 
 def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> Mapping[str, Mapping[str, Sequence[Event]]]:
-    """Node by node what was predicted and below it what its ranks measured; last the simulated lanes themselves."""
+    """For each node, the prediction and below it the measurements of its ranks; then the simulated lanes."""
     longest = [max(e.end_s for e in events) for rank in seen for events in rank.steps]
     longest += [max(e.end_s for e in events) for events in prediction.by_node.values()] if prediction else []
     at_s = [APART * max(longest) * number for number in range(steps + 1)]
@@ -222,7 +222,7 @@ def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> 
 
 
 def _laid(steps: Sequence[Sequence[Event]], begins: Sequence[float]) -> Iterator[Event]:
-    """One step behind the other."""
+    """Lays the steps out one after the other."""
     for begin_s, events in zip(begins, steps, strict=True):
         for event in events:
             yield event._replace(start_s=begin_s + event.start_s, end_s=begin_s + event.end_s)

@@ -1,7 +1,8 @@
 """session.join(): a rank that runs out of batches takes part in the steps of the others with weight 0, until all have run out.
 
-Each rank sends before a step whether it has a batch of its own. So no rank begins a step in which nobody has one, and all
-know the step in which a rank had none: then observers rest, since they compare weights and times of ranks that train alike.
+Before each step, each rank sends whether it has a batch of its own. So no step begins in which no rank has one, and all ranks
+know the steps in which some had none. In these steps observers rest, because they compare weights and times of ranks that train
+alike.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from commlayer.observe import Recorder
 
 
 class UnevenInputs:
-    """Of one attached plain module. Outside of session.join() it sends nothing."""
+    """For one attached plain module. Sends nothing outside of session.join()."""
 
     def __init__(
         self, model: nn.Module, connection: Connection, optimizer: Any, scaler: Any, observers: Observers, deadline_s: float,
@@ -33,27 +34,27 @@ class UnevenInputs:
         self._observers, self._deadline_s = observers, deadline_s
         self._rows: Rows | None = None
         self._sent = False
-        """Whether this rank has sent its flag for the step under way."""
+        """Whether this rank has sent its flag for the current step."""
         self._active: list[bool] = []
-        """By place, which ranks had a batch in the last step of which the flags were read."""
+        """By rank, whether it had a batch in the last step whose flags were read."""
         self._last: list[bool] = []
-        """The same of the last step in which any had."""
+        """The same for the last step in which any rank had one."""
 
     def enter(self) -> None:
-        """session.join() begins. ValueError where it is not possible, on all ranks alike."""
-        made = self._connection
-        if made.in_join:
+        """session.join() begins. ValueError, on all ranks alike, if it is not possible here."""
+        connection = self._connection
+        if connection.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() inside session.join(): allowed once around a loop over batches")
-        if made.worker is not None:
+        if connection.worker is not None:
             self._check()
-            assert made.rows is not None
-            self._rows = self._rows or made.rows.rows("the ranks that still have batches, as session.join() asks")
-        made.in_join, self._sent, self._active, self._last = True, False, [], []
+            assert connection.rows is not None
+            self._rows = self._rows or connection.rows.rows("the ranks that still have batches, as session.join() asks")
+        connection.in_join, self._sent, self._active, self._last = True, False, [], []
 
     def _check(self) -> None:
-        made = self._connection
-        terms, plan = made.terms, made.plan
+        connection = self._connection
+        terms, plan = connection.terms, connection.plan
         if plan is not None and plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join(): the plan has local steps (every={plan.local_steps}), which all ranks must "
@@ -64,11 +65,11 @@ class UnevenInputs:
                                "session.join(): exact=False lets the automatic plan take local steps, which all ranks must "
                                "make "
                                "in equal number; remedy: leave exact out")
-        if made.members is not None:
+        if connection.members is not None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): workers may leave this job (min_workers); allowed there: the same number of "
                                "batches on all, as commlayer.balance.Sampler gives")
-        if made.rows is None:
+        if connection.rows is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): the ranks have no torch.distributed process group; remedy: start them with "
                                "torchrun")
@@ -88,11 +89,11 @@ class UnevenInputs:
         self._tell(active=True)
 
     def passed(self) -> None:
-        """The step is over, or was broken off."""
+        """The step has ended, or was broken off."""
         self._sent = False
 
     def all_active(self) -> bool:
-        """Whether all ranks had a batch in the step whose sums are in, or in the last one."""
+        """Whether all ranks had a batch in the step whose sums have arrived, or in the last one."""
         if not self._connection.in_join or self._rows is None:
             return True
         self._read(self._rows)
@@ -100,7 +101,7 @@ class UnevenInputs:
 
     def _tell(self, *, active: bool) -> None:
         if self._connection.in_join and self._rows is not None and not self._sent:
-            self._read(self._rows)  # of a step that was broken off
+            self._read(self._rows)  # rows of a step that was broken off
             self._sent = True
             try:
                 self._rows.start(float(active))
@@ -114,28 +115,29 @@ class UnevenInputs:
         assert self._connection.groups is not None
         try:
             with self._connection.groups.waits("exchange of session.join()"):
-                heard = rows.read(self._deadline_s, worker.now.failed)
+                flags = rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
             self._connection.broke(error)
             return
-        self._active = [bool(row[0]) for row in heard]
+        self._active = [bool(row[0]) for row in flags]
         self._last = self._active if any(self._active) else self._last
 
     # ---- this rank has no more batches
 
     def leave(self, step: Callable[[], None]) -> None:
-        """session.join() ends. `step` takes part in one step of the others; when none has a batch, all become equal again."""
+        """session.join() ends. `step` takes part in one step of the others. When no rank has a batch, all ranks become equal
+        again."""
         worker, rows = self._connection.worker, self._rows
         if worker is not None and rows is not None:
             units, recorder = worker.units, worker.recorder
-            weight, total, told = units.weight, units.total, units.told
+            weight, total, given = units.weight, units.total, units.told
             worker.weigh(0.0, None)
-            worker.recorder = Recorder()  # the step that it was in is none
+            worker.recorder = Recorder()  # discards the record of the unfinished step
             while self._any_active(rows):
                 step()
             worker.recorder = recorder
             recorder.restart()
-            worker.weigh(weight, total if told else None)
+            worker.weigh(weight, total if given else None)
             if self._last and not all(self._last):
                 self._copy(self._last.index(True))
 
@@ -161,4 +163,4 @@ class UnevenInputs:
         if state and self._scaler is not None and groups.rank != source:
             self._scaler.load_state_dict(state)
         for drift in self._observers.at(Place.PARAMETER_DRIFT):
-            drift.loaded()  # compares all of it before the next step
+            drift.loaded()  # compares everything before the next step

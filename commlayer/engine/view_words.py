@@ -1,7 +1,7 @@
-"""What workers tell each other where the members of a job change, through the store of their meeting. Decides nothing.
+"""Messages between workers when the members of a job change, through the store of their rendezvous.
 
-A word is a row that stays, so who comes late reads it, too. Whoever waits for one stops as soon as there is a newer view. From
-then on nothing more can be said in this one, so either all who are of both have read all words that they wait for, or none has.
+A message is a row that stays, so late readers get it, too. A wait ends as soon as there is a newer view. After that, no message
+of this view is accepted. So of the members of both views, either all have read all messages that they wait for, or none has.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from commlayer.records import View
 from commlayer.transport.protocol import peer_name
 
 LOOK_S = 0.5
-"""How often who waits for another's word looks whether there is a newer view, without that one, or all of its step is here."""
+"""Seconds between two checks of a waiting member: for a newer view without the awaited member, and for all results of its step.
+"""
 
 
 class Newer(Exception):
-    """There is a newer view than the one that is gone over to."""
+    """There is a newer view than the one to which this rank is switching."""
 
 
 def never() -> bool:
@@ -32,19 +33,21 @@ def never() -> bool:
 
 
 class ViewWords:
-    """One rank's. `newest` is set from the heartbeats' thread."""
+    """The messages of one rank. `newest` is set from the heartbeat thread."""
 
     def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
-        """`away_s`: for so long a coordinator that does not answer is asked again."""
+        """`away_s`: for how long requests to an unresponsive coordinator are repeated."""
         self.newest, self._notice_s, self._away_s = view, notice_s, away_s
         self._said: set[str] = set()
-        """Under which names it has: nothing of that changes."""
+        """Names of the messages that this rank has sent; these do not change."""
 
     def tell(self, view: View, what: str, mine: int, word: Word, until: float, *, among: Sequence[int] = (),
              here: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Word]:
-        """The words of `among` (all of the view if empty), in the view's order; none where all of the step is `here` before
-        they have spoken. Newer if there is another view before. `limit_s`: for how long the others may wait for one, as said to
-        the coordinator (messages.Ask), whose verdict is waited for, too, until `until`."""
+        """Sends a message, and returns those of `among` (all of the view if empty), in the view's order.
+
+        Returns none if all results of the step are `here` before the messages. Raises Newer if there is another view before.
+        `limit_s`: how long the others may wait for this one, as sent to the coordinator (messages.Ask). The wait includes the
+        coordinator's verdict, until `until`."""
         who = [m.rank for m in view.members if not among or m.rank in among]
         own = name_of(view, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
@@ -56,36 +59,36 @@ class ViewWords:
     def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
              put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
-        """What is there under these names, which those ranks are to write. `waits`: who does, and its limit."""
+        """The rows under these names, which those ranks are to write. `waits`: the waiting rank and its limit."""
         give_up = math.inf
         while True:
             try:
                 newer = self.newest is not view
-                found = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
+                rows = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
                                               view=view.generation, rank=waits[0], limit_s=waits[1]).found
             except CommError as error:
                 now = time.monotonic()
                 give_up = min(give_up, now + self._away_s)
-                # Also where there is a newer view: only an answer tells whether others have found all words of this one.
+                # Also if there is a newer view: only a reply shows whether others have found all messages of this one.
                 if _unanswered(error) and now < min(until, give_up):
                     continue
                 if self.newest is view and not self.hears_of(view):
                     raise
                 raise Newer from None
             put, give_up = (), math.inf
-            if None not in found:
-                return [row for row in found if row is not None]
+            if None not in rows:
+                return [row for row in rows if row is not None]
             if here():
                 return []
             if newer:
                 raise Newer
             if time.monotonic() >= until:
-                late = [peer_name(rank) for (_, rank), row in zip(want, found, strict=True) if row is None]
+                late = [peer_name(rank) for (_, rank), row in zip(want, rows, strict=True) if row is None]
                 raise DeadlineExceeded("has not come to the step in which members of the job change, before the deadline",
                                        peer=", ".join(late), step=step)
 
     def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
-        """Leaves these, and takes away those."""
+        """Writes these rows, and deletes the others."""
         try:
             home_world.desk().ask(until, put=rows, drop=drop, view=view.generation)
         except CommError:
@@ -94,7 +97,7 @@ class ViewWords:
             raise Newer from None
 
     def hears_of(self, view: View) -> bool:
-        """Whether a newer one than this comes: the coordinator makes it as it judges somebody dead."""
+        """Whether a newer view arrives: the coordinator makes it when it declares a member dead."""
         until = time.monotonic() + self._notice_s
         while self.newest is view and time.monotonic() < until:
             time.sleep(0.05)
@@ -102,5 +105,5 @@ class ViewWords:
 
 
 def _unanswered(error: CommError) -> bool:
-    """Whether nobody was there to answer: the coordinator may be started again, and then knows what was said."""
+    """Whether the coordinator did not reply. It may be restarted, and then has all messages."""
     return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")

@@ -12,11 +12,12 @@ from typing import NamedTuple, Protocol
 FIRST_S = 5.0
 GROWTH = 2.0
 LOOK_S = 1.0
-"""Training stores one number when it begins to wait and one when it goes on; this thread looks at them so often."""
+"""Seconds between two checks. Training only stores the time when it begins to wait, and 0 when it continues; this thread reads
+it."""
 
 
 class Waiting(Protocol):
-    """The worker in force, or the groups of a call between two steps."""
+    """The current worker, or the groups of a call between two steps."""
 
     waiting_since: float
 
@@ -35,11 +36,12 @@ class State(NamedTuple):
 
 
 def decide(state: State, since: float, now: float, told: Callable[[], tuple[str, str]]) -> tuple[State, str]:
-    """The state after a look, and the line to log or "". `since`: when the wait under way began, 0 for none. `told`: for whom
-    it is, and how long it may last."""
+    """The state after a check, and the line to log or "".
+
+    `since`: when the current wait began, 0 for none. `told`: returns the peers and how long the wait may last."""
     if since != state.since:
-        over = f"goes on after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
-        return State(since), over
+        line = f"goes on after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
+        return State(since), line
     if not since or now - since < state.next_s:
         return state, ""
     who, limits = told()
@@ -47,11 +49,11 @@ def decide(state: State, since: float, now: float, told: Callable[[], tuple[str,
 
 
 class WaitNotices:
-    """A thread that looks at what waits, until close()."""
+    """A thread that checks for waits until close()."""
 
     def __init__(self, waiting: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
                  log: Callable[[str, int], None]) -> None:
-        """`called` gives a peer's name for people. A peer that is silent for `silent_s` counts as dead."""
+        """`called` gives a peer's name for the user. A peer that is silent for `silent_s` counts as dead."""
         self._waiting, self._called, self._silent_s, self._log = waiting, called, silent_s, log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)

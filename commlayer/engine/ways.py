@@ -1,11 +1,11 @@
-"""How a script wants its steps exchanged: attach's `every=`, `codes=` and so on, checked, and laid into a plan.
+"""The user's choice of sync mode: checks attach()'s `every=`, `codes=` and so on, and writes them into a plan.
 
-From there on the plan alone says how steps are exchanged. Exchanges nothing. The ways that are not everybody's:
+From then on, only the plan defines how steps are exchanged. The modes that not every rank can use:
 
-    forward     results come in during the next forward pass        (Plan.overlap)
-    updates     each rank steps on its own gradients, H = 1         (Plan.codes)
-    local       the same with H above 1                             (Plan.local_steps)
-    round       exchanges that run while the next round computes    (Plan.overlap)
+    forward     results arrive during the next forward pass                   (Plan.overlap)
+    updates     each rank steps on its own gradients, H = 1                   (Plan.codes)
+    local       the same with H above 1                                       (Plan.local_steps)
+    round       exchanges that run while the next outer step computes         (Plan.overlap)
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ CODES = ("gradients", "updates")
 OVERLAPS = ("round", "forward")
 WAYS = ("forward", "updates", "local", "round")
 Forbids = Callable[[str], str]
-"""Of one of `WAYS` the reason why it is not for this rank, "" if it is."""
+"""For one of `WAYS`, the reason why this rank cannot use it; "" if it can."""
 
 
 class Asked(NamedTuple):
-    """What attach() was told, the same on all ranks. None: as the plan says. It holds for every plan of the job."""
+    """The arguments of attach(), the same on all ranks. None: as the plan defines. They hold for every plan of the job."""
 
     every: int | None = None
     codes: str | None = None
     overlap: str | None = None
     fragments: int | None = None
     exact: bool | None = None
-    """True: no plan may step otherwise than on the average of all gradients, up to coding. None: no plan that the script has
-    not asked for may. False: the automatic plan may take local steps."""
+    """True: every plan must step on the average of all gradients, apart from coding. None: only plans that the script requests
+    may deviate. False: the automatic plan may take local steps."""
 
     @property
     def updates(self) -> bool:
-        """Whether changes of weights are to be exchanged, whatever the plan says."""
+        """Whether changes of weights are exchanged, whatever the plan defines."""
         return (self.every or 1) > 1 or self.codes == "updates"
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 
 
 def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> Asked:
-    """ValueError, a line, for what cannot be under any plan."""
+    """ValueError, of one line, for values that no plan can have."""
     if every is not None and not _whole(every):
         raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
     if codes not in (None, *CODES):
@@ -76,12 +76,12 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
                            "exchanged every H / fragments steps")
     if exact is not None and not isinstance(exact, bool):
         raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, allowed: True or False")
-    asked = Asked(every, codes, overlap, fragments, exact)
-    if exact and (asked.updates or overlap == "round"):
+    request = Asked(every, codes, overlap, fragments, exact)
+    if exact and (request.updates or overlap == "round"):
         raise InvalidInput("E-SYNC-MODE",
-                           f"{asked}: each rank steps on its own gradients then; allowed: exact=True without every, "
+                           f"{request}: each rank steps on its own gradients then; allowed: exact=True without every, "
                            "codes='updates' and overlap='round'")
-    return asked
+    return request
 
 
 def _whole(number: Any) -> bool:
@@ -89,7 +89,7 @@ def _whole(number: Any) -> bool:
 
 
 def stepping(plan: Plan, asked: Asked) -> Plan:
-    """The plan with what attach() was told in it. ValueError if the two do not go together."""
+    """The plan with attach()'s arguments in it. ValueError if they conflict."""
     if asked.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",
                            "plan: has results that are a step late, and updates are coded, which ranks step on: make it "
@@ -128,21 +128,21 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     asked_of = ("local_steps", "overlap", "fragments", "steps_locally")
     if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
         return laid
-    # What was predicted is the time of a step that exchanges, and that waits for it.
+    # The prediction is for steps that exchange, and wait for it.
     return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def in_updates(plan: Plan) -> Plan:
-    """The same in every step, where averaged gradients would lead ranks apart: with coded updates, and nothing late."""
+    """The plan with coded updates in every step, and no late results, where averaged gradients would let ranks diverge."""
     buckets = tuple(structs.replace(b, stale=False) if b.stale else b for b in plan.buckets)
     return structs.replace(plan, codes="updates", overlap="", buckets=buckets)
 
 
 def ways_of(plan: Plan) -> list[tuple[str, str]]:
-    """Those of `WAYS` that a plan goes, and how it says so."""
-    found = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
+    """Which of `WAYS` a plan uses, with a description."""
+    modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
     if plan.local_steps > 1:
-        found.append(("local", f"of {plan.local_steps} local steps"))
+        modes.append(("local", f"of {plan.local_steps} local steps"))
     elif plan.codes == "updates":
-        found.append(("updates", "of coded updates"))
-    return found + ([("round", "overlap='round'")] if plan.overlap == "round" else [])
+        modes.append(("updates", "of coded updates"))
+    return modes + ([("round", "overlap='round'")] if plan.overlap == "round" else [])

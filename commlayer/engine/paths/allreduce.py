@@ -1,6 +1,7 @@
-"""Buckets that go uncompressed through one all-reduce over all workers. On the training thread; knows groups, no codecs.
+"""Route for uncompressed buckets: one all-reduce over all workers, on the training thread.
 
-On a device nobody waits for sums. What all workers weigh, and that nobody has broken the step off, their hosts tell each other.
+On a GPU the host does not wait for sums. So the hosts exchange the total weight among themselves; it is NaN if a worker has
+broken the step off.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Issued(NamedTuple):
 
 
 class AllReduce(Route):
-    """Route. Without groups a worker is alone, and its gradients are the sum."""
+    """Without groups a worker is alone, and its gradients are the sum."""
 
     ordered = True
 
@@ -44,12 +45,12 @@ class AllReduce(Route):
             self._step.counters.all_reduced(bucket.all.nbytes, self._groups.world)
             self._issued.append(_Issued(bucket, self._groups.allreduce(bucket.all), time.perf_counter()))
         self._left -= 1
-        if self._hosts is not None and not self._left:  # the last one waits for the end of the backward pass
+        if self._hosts is not None and not self._left:  # the last bucket begins only after the backward pass
             weight = torch.tensor([bucket.weight], dtype=torch.float64)
             self._weight = weight, self._hosts.allreduce(weight)
 
     def _hear(self, deadline: float) -> None:
-        """From the hosts."""
+        """Waits for the hosts' total weight."""
         if self._weight is not None:
             weight, pending = self._weight
             pending.wait(deadline, self._step.failed)
@@ -66,8 +67,8 @@ class AllReduce(Route):
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
         for issued in self._issued:
             if issued.bucket is bucket:
-                told = self._weight is None or self._weight[1].is_over()
-                if deadline is None and not (issued.pending.is_over() and told):
+                has_weight = self._weight is None or self._weight[1].is_over()
+                if deadline is None and not (issued.pending.is_over() and has_weight):
                     return False
                 self._hear(deadline or 0.0)
                 issued.pending.wait(deadline or 0.0, self._step.failed)

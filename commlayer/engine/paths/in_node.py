@@ -1,7 +1,7 @@
-"""Buckets that go through a node as one: added up among its ranks, and handed on to them. Knows memory, and no servers.
+"""Sums buckets among the ranks of a node, and distributes the results to them.
 
-A bucket alone is reduced onto its owner, which broadcasts the result. Shards, one of each rank's, go in one exchange: every
-rank sends the others their shards of its gradients and adds up what it gets of its own; one all-gather brings all results.
+A single bucket is reduced onto its owner, which broadcasts the result. Shards, one per rank, share one exchange: every rank
+sends the others their shards of its gradients, and sums those that it receives. One all-gather distributes all results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Error = Callable[[], BaseException | None]
 
 
 class InNode(ABC):
-    """Of one rank. `add_up`, its wait, `back` and its wait follow one another, and then it begins anew."""
+    """One rank's part. The calls are `add_up`, `added`, `hand_on`, `handed`, in this order, in every step."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self.buckets = tuple(buckets)
@@ -29,22 +29,23 @@ class InNode(ABC):
 
     @abstractmethod
     def add_up(self, channel: Channel) -> None:
-        """Begins to add up x and tail of all buckets."""
+        """Begins to sum x and tail of all buckets."""
 
     @abstractmethod
     def added(self, deadline: float, failed: Error) -> None:
-        """Waits for that: then the sum of its bucket is with each owner, and what others own may be overwritten."""
+        """Waits for the sums: each owner has that of its bucket. After that, buffers of other owners' buckets may be
+        overwritten."""
 
     @abstractmethod
     def hand_on(self, channel: Channel) -> Pending:
-        """Begins to bring y and its tail from each owner to all."""
+        """Begins to distribute y and its tail from each owner to all."""
 
     @abstractmethod
     def handed(self) -> None:
-        """Behind the wait for that: puts them in place."""
+        """Puts the results in place, after the wait for them."""
 
     def tell(self, channel: Channel) -> Pending:
-        """Over when every owner has its result. On the host."""
+        """Completes when every owner has its result. Runs on the host."""
         return channel.allreduce(torch.zeros(1))
 
 
@@ -65,7 +66,7 @@ class Owned(InNode):
         return channel.broadcast(self._bucket.all_y, self._bucket.owner)
 
     def handed(self) -> None:
-        """They are in place."""
+        """Results are already in place."""
 
 
 class Shards(InNode):
@@ -79,7 +80,7 @@ class Shards(InNode):
         self._parts = mine.all.new_zeros(sum(bucket.all.numel() for bucket in others))
         """This rank's gradients in the others' shards, side by side."""
         self._rows = mine.all.new_zeros(len(buckets), most)
-        """What the others have of this rank's shard, and then all results."""
+        """The others' gradients in this rank's shard, and later all results."""
         self._row = mine.all.new_zeros(most)
         self._local = local
         at = 0
@@ -92,9 +93,9 @@ class Shards(InNode):
     def add_up(self, channel: Channel) -> None:
         size = self._sizes[self._local]
         sent = [0 if number == self._local else n for number, n in enumerate(self._sizes)]
-        got = [0 if number == self._local else size for number in range(len(self._sizes))]
-        self._got = self._rows.view(-1)[: sum(got)]
-        self._pending = channel.alltoall(self._got, self._parts, got, sent)
+        received = [0 if number == self._local else size for number in range(len(self._sizes))]
+        self._got = self._rows.view(-1)[: sum(received)]
+        self._pending = channel.alltoall(self._got, self._parts, received, sent)
 
     def added(self, deadline: float, failed: Error) -> None:
         self._pending.wait(deadline, failed)
@@ -106,11 +107,11 @@ class Shards(InNode):
         return channel.allgather(self._rows.view(-1), self._row)
 
     def handed(self) -> None:
-        """They are in place: the others' lie in their rows."""
+        """Results are already in place, in the rows of their buckets."""
 
 
 def in_node(buckets: Sequence[WorkerBucket], ranks_per_node: int, local: int) -> list[InNode]:
-    """Those that these buckets of a plan make, in order."""
+    """The exchanges that these buckets of a plan need, in order."""
     return [
         Shards(buckets[run.start : run.stop], local) if len(run) > 1 else Owned(buckets[run.start])
         for run in together([bucket.planned for bucket in buckets], ranks_per_node)

@@ -1,6 +1,6 @@
-"""Buckets whose exchange with a server runs on behind its step: a result is used in the step after. Wraps the same exchange.
+"""Route for late buckets: their exchange with a server continues after its step, and the next step uses the result.
 
-A step needs only that its gradients are copied, which waits until the bucket's result of the step before is here.
+A step waits only until its gradients are copied. The copy waits for the bucket's result of the previous step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from commlayer.engine.step import Step
 
 
 class Late(Route):
-    """Route."""
-
     def __init__(
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
         exchange: ServerExchange,
@@ -31,7 +29,7 @@ class Late(Route):
         self._results[bucket.id].push(lambda: self._exchange.put(bucket, self._copy, self._arrived))
 
     def _copy(self, bucket: WorkerBucket) -> float:
-        """Encode lane, when the last result is here."""
+        """Runs on the encode lane, after the last result has arrived."""
         self._results[bucket.id].take()
         bucket.rewind()
         bucket.step = self._step.number
@@ -42,7 +40,7 @@ class Late(Route):
         return begin
 
     def _arrived(self, bucket: WorkerBucket) -> None:
-        """Decode lane."""
+        """Runs on the decode lane."""
         self._results[bucket.id].arrived()
 
     def finish(self, deadline: float) -> None:
@@ -53,12 +51,12 @@ class Late(Route):
         self._staging.join()
 
     def quiet(self, deadline: float) -> None:
-        """Waits until no exchange is under way: then all results that there will be can be taken."""
+        """Waits until no exchange is in flight; then all results can be taken."""
         for bucket in self._buckets:
             if not self._results[bucket.id].wait(deadline, self._step.failed):
                 raise self._exchange.overdue(bucket)
         self._staging.join()
 
     def reset(self) -> None:
-        """Exchanges go on."""
+        """Exchanges continue."""
         self._arrivals.expect(len(self._buckets))

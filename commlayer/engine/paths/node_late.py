@@ -1,7 +1,8 @@
-"""Late buckets of nodes of several ranks: added up, exchanged by their owners and handed on behind the step that they are of.
+"""Route for late buckets if nodes have several ranks: summed in the node, exchanged by their owners, distributed after their
+step.
 
-One lane does all of it inside the node, in one order on all ranks: a step's gradients of all these buckets, then its results.
-So a bucket's gradients are copied when its result of the step before has been handed on, as `late_results.py` wants it.
+One lane does all work inside the node, in one order on all ranks: a step's gradients of all these buckets, then its results. So
+a bucket's gradients are copied after its previous result has been distributed, as `late_results.py` requires.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from commlayer.engine.step import Step
 
 
 class NodeLate(NodeRoute):
-    """Route."""
-
     def __init__(
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
         exchange: ServerExchange, groups: Groups,
@@ -35,7 +34,7 @@ class NodeLate(NodeRoute):
         self._arrivals = step.arrivals()
         self._begun = 0
         self._waits: InNode | None = None
-        """Whose result the lane waits for."""
+        """The exchange for whose result the lane waits."""
 
     def begin(self, bucket: WorkerBucket) -> None:
         self._results[bucket.id].begun()
@@ -46,7 +45,7 @@ class NodeLate(NodeRoute):
                 self._lane.put(partial(self._hand_on, one))
 
     def _copy(self, bucket: WorkerBucket) -> None:
-        """Lane, when the last result is here."""
+        """Runs on the lane, after the last result has arrived."""
         if self._step.error is not None:
             return
         with self._staging.lane(bucket):
@@ -61,7 +60,7 @@ class NodeLate(NodeRoute):
         self._arrivals.arrived()
 
     def _hand_on(self, one: InNode) -> None:
-        """Lane."""
+        """Runs on the lane."""
         self._waits = one
         if self._bring(one):
             self._waits = None
@@ -82,7 +81,7 @@ class NodeLate(NodeRoute):
         self._staging.join()
 
     def reset(self) -> None:
-        """Exchanges go on."""
+        """Exchanges continue."""
         self._begun = 0
         self._arrivals.expect(len(self._buckets))
 

@@ -1,7 +1,7 @@
-"""What routes of nodes of several ranks share: out to servers by who owns a bucket, and back to all ranks. Knows no step's end.
+"""Base of routes for nodes with several ranks: owners exchange buckets with servers, and results return to all ranks.
 
-Results are handed on by a lane, in an order that is the same on all ranks of the node. So no rank has to wait for them at the
-same time as the others.
+A lane distributes results in an order that is the same on all ranks of the node. So ranks need not wait for a result at the
+same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class NodeRoute(Route):
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane, out: Channel, back: Channel, ready: Channel | None,
     ) -> None:
-        """`lane` hands results on over `back`, and says so over `ready` ahead of it: what shares one shares all three."""
+        """`lane` distributes results over `back`, after a notice over `ready`. Routes that share one of the three share all of
+        them."""
         self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
         self._ready, self._lane, self._out, self._back = ready, lane, out, back
         self._first_rank = groups.rank - groups.local
@@ -40,19 +41,19 @@ class NodeRoute(Route):
         self._answers = step.arrivals()
 
     def _send(self, one: InNode) -> None:
-        """All of its buckets are filled: adds them up, and has the sum of this rank's own exchanged."""
+        """Its buckets are filled: sums them, and exchanges the sum of this rank's own bucket."""
         issued = time.perf_counter()
         one.add_up(self._out)
         for bucket in one.buckets:
             bucket.step = self._step.number
             if bucket is not one.mine:
-                bucket.undone = 0  # its owner says it with this step's frame
+                bucket.undone = 0  # its owner reports it with this step's frame
         if one.mine is not None:
             self._exchange.put(one.mine, self._added(one, issued), self._answered, in_turn=True)
 
     def _added(self, one: InNode, issued: float) -> Callable[[WorkerBucket], float]:
         def added(bucket: WorkerBucket) -> float:
-            """Encode lane."""
+            """Runs on the encode lane."""
             one.added(time.monotonic() + FOREVER_S, self._step.failed)
             self._step.recorder.add("node.reduce", bucket.id, issued)
             begin = time.perf_counter()
@@ -63,11 +64,11 @@ class NodeRoute(Route):
         return added
 
     def _answered(self, _bucket: WorkerBucket) -> None:
-        """Decode lane."""
+        """Runs on the decode lane."""
         self._answers.arrived()
 
     def _bring(self, one: InNode) -> bool:
-        """The route's lane: until its results are with all ranks. Whether they are."""
+        """Runs on the route's lane, until all ranks have the results. Returns whether they have them."""
         mine, failed, forever = one.mine, self._step.failed, time.monotonic() + FOREVER_S
         if self._step.error is not None:
             return False
@@ -91,12 +92,12 @@ class NodeRoute(Route):
         return True
 
     def _missing(self, ones: Sequence[InNode]) -> CommError:
-        """Who is to blame that the first of these has not been brought."""
+        """An error that names the peer because of which the first of these has not arrived."""
         if (mine := next((one.mine for one in ones if one.mine is not None and not one.mine.done), None)) is not None:
             return self._exchange.overdue(mine)
         others = [bucket for one in ones for bucket in one.buckets if bucket is not one.mine]
-        bucket, who = ones[0].buckets[0], "a rank of this node"
+        bucket, peer = ones[0].buckets[0], "a rank of this node"
         if others:
-            bucket, who = others[0], peer_name(self._first_rank + others[0].owner)
-        return DeadlineExceeded("its result was not handed on inside the node before the deadline", peer=who,
+            bucket, peer = others[0], peer_name(self._first_rank + others[0].owner)
+        return DeadlineExceeded("its result was not handed on inside the node before the deadline", peer=peer,
                                 step=bucket.step, bucket=bucket.id)

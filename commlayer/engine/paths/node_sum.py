@@ -1,4 +1,4 @@
-"""Buckets that go over servers from nodes of several ranks: added up inside the node, exchanged by their owners, handed on."""
+"""Route for buckets that use servers, from nodes with several ranks: summed in the node, exchanged by owners, distributed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from commlayer.engine.step import Step
 
 
 class NodeSum(NodeRoute):
-    """Route."""
-
     def __init__(
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane,
@@ -38,12 +36,12 @@ class NodeSum(NodeRoute):
         self._send(one)
         self._begun.append(one)
         if len(self._begun) == len(self._ones):
-            # The next forward pass wants the last first; and behind the backward pass nothing waits while it computes.
+            # The next forward pass needs the last bucket first. After the backward pass, no computation overlaps the wait.
             for each in reversed(self._begun) if self._step.eager else self._begun:
                 self._lane.put(partial(self._hand_on, each))
 
     def _hand_on(self, one: InNode) -> None:
-        """Lane."""
+        """Runs on the lane."""
         if self._bring(one):
             self._here.update(bucket.id for bucket in one.buckets)
             for _ in one.buckets:
@@ -57,9 +55,9 @@ class NodeSum(NodeRoute):
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
         if deadline is not None and not self._arrivals.wait_for(lambda: bucket.id in self._here, deadline):
             raise self._overdue()
-        if here := bucket.id in self._here:
+        if ready := bucket.id in self._here:
             self._staging.join()
-        return here
+        return ready
 
     def _overdue(self) -> BaseException:
         return self._missing([one for one in self._ones if one.buckets[0].id not in self._here])

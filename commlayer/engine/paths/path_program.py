@@ -1,8 +1,8 @@
-"""A path made ready for one rank: which elements it holds at every op, with whom it exchanges them. Knows no tensors.
+"""Compiles a path for one rank: which elements the rank holds at every op, and with which ranks it exchanges them.
 
-The bucket is cut into atoms, as many as the path's splits (reduce_scatter, alltoall) make parts; whatever a rank holds is a run
-of them. Payloads are made per unit: a run of atoms that no later split before their decode will cut. Every rank compiles the
-same walk and differs in its own index only, so all agree on sizes without asking.
+The bucket is cut into atoms, one per part that the path's splits (reduce_scatter, alltoall) make. A rank always holds a run of
+atoms. Payloads are made per unit: a run of atoms that no split cuts before the unit is decoded. All ranks compile the same
+walk, differing only in their own index. So they agree on sizes without communication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     local: int
 
     def group(self, scope: str) -> Range:
-        """(size, own place) of the group that an op of this scope runs in."""
+        """(size, own index) of the group that runs an op of this scope."""
         if scope == "node":
             return self.per_node, self.local
         if scope == "net":
@@ -35,16 +35,16 @@ class Place(NamedTuple):
 
 
 class Encode(NamedTuple):
-    """Codes elements `units` of x. `first`: they are gradients or dense sums of them; else sums of decoded payloads.
+    """Codes elements `units` of x. `first`: they are gradients or dense sums of gradients; otherwise sums of decoded payloads.
 
-    Ranks of one `sender` code the same numbers, and must come out with the same bits; one of them `pays` what that leaves owed.
-    """
+    Ranks with the same `sender` code the same numbers, and must produce the same bits. One of them `pays`: it keeps the
+    residual."""
 
     number: int
-    """Among the encodes of the path."""
+    """Index among the encodes of the path."""
     units: tuple[Range, ...]
     widest: int
-    """Elements of the largest unit of any rank: all payloads travel in slots of one size."""
+    """Elements of the largest unit of any rank: all payloads are sent in slots of one size."""
     first: bool
     device: str
     sender: int
@@ -67,22 +67,22 @@ class Exchange(NamedTuple):
     coded: bool
     size: int
     place: int
-    """This rank's among the members."""
+    """This rank's index among the members."""
     root: int
     span: Range
     """The elements it covers, before a split or after a gather."""
     parts: tuple[Range, ...]
     units: int
-    """Payloads per piece that this rank puts in."""
+    """Payloads per piece that this rank contributes."""
     pieces: int
-    """Payloads per unit that this rank puts in."""
+    """Payloads per unit that this rank contributes."""
     widest: int
     merges: bool
-    """An allgather that puts shares side by side, against one that brings payloads of the same elements together."""
+    """Whether an allgather puts shares side by side; otherwise it collects payloads of the same elements."""
 
 
 class Segment(NamedTuple):
-    """Local steps, then one exchange: None at the end of the path, and where this rank takes no part in it."""
+    """Local ops, then one exchange. None at the end of the path, and where this rank takes no part."""
 
     local: tuple[Encode | Decode, ...]
     exchange: Exchange | None
@@ -91,10 +91,10 @@ class Segment(NamedTuple):
 def compile_path(
     path: Path, numel: int, place: Place, *, owner: int = 0, rounds: int = 1, bucket: int = 0
 ) -> tuple[Segment, ...]:
-    """What this rank does. `owner`: the local rank that is root inside a node; between nodes roots go round by bucket number.
+    """The segments of this rank. `owner`: the local rank that is root inside a node. Between nodes, the root rotates by bucket
+    number.
 
-    A coded allreduce, which only SUM and MAX codecs have, takes one exchange per round of the codec.
-    """
+    A coded allreduce, which only SUM and MAX codecs have, takes one exchange per round of the codec."""
     walk = _Walk(path, numel, place, owner, bucket)
     segments: list[Segment] = []
     local: list[Encode | Decode] = []
@@ -115,7 +115,7 @@ def compile_path(
 
 
 class _Walk:
-    """The state of one rank along the path. It moves as its group's root does; `active` says whether this rank is one."""
+    """The state of one rank along the path. It advances as its group's root does; `active` is whether this rank is one."""
 
     def __init__(self, path: Path, numel: int, place: Place, owner: int, bucket: int) -> None:
         self.path, self.place, self.owner, self.bucket = path, place, owner, bucket
@@ -127,9 +127,9 @@ class _Walk:
         self.pieces, self.coded, self.encodes, self.decoded, self.widest = 1, False, 0, False, 0
         self.active = True
         self.summed: set[str] = set()
-        """Scopes whose members' gradients are in what this rank holds, or will be once it is decoded."""
+        """Scopes whose members' gradients are in this rank's values, or will be once these are decoded."""
         self.copied: set[str] = set()
-        """Scopes whose members all hold the same."""
+        """Scopes whose members all hold the same values."""
         self.parents: dict[str, Range] = {}
         self.waiting: dict[str, bool] = {}
 
@@ -218,7 +218,7 @@ def _cut(low: int, high: int, parts: int) -> list[Range]:
 
 
 def stages_of(path: Path, rounds: int = 1) -> list[str]:
-    """The scope of every exchange, in order, on whichever ranks it takes part."""
+    """The scope of every exchange, in order, on all ranks that take part."""
     scopes: list[str] = []
     coded = False
     for op in path:

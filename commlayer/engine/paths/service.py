@@ -1,4 +1,4 @@
-"""Buckets that a worker alone in its node exchanges with servers, each result in its own step. Knows no groups, no wire."""
+"""Route for buckets that a worker, alone in its node, exchanges with servers; each result belongs to its own step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from commlayer.engine.step import Step
 
 
 class Service(Route):
-    """Route."""
-
     def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
         self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
         self._arrivals = step.arrivals()
@@ -25,13 +23,13 @@ class Service(Route):
         self._exchange.put(bucket, self._gather, self._arrived)
 
     def _gather(self, bucket: WorkerBucket) -> float:
-        """Encode lane."""
+        """Runs on the encode lane."""
         begin = time.perf_counter()
         self._step.units.gather(bucket)
         return begin
 
     def _arrived(self, _bucket: WorkerBucket) -> None:
-        """Decode lane."""
+        """Runs on the decode lane."""
         self._arrivals.arrived()
 
     def finish(self, deadline: float) -> None:

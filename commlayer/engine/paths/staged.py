@@ -1,8 +1,8 @@
-"""Buckets whose path is a sequence of collectives, with encodes and decodes between them. Knows lanes and groups; no servers.
+"""Route for buckets whose path is a sequence of collectives, with encodes and decodes between them.
 
-Stage j of a path (its j-th exchange with what stands before it) runs on lane j and in groups of its own, buckets in plan
-order: so every rank issues a group's collectives in one order, and while one bucket is in its second exchange the next is in
-its first. What a stage does is staged_bucket.py's.
+Stage j of a path (its j-th exchange and the local ops before it) runs on lane j and in its own groups, buckets in plan order.
+So every rank issues a group's collectives in one order, and one bucket's second exchange overlaps the next one's first.
+staged_bucket.py runs a stage.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from commlayer.records import Plan
 from commlayer.transport.pending import GROUP, Pending
 
 TINY = 1e-30
-"""Where no worker weighs anything: the step ends with an error that says so."""
+"""If all workers have weight 0; the step then ends with an error about it."""
 
 
 class Staged(Route):
-    """Route. Without groups a worker is alone, and its gradients are the sum."""
+    """Without groups a worker is alone, and its gradients are the sum."""
 
     ordered = True
 
@@ -53,7 +53,7 @@ class Staged(Route):
         self._weights: tuple[torch.Tensor, Pending] | None = None
 
     def open(self) -> None:
-        """What codes parts of the mean must know the weight of all before it codes: asked ahead of all else."""
+        """Exchanges the total weight first: codecs that code parts of the mean need it before they code."""
         if self._groups is not None and self._in_means:
             total = torch.tensor([self._step.units.weight], device=self._groups.device)
             self._weights = total, self._groups.allreduce(total)
@@ -72,7 +72,7 @@ class Staged(Route):
             self._share_tails(self._groups)
 
     def _share_tails(self, groups: Groups) -> None:
-        """One small all-reduce tells everyone the weights and who used what, for all buckets."""
+        """One small all-reduce distributes weights and used slices of all buckets."""
         tails = torch.cat([bucket.tail for bucket in self._buckets])
         self._tails = tails, groups.allreduce(tails)
 
@@ -80,7 +80,7 @@ class Staged(Route):
         self._lanes[stage].put(lambda: self._run(staged, stage))
 
     def _run(self, staged: StagedBucket, stage: int) -> None:
-        """Lane of that stage."""
+        """Runs on the lane of that stage."""
         if self._step.error is not None:
             return
         bucket = staged.bucket
@@ -99,7 +99,7 @@ class Staged(Route):
             self._finished(bucket)
 
     def _to_means(self, bucket: WorkerBucket) -> None:
-        """Lane of stage 0: x, which was taken as a part of the sum, becomes one of the mean."""
+        """Runs on the lane of stage 0: x, so far a part of the sum, becomes a part of the mean."""
         assert self._groups is not None
         assert self._weights is not None
         total, pending = self._weights
@@ -108,7 +108,7 @@ class Staged(Route):
             bucket.x.mul_(part)
 
     def _finished(self, bucket: WorkerBucket) -> None:
-        """Its sum is in x."""
+        """The sum is in x."""
         bucket.done = True
         self._arrivals.arrived()
 
@@ -120,7 +120,7 @@ class Staged(Route):
             return
         tails, pending = self._tails
         pending.wait(deadline, self._step.failed)
-        # All has been exchanged: on a device, too, nothing is left that this would wait for.
+        # All exchanges have ended, so also on a GPU this does not wait.
         weight, at = None if self._buckets[-1].read_here else float(tails[-1]), 0
         for bucket in self._buckets:
             bucket.tail.copy_(tails[at : at + bucket.tail.numel()])
@@ -155,14 +155,14 @@ class Staged(Route):
 def _compiled(
     buckets: Sequence[WorkerBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
 ) -> tuple[Channels, dict[int, StagedBucket]]:
-    """Every bucket's path as this rank walks it, and the groups for all of them."""
+    """Every bucket's path as compiled for this rank, and the groups for all of them."""
     place = Place(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
-    made = {}
+    segments = {}
     wanted = set()
     for bucket in buckets:
         path, rounds = paths.parse(bucket.planned.path), len(codecs[bucket.id].rounds)
-        made[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.owner, rounds=rounds, bucket=bucket.id)
-        # Not only the exchanges that this rank takes part in: all ranks make all groups.
+        segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.owner, rounds=rounds, bucket=bucket.id)
+        # Includes exchanges without this rank: all ranks must make all groups.
         wanted |= set(enumerate(stages_of(path, rounds)))
     channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
-    return channels, {b.id: StagedBucket(b, made[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
+    return channels, {b.id: StagedBucket(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}

@@ -1,4 +1,4 @@
-"""One bucket whose path is a sequence of collectives with encodes and decodes between them. Knows no lanes, no servers."""
+"""Runs one bucket's path: a sequence of collectives with encodes and decodes between them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from commlayer.records import Spec
 from commlayer.transport.pending import Pending
 
 LENGTH_NBYTES = 16
-"""In front of each payload in its slot: how many bytes of the slot are payload. Wide enough to keep what follows aligned."""
+"""Before each payload in its slot: the number of payload bytes. The width keeps the payload aligned."""
 FOREVER_S = 1e9
-"""A deadline that the training thread's own ends: it latches an error, which ends the wait."""
+"""For waits that end from outside: when the training thread's deadline passes, it latches an error that ends them."""
 
 Error = Callable[[], BaseException | None]
 
 
 def carried(e: Exchange, own: int, whole: int) -> tuple[int, int]:
-    """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part: an all-reduce
-    as a ring, any other as direct sends."""
+    """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part.
+
+    An all-reduce counts as a ring, other collectives as direct sends."""
     others = e.size - 1
     if e.name == "allreduce":
         return 2 * others * whole // e.size, 2 * others * whole // e.size
@@ -53,18 +54,18 @@ class _Coder(NamedTuple):
     state: State
     acc: dict[str, Any] | None
     given: torch.Tensor
-    """A copy of what the codec was given, if it keeps something back: x goes on to hold sums."""
+    """A copy of the codec's input, if the codec keeps residuals, because x later holds sums."""
 
 
 class _Under(NamedTuple):
-    """A collective under way, and what is to be done with what it brings."""
+    """A collective in flight, and the function that handles its result."""
 
     pending: Pending
     then: Callable[[], None]
 
 
 class StagedBucket:
-    """One bucket's way on one rank."""
+    """One bucket's path on one rank."""
 
     def __init__(
         self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
@@ -73,31 +74,31 @@ class StagedBucket:
         x = bucket.x
         adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
         self._kernels = devices.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
-        """Whether the codec can run where x lies, beside the host."""
+        """Whether the codec can run on x's own device, as well as on the host."""
         self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
-        """What the host codes of x."""
+        """The part of x that the host codes."""
         self._coders: dict[int, list[_Coder]] = {}
         self._slots: dict[int, torch.Tensor] = {}
         self._payloads = torch.empty(0, dtype=torch.uint8)
-        """Payload slots at hand: [unit, piece, byte]."""
+        """The current payload slots: [unit, piece, byte]."""
         self._started: list[Encode] = []
         self._round = 0
         self._result = memoryview(b"")
-        """Of the last round of a path whose payloads are all-reduced."""
+        """The last round's result, on a path with all-reduced payloads."""
         self._under: _Under | None = None
         self._issued = "", 0, 0.0
-        """Of what is under way: the op, the bucket, since when."""
+        """Of the collective in flight: its op, bucket, and start time."""
         for segment in segments:
             for step in segment.local:
                 if isinstance(step, Encode):
                     self._prepare(step, job)
         paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
         bucket.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
-        # For checkpoints, which walk over the states of buckets.
+        # Checkpoints iterate over the states of buckets.
         bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
     def _on_device(self, step: Encode | Decode) -> bool:
-        """Whether the codec runs where x lies: if the plan says so, and it can."""
+        """Whether the codec runs on x's device: if the plan requests it and the codec can."""
         return step.device == "gpu" and self._kernels
 
     def _prepare(self, step: Encode, job: str) -> None:
@@ -123,7 +124,7 @@ class StagedBucket:
         return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
 
     def advance(self, stage: int, now: Step) -> None:
-        """Waits for the exchange before, does the local steps, begins the exchange of this stage."""
+        """Waits for the previous exchange, runs the local ops, begins the exchange of this stage."""
         bucket, recorder = self.bucket.id, now.recorder
         if stage == 0:
             self._started.clear()
@@ -147,12 +148,12 @@ class StagedBucket:
             self._under = self._begin(exchange, self._channels[stage, exchange.scope], now.counters)
 
     def reset(self) -> None:
-        """Before a step."""
+        """Runs before a step."""
         self._round = 0
         self._under = None
 
     def undo(self, slices: int) -> None:
-        """Takes back the last step where it was not applied. Before the next one."""
+        """Takes back the last step for slices that were not applied. Runs before the next one."""
         cut = cut_of(self.bucket.slices, slices)
         for step in self._started:
             for coder in self._coders[step.number]:
@@ -202,7 +203,7 @@ class StagedBucket:
 
     def _begin(self, e: Exchange, channel: Channel, counters: Counters) -> _Under:
         def count(own: int, whole: int) -> None:
-            if e.scope != "node":  # which is no network
+            if e.scope != "node":  # no network traffic
                 counters.carried(*carried(e, own, whole))
 
         if e.coded:
@@ -211,22 +212,22 @@ class StagedBucket:
 
     def _move_floats(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         x = self.bucket.x
-        whole = x[e.span[0] : e.span[1]]
+        span_x = x[e.span[0] : e.span[1]]
         if e.name in ("allreduce", "reduce", "broadcast"):
-            count(whole.nbytes, whole.nbytes)
+            count(span_x.nbytes, span_x.nbytes)
         if e.name == "allreduce":
-            return _Under(channel.allreduce(whole), _nothing)
+            return _Under(channel.allreduce(span_x), _nothing)
         if e.name == "reduce":
-            return _Under(channel.reduce(whole, e.root), _nothing)
+            return _Under(channel.reduce(span_x, e.root), _nothing)
         if e.name == "broadcast":
-            return _Under(channel.broadcast(whole, e.root), _nothing)
+            return _Under(channel.broadcast(span_x, e.root), _nothing)
         sizes = [high - low for low, high in e.parts]
         mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
         if e.name == "reduce_scatter":
             # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
             rows = x.new_empty(e.size * mine.numel())
-            count(mine.nbytes, whole.nbytes)
-            pending = channel.alltoall(rows, whole, [mine.numel()] * e.size, sizes)
+            count(mine.nbytes, span_x.nbytes)
+            pending = channel.alltoall(rows, span_x, [mine.numel()] * e.size, sizes)
             return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
         most = max(sizes)
         padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
@@ -241,7 +242,7 @@ class StagedBucket:
         return _Under(pending, spread)
 
     def _move_payloads(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
-        # From where x lies, which is where the groups move floats as well.
+        # On x's device, where the groups also move floats.
         payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
         if e.name == "broadcast":
             if e.place != e.root:
@@ -249,12 +250,12 @@ class StagedBucket:
             count(payloads.nbytes, payloads.nbytes)
             return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
         if e.name == "alltoall":
-            got = torch.empty_like(payloads)
+            incoming = torch.empty_like(payloads)
             count(payloads.nbytes // e.size, payloads.nbytes)
-            pending = channel.alltoall(got, payloads.contiguous(), None, None)
+            pending = channel.alltoall(incoming, payloads.contiguous(), None, None)
             # [member, unit, piece, byte], the members' payloads of one unit side by side
             shape = (e.size, e.units // e.size, e.pieces, slot)
-            return _Under(pending, lambda: self._keep(got.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+            return _Under(pending, lambda: self._keep(incoming.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
         rows = payloads.new_empty((e.size, e.units, e.pieces, slot))
         count(payloads.nbytes, rows.nbytes)
         if e.name == "gather":
@@ -266,7 +267,7 @@ class StagedBucket:
         return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
     def _reduce_coded(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
-        """One round of a SUM codec: accumulators add up without being decoded."""
+        """One round of a SUM codec: accumulators are summed without decoding."""
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
         acc = codec.zeros(coder.spec, r)
@@ -278,7 +279,7 @@ class StagedBucket:
 
         def merge() -> None:
             reduced.merge()
-            # Not into the slot: an abandoned step gives back what this rank's own payload there says.
+            # Not into the slot: to abandon a step, the codec needs this rank's own payload there.
             result = memoryview(bytearray(codec.bound(coder.spec)))
             self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]
             self._round = r + 1
@@ -289,18 +290,18 @@ class StagedBucket:
         return _Under(_All(works), merge)
 
     def _reduced(self) -> tuple[_Coder, torch.Tensor]:
-        """The one encode of a path whose payloads are all-reduced, and its slot."""
+        """The only encode of a path with all-reduced payloads, and its slot."""
         (coders,), (slots,) = self._coders.values(), self._slots.values()
         return coders[0], slots[0, 0]
 
     def _x(self, span: Range, *, on_device: bool = False) -> torch.Tensor:
-        """These elements, where they are coded."""
-        there = self.bucket.x[span[0] : span[1]]
+        """These elements, on the device where they are coded."""
+        source = self.bucket.x[span[0] : span[1]]
         if on_device or self._host is self.bucket.x:
-            return there
-        here = self._host[span[0] : span[1]]
-        here.copy_(there)
-        return here
+            return source
+        copy = self._host[span[0] : span[1]]
+        copy.copy_(source)
+        return copy
 
     def _keep(self, payloads: torch.Tensor) -> None:
         self._payloads = payloads
@@ -318,7 +319,7 @@ class _All(Pending):
 
 
 def within(cut: Cut, span: Range) -> Cut:
-    """Those elements of a bucket that lie in the span, counted from its start."""
+    """The elements of a bucket that lie in the span, counted from its start."""
     low, high = span
     if cut is None:
         return None
@@ -338,4 +339,4 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _nothing() -> None:
-    """Nothing is left to do."""
+    """Default of `then`: the result needs no handling."""
