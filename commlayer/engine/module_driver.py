@@ -170,8 +170,8 @@ class ModuleDriver:
             self._overlap.look()
 
     def _counting(self, optimizer: Any) -> Any:
-        """Counts the optimizer's steps, at the cost of a call each; without an optimizer, backward passes. None without either.
-        """
+        """Counts the optimizer's steps, at the cost of one call per step; without an optimizer, backward passes. None without
+        either."""
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers have none
             return optimizer.register_step_post_hook(lambda *_: self.connection.passed())
         trained = [p for p in self._parameters if p.requires_grad]
@@ -217,7 +217,7 @@ class ModuleDriver:
         self._loop.abandon()
 
     def _end(self, *, adds: bool = True) -> None:
-        """Averages after a backward pass; or on the script's request, if the pass `adds` nothing."""
+        """Averages and observes, after a backward pass or because the script requests it without one (`adds` False)."""
         if self._guard is None:
             return
         self._guard.check()

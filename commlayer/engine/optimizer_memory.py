@@ -33,8 +33,7 @@ class Stepped:
         return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
 
     def digest(self) -> int:
-        """A digest of the optimizer's state of these parameters. If it is equal on all ranks, equal gradients keep ranks equal.
-        """
+        """A digest of the optimizer's state of these parameters. Ranks with equal states stay equal under equal gradients."""
         return zlib.crc32(repr(state_digests(self._parameters, self._optimizer)).encode())
 
     @property
@@ -42,8 +41,7 @@ class Stepped:
         return learning_rate(self._optimizer, 1.0)
 
     def effect(self, number: int) -> float:
-        """By how much a gradient of 1 decreases that tensor's weights, in an exchanged step. 0 if that is not a fixed number.
-        """
+        """By how much a gradient of 1 decreases that tensor's weights in an exchanged step. 0 if that is not a fixed number."""
         optimizer, p = self._optimizer, self._parameters[number]
         if type(optimizer) is not torch.optim.SGD or self._outer.momentum or self._outer.matched:
             return 0.0

@@ -65,8 +65,7 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
 
 
 class Held:
-    """Which of a model's parameters optimizers hold, by number. While any watch exists, also which of them are inside a step.
-    """
+    """Which of a model's parameters optimizers hold, by number. While any watch exists, also which of them are in a step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._numbers = {id(p): number for number, p in enumerate(parameters)}

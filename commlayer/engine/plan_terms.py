@@ -1,12 +1,19 @@
 """Constraints on a job's plans, and the inputs from which the current plan was made. Values only.
 
-=======================  ==================================================================== attribute                changed
-by =======================  ==================================================================== asked, forbids
-start.py, once optimizer, loss          start.py, once max_loss, learning       start.py, once auto
-start.py; a session, whose user asks for a plan suggested                autoplan/ useless                  the drivers:
-module_driver.py, ddp_ways.py balanced                 shares/, a controller floor, harder            accuracy/ basis
-start.py, switch.py; autoplan/, for the plan that it has chosen price                    autoplan/ =======================
-====================================================================
+=======================  ====================================================================
+attribute                changed by
+=======================  ====================================================================
+asked, forbids           start.py, once
+optimizer, loss          start.py, once
+max_loss, learning       start.py, once
+auto                     start.py; a session, whose user asks for a plan
+suggested                autoplan/
+useless                  the drivers: module_driver.py, ddp_ways.py
+balanced                 shares/, a controller
+floor, harder            accuracy/
+basis                    start.py, switch.py; autoplan/, for the plan that it has chosen
+price                    autoplan/
+=======================  ====================================================================
 """
 
 from __future__ import annotations
@@ -34,10 +41,8 @@ class PlanTerms:
         self.balanced = False
         """Whether a controller moves shares of the batch, from its measurements of averaged steps."""
         self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
-        """The file of the loss model, that of the cost of sync modes in steps (empty: the shipped table), and the budget (0:
-        none).
-
-        `floor`: the level (engine/codec_floor.py) below which the guard allows no codec."""
+        """`loss`: the loss model's file. `learning`: the file of the steps that sync modes cost; empty for the shipped table.
+        `max_loss`: the budget, 0 for none. `floor`: the level (engine/codec_floor.py) below which the guard allows no codec."""
         self.harder = 1.0
         """Factor on the usual excess of steps under a codec, for this model, as measured by the guard."""
         self.basis: Basis | None = None

@@ -171,8 +171,7 @@ class Regrouping:
                 raise Regroup
 
     def _send_away(self, view: View) -> None:
-        """Sends joining workers away and waits for the view without them. They leave, or become silent and are declared dead.
-        """
+        """Sends joining workers away and waits for the view without them. They leave, or are declared dead once silent."""
         with contextlib.suppress(Newer):
             for name in ("ready", "left"):  # they never send the second, so this waits for the newer view
                 self._tell(view, name, AWAY, time.monotonic() + self._patience_s)

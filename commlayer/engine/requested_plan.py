@@ -1,4 +1,4 @@
-"""Builds the plan that a job requests: a Plan, a file with what lies beside it, one codec, or the default."""
+"""Builds the plan that a job requests: a Plan, a plan file with its inputs beside it, one codec, or the default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ The links are not measured yet, and early steps are the most sensitive to errors
 of quick steps gains.
 """
 SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
-"""For a loss model that knows neither of these; smaller ratios are not allowed."""
+"""For a loss model that knows neither of FINE; LEAST_RATIO is the smallest ratio."""
 FREE = "fp16()"
 """If a budget allows none of them."""
 
@@ -40,7 +40,7 @@ Tell = Callable[[str], None]
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
            optimizer: str = "", forward: bool = False, fragments: int = 1) -> Plan:
-    """A plan for that many ranks. Settings override the plan's own ratios.
+    """A plan for that many ranks. The settings `ratio_over` and `warmup` override the plan's own.
 
     `updates`: changes of weights are coded. `optimizer`: its family, on which budgets depend. `forward`: results arrive during
     the next forward pass. `fragments`: of an outer step."""

@@ -13,7 +13,7 @@ MOST_STEPS = 64
 
 
 def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: float, part: float = TIME_PART) -> int:
-    """Steps until one more comparison keeps all of them within that share of the time since the start.
+    """Steps until one more comparison keeps all of them within that part of the time since the start.
 
     >>> steps_until_paid(spent_s=0.05, cost_s=0.05, elapsed_s=1.0, step_s=0.2), steps_until_paid(0.0, 0.05, 10.0, 0.2)
     (45, 1)"""
@@ -25,7 +25,7 @@ def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: fl
 
 
 def steps_between(cost_s: float, step_s: float, part: float = TIME_PART) -> int:
-    """Steps from one time to the next, so that all of them together take at most that share of the time.
+    """Steps from one time to the next, so that all of them together take at most that part of the time.
 
     >>> steps_between(0.05, 0.2)
     25"""

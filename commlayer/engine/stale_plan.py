@@ -1,6 +1,6 @@
 """Checks whether a requested plan still performs as predicted, and reports it if not. Never changes the plan.
 
-If commlayer chooses the plan, autotune/plan/ does both instead. A user's plan stays until the user changes it.
+If commlayer chooses the plan, autotune/plan/ watches it and replans. A user's plan stays until the user changes it.
 """
 
 from __future__ import annotations

@@ -99,8 +99,7 @@ class Step:
 
 
 class Arrivals:
-    """Counts the buckets of a route for which the step still waits. `arrived` runs on lanes, the rest on the training thread.
-    """
+    """Counts the buckets of a route for which the step waits. `arrived` runs on lanes, the rest on the training thread."""
 
     def __init__(self, heed: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()

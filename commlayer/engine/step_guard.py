@@ -20,7 +20,7 @@ from commlayer.engine.optimizer_steps import Held, closure_of, watch
 from commlayer.errors import InvalidInput, InvalidState
 
 OUTSIDE = -1
-"""torch's number of the current backward pass in a thread without one."""
+"""torch._C._current_graph_task_id() in a thread that runs no backward pass."""
 WITNESSES = 8
 """Number of gradients that are compared to detect a second step with the same gradients."""
 Gradient = tuple[int, int, int]

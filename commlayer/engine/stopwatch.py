@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 
 LAPS_KEPT = 256
-"""If they are never taken."""
+"""Most laps that wait for `take`; older ones are dropped."""
 
 
 class Lap(NamedTuple):
@@ -20,7 +20,7 @@ class Lap(NamedTuple):
 
 
 class Stopwatch:
-    """Always on: a step costs two clock reads. On CUDA it uses events of the stream, because enqueued work is not yet computed.
+    """Always on: a step costs two clock reads. On CUDA it times events of the stream, since enqueued work is not yet computed.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -72,8 +72,8 @@ class Digests:
     def sum_of(self, flat: torch.Tensor) -> torch.Tensor:
         """A number on the device, so the host does not wait."""
         bits = flat.view(_INTEGERS[flat.element_size()])
-        even = bits.numel() // ROW * ROW
-        table, rest = bits[:even].view(-1, ROW), bits[even:].to(torch.int64)
+        table_numel = bits.numel() // ROW * ROW
+        table, rest = bits[:table_numel].view(-1, ROW), bits[table_numel:].to(torch.int64)
         weights = self._weights_for(max(ROW, table.shape[0]))
         rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
         return ((rows * weights[: rows.numel()]).sum() * ODD + (columns * weights[:ROW]).sum()) * ODD \

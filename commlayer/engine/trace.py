@@ -33,7 +33,7 @@ WARM_STEPS = 2
 LATEST_STEP = 200
 """The trace starts here at the latest, whether or not a plan has been found."""
 MOST_GAP = 16
-"""Most steps between two requests whether the plan has been found."""
+"""Most steps between two checks whether the plan has been found."""
 APART = 1.05
 """Distance between the drawn steps, in lengths of the longest step, predicted or measured."""
 

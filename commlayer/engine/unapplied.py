@@ -40,7 +40,7 @@ class Unapplied:
             bucket.unapplied |= 1 << i
 
     def applied(self, tensors: Collection[int], turn: int | None = None) -> None:
-        """An optimizer has applied these averages, although the step was not finite elsewhere. `turn`: only those of that turn.
+        """An optimizer has applied these averages, though the step was not finite elsewhere. `turn`: only those of that turn.
         """
         if not self.tentative:
             return

@@ -20,8 +20,7 @@ from commlayer.records import View
 from commlayer.transport.protocol import peer_name
 
 LOOK_S = 0.5
-"""Seconds between two checks of a waiting member: for a newer view without the awaited member, and for all results of its step.
-"""
+"""Seconds between two checks of a waiting member: for a newer view, and for all results of its step."""
 
 
 class Newer(Exception):
@@ -48,10 +47,10 @@ class ViewWords:
         Returns none if all results of the step are `here` before the messages. Raises Newer if there is another view before.
         `limit_s`: how long the others may wait for this one, as sent to the coordinator (messages.Ask). The wait includes the
         coordinator's verdict, until `until`."""
-        who = [m.rank for m in view.members if not among or m.rank in among]
+        ranks = [m.rank for m in view.members if not among or m.rank in among]
         own = name_of(view, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
-        rows = self.read(view, [(name_of(view, what, rank), rank) for rank in who], until, step=word.step, put=put, here=here,
+        rows = self.read(view, [(name_of(view, what, rank), rank) for rank in ranks], until, step=word.step, put=put, here=here,
                          waits=(mine, limit_s))
         self._said.add(own)
         return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]

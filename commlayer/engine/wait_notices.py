@@ -44,8 +44,8 @@ def decide(state: State, since: float, now: float, told: Callable[[], tuple[str,
         return State(since), line
     if not since or now - since < state.next_s:
         return state, ""
-    who, limits = told()
-    return State(since, who, GROWTH * state.next_s), f"waiting for {who}: {now - since:.0f} s, {limits}"
+    peers, limits = told()
+    return State(since, peers, GROWTH * state.next_s), f"waiting for {peers}: {now - since:.0f} s, {limits}"
 
 
 class WaitNotices:
@@ -68,8 +68,8 @@ class WaitNotices:
                     self._log(line, logging.WARNING)
 
     def _told(self, waiting: Waiting) -> tuple[str, str]:
-        who = ", ".join(map(self._called, waiting.missing())) or "other ranks"
-        return who, f"up to {waiting.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
+        peers = ", ".join(map(self._called, waiting.missing())) or "other ranks"
+        return peers, f"up to {waiting.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
 
     def close(self) -> None:
         self._closing.set()

@@ -234,12 +234,12 @@ class Worker(Unapplied):
         return bucket.finite
 
     def end(self, *, finite: bool, computes: bool = True) -> None:
-        """The averages are written: ends the step. `computes`: the stopwatch starts to time the computation of the next step.
+        """Ends the step after its averages are written. `computes`: the stopwatch then times the computation of the next step.
         """
         try:
-            weighed = next((bucket for bucket in self._in_time if bucket.summed_weight()), None)
-            if weighed is not None:
-                self.units.learn(weighed.summed_weight())
+            source = next((bucket for bucket in self._in_time if bucket.summed_weight()), None)
+            if source is not None:
+                self.units.learn(source.summed_weight())
         except ValueError as error:
             self.latch(error)
             raise
@@ -345,7 +345,7 @@ class Worker(Unapplied):
         return self._deadline_s + self.patience()
 
     def missing(self) -> tuple[str, ...]:
-        """From any thread: the peers whose results are known to be missing. Collectives name no peer."""
+        """From any thread: the peers whose results are known to be missing. For collectives, none."""
         late = [bucket for bucket in self.buckets if bucket.served and not bucket.done]
         names = {name: None for bucket in late for name in self._routes.awaited(bucket)}
         return tuple(names)
@@ -454,8 +454,7 @@ class Worker(Unapplied):
     # ---- failure
 
     def latch(self, error: BaseException) -> None:
-        """Keeps the first error only. Callers outside report a lost peer, or a script that broke off in the middle of a step.
-        """
+        """Keeps the first error only. Callers report a lost peer, or a script that broke off in the middle of a step."""
         self.now.latch(error)
 
     def check(self) -> None:

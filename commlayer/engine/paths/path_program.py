@@ -218,7 +218,7 @@ def _cut(low: int, high: int, parts: int) -> list[Range]:
 
 
 def stages_of(path: Path, rounds: int = 1) -> list[str]:
-    """The scope of every exchange, in order, on all ranks that take part."""
+    """The scope of every exchange, in order, including those without this rank."""
     scopes: list[str] = []
     coded = False
     for op in path:

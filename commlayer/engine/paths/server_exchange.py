@@ -29,8 +29,7 @@ FOREVER_S = 86400.0
 """For waits that end from outside: when the training thread's deadline passes, it latches an error that ends them."""
 
 Fill = Callable[[WorkerBucket], float]
-"""Runs on the encode lane: fills x, and sets weight and used slices. Returns when its own work began, by time.perf_counter().
-"""
+"""Runs on the encode lane: fills x, sets weight and used slices. Returns the time.perf_counter() when its own work began."""
 
 
 class _Way(NamedTuple):
@@ -155,8 +154,8 @@ class ServerExchange:
             else:
                 next_nbytes = bucket.encode_next(r, message.body)
         except CorruptFrame as error:
-            who = peer_name(message.peer)
-            raise error.located(peer=who, step=bucket.step, bucket=bucket.id) from None
+            peer = peer_name(message.peer)
+            raise error.located(peer=peer, step=bucket.step, bucket=bucket.id) from None
         if not (last and bucket.keeps_body):
             self._recycle(message.body)
         step.counters.coded(decode_s=time.perf_counter() - begin)

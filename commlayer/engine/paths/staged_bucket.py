@@ -76,7 +76,7 @@ class StagedBucket:
         self._kernels = devices.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
         """Whether the codec can run on x's own device, as well as on the host."""
         self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
-        """The part of x that the host codes."""
+        """The host's copy of x, for coding; x itself on CPU."""
         self._coders: dict[int, list[_Coder]] = {}
         self._slots: dict[int, torch.Tensor] = {}
         self._payloads = torch.empty(0, dtype=torch.uint8)

@@ -1,5 +1,4 @@
-"""Assigns a route to each bucket of a plan. Runs once, when a worker is made for a plan; the only module that lists all routes.
-"""
+"""Assigns a route to each bucket of a plan, once per worker. The only module that lists all routes."""
 
 from __future__ import annotations
 
