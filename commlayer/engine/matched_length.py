@@ -1,7 +1,7 @@
 """Norm-matched averaging: scales a mean of changes to the root mean square norm of the changes it averages.
 
-Adam divides each worker's gradient by that gradient's own size, noise included. Where noise dominates, the mean of W workers'
-updates has only 1 / sqrt(W) of the norm of the update that Adam makes from the mean gradient. Its direction is right.
+Adam divides each worker's gradient by that gradient's own size, noise included. Suppose noise dominates. Then the mean of W
+workers' updates has 1 / sqrt(W) of the norm of Adam's update from the mean gradient. Its direction is right.
 """
 
 from __future__ import annotations

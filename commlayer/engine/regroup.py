@@ -4,23 +4,25 @@ The coordinator makes a view (epoch) of the remaining members (cluster/regroupin
 others. Members then exchange messages to find the step that all of them repeat.
 
 If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
-may receive that result while it waits for messages. It then has to go on, because the others may wait for it after that step,
-in a collective of the script. So when all messages name one step, each member confirms for good whether it stays in the step or
-has completed it.
+may receive that result while it waits for messages. It then has to continue, because the others may wait for it after that
+step, in a collective of the script. So when all messages name one step, each member confirms for good whether it stays in the
+step or has completed it.
 
 In the end all members are in one step that none has completed. That step is abandoned: codecs take back what they coded,
-servers what they summed. A new worker object is made for the new view, as for another plan (switch.py). It inherits the
-residuals, and codes the same gradients again, which the script still holds.
+servers what they summed. A new Worker is made for the new view, as for another plan (switch.py). It inherits the residuals, and
+codes the same gradients again, which the script still holds.
 
 A joining worker only reports that it is ready. It receives its state (replica.py) before all switch to the view, so its first
-backward pass is in that very step. If it arrives while the others exchange local steps, it waits for their next exchange
-(newcomer.py). Sums may arrive before messages do, step after step. So the first member of the view holds back its part of one
-step (step_loop.py, local_steps.py): all members meet in that step. When members are lost there, or inside a save or a change of
-plans, the others must repeat work in which a joining worker has no part. They send it away, and switch to the view after that.
+backward pass is in that very step. Sums may arrive before messages do, step after step. So the first member of the view holds
+back its part of one step (step_loop.py, local_steps.py): all members meet in that step.
 
-If another member dies meanwhile, the coordinator makes another view, and all start over with it. Nothing is final before all
-members of a view have reported that they are ready for it. No step completes without all of them. agreement.py decides which
-step.
+Joining is paused (`lets_in`) while local steps are exchanged early, as for a save or a change of plans; then a joining worker
+waits for the next scheduled exchange (newcomer.py). If members are lost meanwhile, the others must repeat work in which it has
+no part. They send it away, and then switch to the view without it.
+
+If another member dies during all this, the coordinator makes another view, and all start over with it. Nothing is final before
+all members of a view have reported that they are ready for it. No step completes without all of them. agreement.py decides
+which step.
 """
 
 from __future__ import annotations

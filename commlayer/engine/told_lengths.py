@@ -1,9 +1,9 @@
 """Exchanges the norms of weight changes between ranks, one small row per turn.
 
-The rows use the observers' channel, so a change of plans makes no new group, which would take as long as the rest of the change
-on slow links. Under local steps, the channel allows waits as long as an outer step: a fast rank sends its norm when it begins
-an exchange, and others may arrive as late as the exchange allows. By then they have sent theirs, so a rank waits for no more
-than a row's transfer.
+The rows use the observers' channel, so a change of plans makes no new group. On slow links, a new group would take as long as
+the rest of the change. Under local steps, the channel allows waits as long as an outer step: a fast rank sends its norm when it
+begins an exchange, and others may arrive as late as the exchange allows. By then they have sent theirs, so a rank waits for no
+more than a row's transfer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Route for buckets whose path is a sequence of collectives, with encodes and decodes between them.
 
-Stage j of a path (its j-th exchange and the local ops before it) runs on lane j and in its own groups, buckets in plan order.
-So every rank issues a group's collectives in one order, and one bucket's second exchange overlaps the next one's first.
+Stage j of a path is its j-th exchange and the local ops before it. It runs on lane j and in its own groups, buckets in plan
+order. So every rank issues a group's collectives in one order, and one bucket's second exchange overlaps the next one's first.
 staged_bucket.py runs a stage.
 """
 
