@@ -68,7 +68,6 @@ class Observers:
         self._all = [each for each in self._all if each.who is not who]
 
     def at(self, place: Place) -> list[Any]:
-        """The observers at that place."""
         return [each.who for each in self._all if each.place is place]
 
     def __iter__(self) -> Iterator[Observer]:

@@ -28,7 +28,6 @@ class Stepped:
 
     @property
     def remembers(self) -> bool:
-        """Whether the optimizer has any state."""
         state: Mapping[Any, Any] = getattr(self._optimizer, "state", {})
         return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
 

@@ -45,7 +45,6 @@ class Outstanding:
         return self._missing[tensor] == 0
 
     def arrived(self) -> list[int]:
-        """Takes the buckets that have arrived."""
         if self._left and self.worker.agreed(None, self._deadline_s):
             for bucket in [*self._left.values()]:
                 if self.worker.take(bucket, None):
@@ -89,7 +88,6 @@ class Outstanding:
                     into.detach().copy_(copy)
 
     def _target(self, tensor: int, *, used: bool) -> torch.Tensor | None:
-        """The tensor into which that tensor's average is written."""
         into = self.averages[tensor]
         if into is None and used:
             with torch._C.DisableTorchFunctionSubclass():  # reads only the shape, which a guard should not count as a use

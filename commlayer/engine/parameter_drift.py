@@ -267,7 +267,6 @@ class ParameterDrift:
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
     def _answer_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
-        """Acts as the setting `drift` demands."""
         groups = self._connection.groups
         assert groups is not None
         if self._answer == "warn":
@@ -317,7 +316,6 @@ class ParameterDrift:
         self._said = [*differing]
 
     def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
-        """Takes parameters, and the optimizer's state of them, from rank 0."""
         kept = [self._state(number) for number in numbers]
         for number in numbers:
             self._take(self._tensors[number], groups)

@@ -23,8 +23,6 @@ from commlayer.planner.model.cluster import Basis
 
 
 class PlanTerms:
-    """Of one job, for its whole time."""
-
     def __init__(self) -> None:
         self.asked = Asked()
         """The sync mode that the user requested in attach(); it holds for every plan."""

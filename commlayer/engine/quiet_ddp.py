@@ -15,8 +15,6 @@ from commlayer.errors import InvalidInput
 
 
 class QuietDDP:
-    """For one module."""
-
     def __init__(self, ddp: DistributedDataParallel, *, syncing: bool = True, first: bool = True) -> None:
         """`first`: run before the existing hooks. `syncing`: the value before the first forward pass."""
         self._ddp, self._said = ddp, (True, True)

@@ -39,8 +39,6 @@ HEARD_S = 5.0
 
 
 class Arrival(NamedTuple):
-    """A rank's row."""
-
     host: str
     """In a home, the name in its certificate."""
     machine: str
@@ -55,7 +53,6 @@ class Arrival(NamedTuple):
     """Of the optimizer: the same on all ranks, unless the user allows different ones."""
     model: str = ""
     error: str = ""
-    """Why this rank cannot start."""
 
 
 class Met(NamedTuple):

@@ -69,8 +69,6 @@ class Taken(NamedTuple):
 
 
 class Replica:
-    """Of one attached model."""
-
     def __init__(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._trained = [p for _, p in parameters_of(model)]

@@ -50,7 +50,7 @@ class SharedBuffers:
 
 
 ByBucket = Mapping[int, SharedBuffers]
-"""For all buckets of buffers of one worker, by number."""
+"""By bucket number."""
 
 
 def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -70,7 +70,6 @@ def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def pass_on(before: ByBucket, after: ByBucket) -> None:
-    """Copies the agreed values of one plan's buckets to those of the next."""
     known = [part for its in before.values() for part in spread(its.layout.slices, 0, its.values)]
     for its in after.values():
         at = 0

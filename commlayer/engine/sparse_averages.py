@@ -106,7 +106,6 @@ class SparseRows:
         self._dense.clear()
 
     def make_sparse(self) -> None:
-        """After the exchange."""
         for number in self._numbers - self._lazily.keys():
             p = self._parameters[number]
             if p.grad is not None and p.grad.layout is torch.strided and p.dim():
@@ -116,7 +115,6 @@ class SparseRows:
 
 
 def sparse_weights(model: nn.Module) -> set[int]:
-    """The ids of weights whose modules make sparse gradients."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return {id(table.weight) for table in tables if table.sparse}
 

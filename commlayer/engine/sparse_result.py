@@ -15,8 +15,6 @@ MOST_NUMEL = 2**31 - 1
 
 
 class SparseResult:
-    """One result, until the next arrives."""
-
     def __init__(self, layout: Layout, idx: torch.Tensor, values: torch.Tensor) -> None:
         self._layout, self._idx, self._values = layout, idx, values
         self._starts = [0, *accumulate(s.numel for s in layout.slices)]
@@ -44,7 +42,6 @@ class SparseResult:
         return self._idx[low:high] - self._starts[number], self._values[low:high]
 
     def whole(self) -> torch.Tensor:
-        """All elements, dense."""
         return _spread(self._idx, self._values, self._starts[-1])
 
 

@@ -17,8 +17,6 @@ from commlayer.engine.bucket import WorkerBucket
 
 
 class Staging:
-    """One per worker."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None

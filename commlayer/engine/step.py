@@ -123,7 +123,6 @@ class Arrivals:
 
     @property
     def here(self) -> bool:
-        """Whether all have arrived."""
         return self._left <= 0
 
     def end(self) -> None:

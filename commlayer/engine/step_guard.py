@@ -112,8 +112,7 @@ class StepGuard:
         return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
 
     def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
-        """Raises and latches ValueError if the optimizer is about to apply gradients that were not averaged since its last
-        step."""
+        """Raises and latches ValueError if the optimizer is about to apply gradients not averaged since its last step."""
         if not late:
             return
         if (witnesses := self._witnesses(mine)) and witnesses == self._applied.get(optimizer):

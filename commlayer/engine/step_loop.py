@@ -146,8 +146,7 @@ class StepLoop:
             self._schedule.join_round(self.connection.joined.local)
 
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
-        """A plan has come into force. `starts`: tensors to compare instead of the weights, by name, where the weights differ by
-        design."""
+        """A plan has come into force. `starts`: tensors to compare instead of weights that differ by design, by name."""
         if self._use is not None and self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
         for drift in self.observers.at(Place.PARAMETER_DRIFT):
@@ -156,8 +155,7 @@ class StepLoop:
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Sequence[torch.Tensor | None]:
-        """Ends a backward pass: waits for all sums, writes the averages into what `targets` returns then, and returns these
-        tensors.
+        """Ends a backward pass: waits for all sums, and writes the averages into what `targets` returns then, which it returns.
 
         `leftovers[n]`: the gradient of a parameter that was not announced, or None. Raises CommError if a worker is lost or
         misses the deadline; then nothing has been written."""
@@ -263,8 +261,7 @@ class StepLoop:
             self._use.wrote(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
-        """Runs the observers after the commit; one of them may switch to another plan. `between`: no forward pass has run
-        since."""
+        """Runs the observers after the commit; one may switch to another plan. `between`: no forward pass has run since."""
         for observer in self.observers if self._all_active() else ():
             begin = time.perf_counter()
             try:
@@ -313,7 +310,6 @@ class StepLoop:
         return has_late
 
     def detach(self) -> None:
-        """Ends the loop; no step may follow."""
         if self._use is not None:
             self._use.detach()
         if self._schedule is not None:

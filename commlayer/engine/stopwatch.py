@@ -42,7 +42,6 @@ class Stopwatch:
         self._skipped_s += seconds
 
     def stop(self, step: int) -> None:
-        """That step's backward pass has ended."""
         if self._begin is not None:
             self._laps.append((step, self._begin, self._now(), self._skipped_s))
             self._begin = None

@@ -44,8 +44,8 @@ def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> 
 
 
 class Digests:
-    """For tensors on one device, since the last `afresh`. Only bits count: -0.0 differs from 0.0, and a NaN is a value like any
-    other."""
+    """For tensors on one device, since the last `afresh`. Only bits count: -0.0 differs from 0.0, and a NaN is like any value.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

@@ -83,10 +83,9 @@ class ToldLengths:
         return CommError("members have gone while their rows were on the way") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Aligns `starts` after members have changed. Remaining and new members call it together, in an exchange or between
-        two.
+        """Aligns `starts` after members have changed: some may have received the last rows, and others not.
 
-        Some of them may have received the last rows, and others not."""
+        Remaining and new members call it together, in an exchange or between two."""
         connection = self._connection
         while True:
             assert connection.groups is not None

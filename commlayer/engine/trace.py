@@ -47,7 +47,6 @@ def trace_once(connection: Connection, observers: Observers, file: str, *, plann
 
 
 def trace(connection: Connection, observers: Observers, path: Path, steps: int) -> None:
-    """Traces the next steps."""
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
     if why := _untraceable(connection):
@@ -83,7 +82,6 @@ class Tracer:
 
     @property
     def _done(self) -> int:
-        """Steps since construction."""
         return self._connection.exchanges - self._before
 
     def _after_step(self) -> None:
@@ -112,7 +110,6 @@ class Tracer:
             self._write(self._steps[: self._wanted])
 
     def end(self) -> None:
-        """Stops recording."""
         if self._recording is not None:
             self._recording.recorder.unfollow(self._steps.append)
 
@@ -149,7 +146,6 @@ class Tracer:
 
 
 def gather_steps(connection: Connection, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
-    """The steps of every rank, in rank order."""
     rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)))
     return [msgspec.msgpack.decode(zlib.decompress(row), type=list[RecordedStep]) for row in rows]
 
@@ -176,7 +172,6 @@ def _name(connection: Connection, plan: Plan) -> str:
 
 
 def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, str]:
-    """The prediction, or the reason why there is none."""
     if connection.terms.basis is None:
         return None, "nothing is predicted: what the plan was made from is not known here"
     try:
@@ -222,7 +217,6 @@ def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> 
 
 
 def _laid(steps: Sequence[Sequence[Event]], begins: Sequence[float]) -> Iterator[Event]:
-    """Lays the steps out one after the other."""
     for begin_s, events in zip(begins, steps, strict=True):
         for event in events:
             yield event._replace(start_s=begin_s + event.start_s, end_s=begin_s + event.end_s)

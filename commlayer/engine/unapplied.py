@@ -60,8 +60,8 @@ class Unapplied:
                 bucket.spent |= 1 << i
 
     def undone(self) -> dict[int, int]:
-        """By bucket, the slices of the last step that were not applied and not yet reported to servers. Between steps; the same
-        on all ranks."""
+        """By bucket, the slices of the last step that were not applied, and not yet reported to servers. The same on all ranks.
+        """
         self.settle()
         for bucket in self._in_time:
             self._routes.of[bucket.id].undo(bucket)

@@ -40,15 +40,13 @@ class Units:
         return self.rate if bucket.in_updates else 1.0
 
     def scale_of(self, bucket: WorkerBucket) -> float:
-        """Coded values are gradients divided by this factor: the loss scale, over the learning rate if the bucket codes
-        updates.
+        """Coded values are gradients divided by this: the loss scale, over the learning rate if the bucket codes updates.
 
         With the loss scale inside, a change of scale would falsify every residual. So would a change of the learning rate in
         codecs of updates."""
         return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
 
     def gather(self, bucket: WorkerBucket) -> None:
-        """Gathers gradients into x."""
         bucket.total = as_float32(self.total)
         if self.broken:
             bucket.gather(0.0, 0.0, 0.0)
@@ -91,8 +89,8 @@ class Units:
         self.total, self.told = total, False
 
     def hear(self, total: float) -> None:
-        """A server has sent the weight of all workers in this step. Ranks of one node ignore it, since all of them must use the
-        same value."""
+        """A server has sent the weight of all workers in this step. Ranks of one node must all use the same value, so they
+        ignore it."""
         if not self._shared:
             self.total, self.told = total, False
 

@@ -12,8 +12,7 @@ from typing import NamedTuple, Protocol
 FIRST_S = 5.0
 GROWTH = 2.0
 LOOK_S = 1.0
-"""Seconds between two checks. Training only stores the time when it begins to wait, and 0 when it continues; this thread reads
-it."""
+"""Seconds between two checks. Training only stores when it began to wait, or 0; this thread reads it."""
 
 
 class Waiting(Protocol):

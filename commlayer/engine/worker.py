@@ -351,7 +351,6 @@ class Worker(Unapplied):
         return tuple(names)
 
     def holding(self, tensor: int) -> list[WorkerBucket]:
-        """The buckets with parts of that tensor."""
         return [bucket for bucket, _ in self._by_tensor[tensor]]
 
     # ---- for the session and checkpoints
@@ -430,7 +429,6 @@ class Worker(Unapplied):
 
     @property
     def coded(self) -> list[WorkerBucket]:
-        """The buckets that this worker encodes."""
         return [bucket for bucket in self.buckets if bucket.coded or bucket.staged]
 
     def begins(self) -> bool:
@@ -443,7 +441,7 @@ class Worker(Unapplied):
         self.units.weigh(weight, total)
 
     def reorder(self, places: Mapping[int, int]) -> None:
-        """Orders sends by place in the forward pass. Buckets without a known place follow in reverse ready order."""
+        """Orders sends by place in the forward pass. Buckets without one follow in reverse ready order."""
         self.places = places
         # When results are taken one by one, all of them wait for the bucket that `agreed` reads: it is sent first.
         reorder(self.buckets, places, self._intake.last if self.eager else None)

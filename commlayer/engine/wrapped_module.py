@@ -31,7 +31,6 @@ def wrapper_of(state: object) -> DistributedDataParallel | None:
 
 
 def wrappers_of(state: object) -> list[DistributedDataParallel]:
-    """All DDP modules with which the state is registered."""
     kinds = tuple(_kinds(DistributedDataParallel))
     wrapped = [thing for thing in gc.get_objects() if type(thing) in kinds]
     return [ddp for ddp in wrapped if any(theirs is state for _, theirs in getattr(ddp, "_comm_hooks", ()))]
@@ -46,7 +45,6 @@ def _kinds(kind: type[object]) -> Iterator[type[object]]:
 
 
 def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:
-    """For an error message."""
     named = parameters_of(module) if module is not None else []
     return next((name for name, p in named if p is parameter), "a parameter")
 

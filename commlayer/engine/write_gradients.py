@@ -11,8 +11,7 @@ from commlayer.engine.worker import Worker
 
 
 def targets_of(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
-    """The tensors into which averages are written: `.grad`, or a new tensor if only other ranks had a gradient; None if no rank
-    had one."""
+    """The tensors to write averages into: `.grad`; a new one if only other ranks had a gradient; None if no rank had one."""
     pairs = zip(parameters, worker.used(), strict=False)
     return [None if not anyone else torch.empty_like(p) if p.grad is None else p.grad for p, anyone in pairs]
 

@@ -50,8 +50,6 @@ class InNode(ABC):
 
 
 class Owned(InNode):
-    """One bucket."""
-
     def __init__(self, bucket: WorkerBucket) -> None:
         super().__init__([bucket])
         self._bucket = bucket

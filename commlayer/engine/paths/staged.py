@@ -108,7 +108,6 @@ class Staged(Route):
             bucket.x.mul_(part)
 
     def _finished(self, bucket: WorkerBucket) -> None:
-        """The sum is in x."""
         bucket.done = True
         self._arrivals.arrived()
 

@@ -65,8 +65,6 @@ class _Under(NamedTuple):
 
 
 class StagedBucket:
-    """One bucket's path on one rank."""
-
     def __init__(
         self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
     ) -> None:
@@ -308,8 +306,6 @@ class StagedBucket:
 
 
 class _All(Pending):
-    """Several collectives as one."""
-
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
 

@@ -28,7 +28,6 @@ class Routes(NamedTuple):
     """The routes of one worker under one plan."""
 
     of: Mapping[int, Route]
-    """By bucket number."""
     turns: tuple[tuple[Route, ...], ...]
     """The routes of each turn's buckets, in the order of waiting. Routes whose server can name missing workers come first."""
     late: Late | NodeLate | None
@@ -39,7 +38,6 @@ class Routes(NamedTuple):
 
     @property
     def all(self) -> tuple[Route, ...]:
-        """The routes of all turns, in order."""
         return tuple(route for turn in self.turns for route in turn)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
@@ -57,7 +55,6 @@ class Routes(NamedTuple):
         return all([route.drain(timeout_s) for route in self.all] + shared)
 
     def close(self, timeout_s: float) -> None:
-        """Ends all threads."""
         for shared in (self.exchange, self.handing):
             if shared is not None:
                 shared.close(timeout_s)
