@@ -1,4 +1,4 @@
-"""A process's side of the control plane: join, then heartbeats on a thread of their own. Decides nothing about the training."""
+"""A process's client of the coordinator: joins a job, then sends heartbeats from a thread of its own."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from commlayer.transport.key_folder import Keys
 log = logging.getLogger("commlayer")
 
 POLL_S = (0.02, 0.25)
-"""First and longest pause between two askings of one that waits for the others."""
+"""First and longest pause between two join requests."""
 CALL_S = 5.0
 CHECK_S = 1.0
 CLOCK_S = 300.0
-"""So far apart clocks may be, unsaid: no answer takes that long."""
+"""A larger difference between two clocks is logged; no reply takes that long."""
 ASK_S = 0.05
-"""The least that a call waits for its answer."""
+"""Shortest timeout of a heartbeat call."""
 OnSilence = Callable[[float], None]
-"""Told for how many seconds the coordinator has not answered, from dead_after_s on, after every try."""
+"""Called with the seconds without an answer from the coordinator, once they reach dead_after_s, after every attempt."""
 OnLeft = Callable[[messages.Gone], None]
-"""Told of each peer that has left."""
+"""Called for each peer that has left."""
 OnView = Callable[[View], None]
-"""Told of a newer view, whose members go on without the others."""
+"""Called for a newer view, whose members continue without the others."""
 
 
 class Membership:
-    """A seat in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death.
+    """A registration in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death.
 
-    `keep`: a child process keeps the heartbeats going while this one's threads wait for the GIL; see heartbeat_child.py.
+    `keep`: a child process continues the heartbeats while this process's threads wait for the GIL; see heartbeat_child.py.
     """
 
     def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.Seat, config: Config,
@@ -46,21 +46,21 @@ class Membership:
                  keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
-        """In force here;"""
+        """The view that this process has switched to."""
         self.newest: View = seat.view
-        """and what the coordinator last said."""
+        """The newest view that the coordinator has sent."""
         self.on_view: OnView = lambda _: None
         self.plan = seat.plan
         self.rank = seat.rank
         self.name = f"{request.kind} {seat.rank}"
         self.left: dict[str, messages.Gone] = {}
-        """Peers that left, by name. Not a failure where it was in order, unless one waits for them, or of who is no member."""
+        """Peers that left, by name. An orderly leave is a failure only if another process waits for that peer."""
         self.over = ended
-        """Every worker has left or died: a server may end."""
+        """Set when every worker has left or died, so that a server may end."""
         self.failed = False
-        """They have not all finished."""
+        """Whether the job ended before its last workers finished."""
         self.staying: tuple[str, ...] = ()
-        """Who was still in the job when this process left."""
+        """Workers that were still in the job when this process left."""
         self._link, self._token = link, request.token
         self._on_failure, self._on_silence, self._on_left = on_failure, on_silence, on_left
         self._every_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
@@ -69,13 +69,13 @@ class Membership:
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self.missed: Callable[[], tuple[str, ...]] = tuple
-        """Whose data connections the other machine has ended: set by who has any."""
+        """Peers whose machine closed the data connection without an orderly end. Set by owners of data connections."""
         self.ended: Callable[[], tuple[str, ...]] = tuple
-        """Who has ended them in order, and"""
+        """Workers that closed their connections in order. Set by a server, as the next two."""
         self.dropped: Callable[[], tuple[messages.Gone, ...]] = tuple
-        """whose it has ended, since what came broke the protocol, and"""
+        """Workers that were disconnected because they broke the protocol."""
         self.overdue: Callable[[], messages.Overdue | None] = lambda: None
-        """who lets others wait: set by a server."""
+        """Workers that keep sums waiting."""
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
@@ -85,15 +85,15 @@ class Membership:
         self._thread.start()
 
     def leave(self, reason: str = messages.FINISHED, exchanges: int = -1) -> bool:
-        """Says that this process takes no part any more, then closes. Whether it was heard: not to be is no error."""
+        """Leaves the job, then closes. Returns whether the coordinator was reached; if not, that is no error."""
         if self._closing.is_set():
             self.close()
             return False
         self._stop()
-        # An orderly end that is not heard would count as death, everyone's failure: over a full link it may take a while.
+        # If an orderly leave is not delivered, it counts as death and fails the job, so it is retried over a full link.
         patience_s = self._dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
-        heard, until = False, time.monotonic() + patience_s
-        while not heard:
+        delivered, until = False, time.monotonic() + patience_s
+        while not delivered:
             try:
                 pulse = self._link.call("Leave", messages.Leave(self._token, reason, exchanges), messages.Pulse, self._call_s)
             except CommError as error:
@@ -103,12 +103,12 @@ class Membership:
                 break
             gone = {g.peer for g in (*pulse.lost, *pulse.left)} | {self.name}
             self.staying = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in gone)
-            heard = True
+            delivered = True
         self.close()
-        return heard
+        return delivered
 
     def close(self) -> None:
-        """Ends the heartbeats without a word: the others will find this process dead. Twice is once."""
+        """Stops the heartbeats without leaving, so the coordinator will find this process dead. Idempotent."""
         self._stop()
         if self._keeper is not None:
             self._keeper.close()
@@ -133,7 +133,7 @@ class Membership:
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence",
                                 without_code(error))
                 self.reachable = False
-                # More than that cannot have been the coordinator's: this process was stopped, or waited for the GIL.
+                # A longer gap is this process's own (stopped, or waiting for the GIL), not silence of the coordinator.
                 silent_s += min(time.monotonic() - mark, self._call_s + self._every_s)
                 if silent_s >= self._dead_after_s and not self._closing.is_set():
                     self._on_silence(silent_s)
@@ -162,7 +162,7 @@ class Membership:
             self.failed = pulse.failed
             self.over.set()
         lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
-        # Who leaves with an error will be missed at once; who has finished only if somebody waits for it.
+        # A peer that leaves with an error is a failure at once; one that has finished only if another process waits for it.
         unfinished = [gone for gone in pulse.left if gone.reason != messages.FINISHED and self.awaited(gone.peer)]
         lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in unfinished]
         if pulse.dead:
@@ -172,12 +172,12 @@ class Membership:
             self._on_failure(first_cause(lost))
 
     def awaited(self, peer: str) -> bool:
-        """Whether it is a server, or a worker of the newest view."""
+        """Whether the peer is a server, or a worker of the newest view."""
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
 
 
 def first_cause(lost: Sequence[CommError]) -> CommError:
-    """Of several that are heard of at once, one that did not go because another of them did."""
+    """Of several failures reported at once, one that was not caused by another of them."""
     return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
                 lost[0])
 
@@ -185,30 +185,30 @@ def first_cause(lost: Sequence[CommError]) -> CommError:
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,
          deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
          on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
-    """Takes a seat and waits until everyone is in. `keep`: see Membership.
+    """Registers and waits until all processes have joined. `keep`: see Membership.
 
-    Raises Refused with the coordinator's reason, or DeadlineExceeded naming who is missing or that nobody answers there.
-    `deadline_s` is config.join_deadline_s unless given; one that is longer bounds the wait for the others, never the
-    coordinator's silence. `ended` ends the wait early; it is also taken for Membership.over.
+    Raises Refused with the coordinator's reason. Raises DeadlineExceeded, naming the missing processes, or when the
+    coordinator does not answer. `deadline_s` is config.join_deadline_s unless given. A longer one extends the wait for the
+    others, but not the wait for an answer. `ended` stops the wait early and becomes Membership.over.
     """
     deadline_s = config.join_deadline_s if deadline_s is None else deadline_s
-    heard = time.monotonic()
-    deadline = heard + deadline_s
+    answered_s = time.monotonic()
+    deadline = answered_s + deadline_s
     ended = ended or threading.Event()
     check_name(address)
     keys = Keys(config.keys) if config.keys else None
     link = CoordinatorChannel(address, config.token, keys)
     missing, pause_s, wrong_clock = "", POLL_S[0], False
-    # A plan may be large and asking again is frequent.
-    asked = msgspec.structs.replace(request, plan=b"")
-    known = keys is None  # whether the coordinator's certificate is a good one: gRPC knows no list of the revoked
+    # A plan may be large, and the request is repeated often.
+    short = msgspec.structs.replace(request, plan=b"")
+    known = keys is None  # whether the coordinator's certificate is not on the revocation list, which gRPC does not check
     try:
         while not ended.is_set():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 link.leave_quietly(request.token, "waited in vain")
                 raise _late(address, missing, deadline_s)
-            if time.monotonic() > heard + config.join_deadline_s:
+            if time.monotonic() > answered_s + config.join_deadline_s:
                 raise _late(address, "", config.join_deadline_s)
             if not known:
                 known = link.look(min(CALL_S, max(0.001, left_s)))
@@ -217,17 +217,17 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                     pause_s = min(2 * pause_s, POLL_S[1])
                     continue
             try:
-                seat = link.call("Join", asked, messages.Seat, min(CALL_S, left_s))
+                seat = link.call("Join", short, messages.Seat, min(CALL_S, left_s))
                 if seat.plan_wanted:
                     link.send_plan(request.plan, min(CALL_S, left_s))
             except (PeerLost, DeadlineExceeded):
-                # Not up yet, or a short break of the network: the same deadline covers it. Or certificates, of which gRPC
-                # does not tell.
+                # The coordinator may not be up yet, or the network is down: wait until the deadline. But a bad certificate,
+                # which gRPC does not report, is an error at once.
                 check(address, keys, min(deadline, time.monotonic() + CHECK_S))
             else:
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")
-                missing, heard = seat.missing, time.monotonic()
+                missing, answered_s = seat.missing, time.monotonic()
                 wrong_clock = wrong_clock or _check_clock(seat.time_s, address)
                 if seat.plan_wanted:
                     continue
@@ -245,7 +245,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
 
 
 def _check_clock(time_s: float, address: str) -> bool:
-    """Says so if this machine's clock is far from the coordinator's."""
+    """Logs a clock that differs much from the coordinator's. Returns whether it does."""
     off_s = time.time() - time_s
     if abs(off_s) < CLOCK_S:
         return False

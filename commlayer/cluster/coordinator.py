@@ -1,7 +1,8 @@
-"""The gRPC server around the membership decisions: a lock, a clock and sockets. Decides nothing itself.
+"""The coordinator: a gRPC server that registers processes, detects failures and publishes views (members and servers).
 
-Every call is answered at once; who waits, asks again. Calls are proved before they are read (sealed.py), small until then, and
-wait for their bytes on no thread: one that never comes whole holds nobody up.
+Decisions are in membership.py, regrouping.py and homes.py; this class adds the lock, the clock and the sockets. Every call
+except Ask is answered at once, and a process that waits calls again. A call must prove the job's secret before it is parsed,
+and is small until then. Receiving a call occupies no thread, so an incomplete call blocks nothing.
 """
 
 from __future__ import annotations
@@ -39,26 +40,27 @@ log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
 PROVE_S = 2.0
-"""How long a connection whose call was refused may take to prove one, before that is logged."""
+"""Seconds in which a connection whose call was refused may still prove a call. After that the refusal is logged."""
 EACH_WORKER = 8
-"""Control connections of one worker: its own, its heartbeat child's, a home's Desk and a gRPC stream; and as many that were cut
-off, until the kernel has missed them."""
+"""Control connections per worker: its own, its heartbeat child's, the home's store client and a gRPC stream. Doubled for cut
+connections that the kernel has not noticed yet."""
 TOLD_HEARTBEATS = 3
-"""For how many of the others' heartbeats it outlives its parent, to tell of that end; after as many a process is silent."""
+"""After this many heartbeats without news a process counts as silent. An orphaned coordinator lives as long, to report that its
+parent has ended."""
 Q = TypeVar("Q", bound=Record)
 
 
 class Coordinator:
-    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its homes
-    have gone: what they do behind training, they still do through here."""
+    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its homes have
+    gone: homes use the store until their scripts end."""
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
                  journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
-        """`workers`: how many to wait for; 0 for as many as the first one says. `ended` is taken for `over` if given.
-        `journal`: goes on with what that has found, and keeps it up; `made`: the secret, if this process has made it.
-        `embedded`: a training process has started it, so its members are of one cluster: silence there is death, and it
-        serves one job. Others are followed by a coordinator of the next job where their own has failed."""
+        """`workers`: how many to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
+        `journal`: resumes a job that it holds, and records this one. `made`: the secret, if this process generated it.
+        `embedded`: started by a training process. Its members are in one cluster, so a silent one is dead at once, and it
+        serves one job. Any other coordinator is followed by the next job's if its own job failed."""
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
                                f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
@@ -77,15 +79,15 @@ class Coordinator:
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
         self._deadline_s = config.deadline_s
         self._late: dict[int, float] = {}
-        """Who hangs as it seems, and since when it does: others' words that lay unread here may tell otherwise."""
+        """By rank: since when a worker seems to hang. It is evicted one heartbeat later, since messages that disprove it may
+        be unread here."""
         self._waited: dict[int, float] = {}
-        """By rank: when it was last seen to wait for others where homes meet."""
+        """By rank: when it was last seen waiting for others in the homes' store."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = Judge(config.token), plan_parts.Plans()
         self._suspects: dict[str, tuple[str, str]] = {}
-        """By connection: where it comes from, and its call that was not proved, in the last PROVE_S and with no proved one
-        since."""
+        """By connection: its address and the call that did not prove the secret. Kept for PROVE_S, or until a call does."""
         check_free(config.bind, config.port)
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
@@ -110,21 +112,21 @@ class Coordinator:
         }, [self._port.streams(self._stream)], self._broke))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
-        # What others reach need not be reachable from here: routers seldom turn a packet around.
+        # A public address need not be reachable from here: few routers send a packet back to its own network.
         self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 
     def close(self) -> None:
-        """Stops listening; whoever asks later finds nobody. Twice is once.
+        """Stops listening. Idempotent.
 
-        After the end of a job it first lets the servers elsewhere hear of it, for as long as one that is silent lives.
+        After the end of a job it first waits for servers to leave, at most dead_after_s and one heartbeat.
         """
         with self._lock:
             over = membership.over(self._state)
             if over and self._journal is not None:
                 self._journal.forget()
-                self._journal = None  # servers that leave from here on write no seats down
+                self._journal = None  # servers that leave after this must not write the journal
         if over and not self._closing.is_set():
             self._empty.wait(self._dead_after_s + self._heartbeat_s)
         self._closing.set()
@@ -135,7 +137,7 @@ class Coordinator:
         self._audit.close()
 
     def serve_streams(self, take: Take) -> None:
-        """Data streams that come to this port are for the summation server in this process: one port passes all."""
+        """Passes data streams of this port to the summation server in this process, so that one port is enough."""
         self._take = take
 
     def _stream(self, stream: GrpcStream, where: str) -> bool:
@@ -145,19 +147,19 @@ class Coordinator:
 
     @property
     def failure(self) -> str:
-        """Why the job has ended, where that was not in order; "" otherwise."""
+        """Why the job failed; "" if it ended in order or runs."""
         with self._lock:
             return membership.failure(self._state)
 
     def orphaned(self, pid: int) -> None:
-        """The process of this machine that started the job's embedded servers has ended: so have its seats."""
+        """The training process on this machine that started the embedded servers has exited: its registrations are dead."""
         with self._lock:
             before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
 
     def _expect(self, workers: int) -> None:
-        """All of them may have one certificate."""
+        """Sets limits on connections and calls. All workers may share one certificate."""
         self._port.allow(EACH_WORKER * workers)
         self._quota.expect(workers)
 
@@ -172,14 +174,14 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _lost(self) -> dict[int, str]:
-        """Workers that have died, or left with an error, and how they did. Who has finished may still go on beside the job."""
+        """Workers that died or left with an error, and the reason. Finished workers may still use the store."""
         with self._lock:
             return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
                     and not membership.unjudged(self._state, p)}
 
     def _staying(self) -> bool:
-        """Under the lock."""
+        """Call it under the lock."""
         places = self._state.places.values()
         return self._gathering.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
 
@@ -189,7 +191,7 @@ class Coordinator:
                                    max(self._patience_s, self._dead_after_s))
 
     def _attend(self, request: messages.Attend) -> messages.Attended:
-        """A home that was started again takes the place of its earlier process, which is dead from now on."""
+        """Registers a home. If it is the restart of a home, it replaces its earlier process, which is dead from now on."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
             still_s = membership.stood_still_s(self._state, self._clock())
@@ -208,7 +210,7 @@ class Coordinator:
         return self._judge.challenge(peer)
 
     def _count(self, who: str, peer: str) -> None:
-        """TooMany, and the connection ends, for who makes too many calls; named once, until it makes fewer."""
+        """Limits the call rate. Above the limit it closes the connection and raises TooMany; logged once per excess."""
         if not (over := self._quota.over(who, self._clock())):
             return
         why = f"makes more than {self._quota.rate:g} calls a second"
@@ -236,7 +238,7 @@ class Coordinator:
             self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
             if self._state.view is not None and not began:
-                self._gathering.begin()  # ahead of the seats: where those are found, what homes have left is, too
+                self._gathering.begin()  # before seats are journaled: a journal with seats also holds what homes stored
             self._write_down(before)
             self._expect(self._state.workers)
             view = self._state.view
@@ -275,18 +277,18 @@ class Coordinator:
             self._regroup(before)
             self._write_down(before)
             self._note_end()
-            # Who has finished hears who has not.
+            # A worker that has finished learns which peers have not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
         return pulse
 
     def _about(self, request: messages.About) -> Record:
         with self._lock:
             state = self._state
-        told = about.told(state, request, time.time())
-        if not told.begun:
-            return told
+        reply = about.told(state, request, time.time())
+        if not reply.begun:
+            return reply
         door, shut = self._door(), self._gathering.shut()
-        return msgspec.structs.replace(told, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
+        return msgspec.structs.replace(reply, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -303,21 +305,21 @@ class Coordinator:
                 self._note_unheard(before)
             try:
                 self._drop_revoked()
-            except Exception:  # without the ticker nobody who falls silent would be missed
+            except Exception:  # without this thread no failure would be detected
                 log.exception("revoked certificates could not be dropped; the next tick tries again")
 
     def _drop_awaited(self) -> None:
-        """Under the lock."""
+        """Evicts workers that let others wait in the homes' store. Call it under the lock."""
         if not self._state.min_workers:
             return
         now, meetings = self._clock(), self._gathering.unmet()
         self._waited |= {rank: now for one in meetings for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
-        found = regrouping.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
-        self._late = {rank: self._late.get(rank, now) for rank in found}
+        late = regrouping.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
+        self._late = {rank: self._late.get(rank, now) for rank in late}
         for token, place in list(self._state.places.items()):
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
-                self._state = membership.cut(self._state, [token], found[place.rank])
+                self._state = membership.cut(self._state, [token], late[place.rank])
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
@@ -334,27 +336,28 @@ class Coordinator:
             self._revoked = revoked
 
     def _write_down(self, before: membership.State) -> None:
-        """What has changed of seats, once the job has begun."""
+        """Journals changed registrations, once the job has begun."""
         if self._journal is not None and self._state.view is not None and seats(before) != seats(self._state):
             self._journal.write(Kept(self.address, self._made, self._state))
 
     def _regroup(self, before: membership.State) -> None:
-        """Who is left goes on, if they are enough. Under the lock under which somebody went: nobody hears of the one alone."""
+        """Makes a view of the remaining workers, if there are enough of them. Call it under the lock that was held when a
+        worker was lost, so that no reply reports the loss without the new view."""
         self._state = regrouping.regrouped(self._state)
         self._tell_of(before)
 
     def _tell_of(self, before: membership.State) -> None:
-        """Another view."""
+        """Logs a new view."""
         view, former = self._state.view, before.view
         if view is None or former is None or view.generation == former.generation:
             return
         left = [m.rank for m in former.members if m not in view.members]
         finished = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and p.left == messages.FINISHED}
         gone = ", ".join(f"worker {rank}" for rank in left)
-        said = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
+        names = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
         self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
-        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {said}", new and f", {new} among them")
+        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {names}", new and f", {new} among them")
 
     def _note_deaths(self, before: membership.State) -> None:
         self._regroup(before)
@@ -366,7 +369,7 @@ class Coordinator:
                 self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
 
     def _note_unheard(self, before: membership.State) -> None:
-        """Who has left, as a tick has found."""
+        """Logs workers that a tick found to have left."""
         for token, place in self._state.places.items():
             if place.left and not before.places[token].left:
                 log.warning("%s: has ended while no coordinator was there, as its servers say", place.peer)
@@ -380,7 +383,7 @@ class Coordinator:
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record],
                 certified: Callable[[Q, Certified | None], Q] = lambda request, _: request) -> Answer:
-        """`certified`: what a request becomes that came with that certificate."""
+        """Wraps a handler. `certified` adds the caller's certificate to the request."""
 
         def answer(data: bytes, peer: str) -> bytes:
             request, caller = self._opened(name, kind, data, peer)
@@ -389,7 +392,7 @@ class Coordinator:
         return answer
 
     def _awaited(self, name: str, kind: type[Q], act: Callable[[Q], Awaitable[Record]]) -> Answer:
-        """As `_method`, of an answer that may be some time in coming."""
+        """As `_method`, for a handler that may take a while."""
 
         async def answer(data: bytes, peer: str) -> bytes:
             request, _ = self._opened(name, kind, data, peer)
@@ -398,7 +401,7 @@ class Coordinator:
         return answer
 
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
-        """A call that is proved, with what it says fit to be passed on, and whose certificate it came with."""
+        """Verifies, decodes and sanitizes a call. Returns it with the caller's certificate."""
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
         try:
@@ -412,14 +415,14 @@ class Coordinator:
         return fit(messages.unpack(body, kind, peer)), caller
 
     def _refuse(self, peer: str) -> None:
-        """Logs the refusal of a connection that has proved no call since. A member that reconnects proves its first calls by
-        the challenge of the connection before, is refused, and proves them again."""
+        """Logs the refusal of a connection that has proved no call since. The first calls of a member that reconnects use the
+        challenge of its former connection, so they are refused and then proved again."""
         if (suspect := self._suspects.pop(peer, None)) is not None:
             where, name = suspect
             self._audit.refused(where, f"its {name} does not prove the job's secret")
 
     def _broke(self, peer: str, error: CorruptFrame) -> str:
-        """What whoever made a call that breaks the protocol hears ahead of the end of its connection."""
+        """The error for a caller that broke the protocol. Its connection ends after it has been sent."""
         where = self._port.where(peer)
         self._audit.refused(where, error.what)
         self._port.let_go(peer)

@@ -1,4 +1,7 @@
-"""What homes ask a coordinator ahead of and beside the job: their ranks, and each other's bytes. Decides nothing itself."""
+"""The coordinator's service for homes: their registration, and the key-value store that their ranks share.
+
+Decisions are in homes.py and values in meeting_store.py; this class adds the lock and the clock.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,19 @@ from commlayer.transport.protocol import peer_name
 log = logging.getLogger("commlayer")
 
 MAX_WAIT_S = 2.0
-"""How long an answer may take: a call that waits holds no thread, but a place among those under way."""
+"""Longest wait of one call. A waiting call needs no thread, but counts against the limit of concurrent calls."""
 Clock = Callable[[], float]
 
 
 class Gathering:
-    """`lost`: workers of the running job that died or broke off, and why, by rank. Who has finished may still ask."""
+    """`lost`: returns workers of the running job that died or failed, with the reason. Finished workers may still call."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
                  door: Callable[[], homes.Door | None] = lambda: None, journal: MeetingJournal | None = None,
                  noticed_s: float = 0.0) -> None:
-        """`door`: of the job that runs. `journal`: goes on with what that holds, and keeps it up once the job has begun.
-        `noticed_s`: a process that has not been heard for so long is silent."""
+        """`door`: whether the running job admits homes. `journal`: resumes from it, and records from the job's begin on.
+        `noticed_s`: a process counts as silent after this many seconds."""
         self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
@@ -47,8 +50,8 @@ class Gathering:
                 self._store.again(record)
 
     def supersede(self, asked: Attend, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
-        """The ranks whose seats are free because their home has been started again as `asked`, and the reason. `still_s`: for
-        how long up to now this process was stopped, and could hear no home."""
+        """If `asked` is the restart of a home, removes the former one. Returns the ranks that are free now, and the reason.
+        `still_s`: for how long this process was stopped until now, so that it could not receive heartbeats."""
         view = (self._door() or homes.Door()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s
@@ -82,7 +85,7 @@ class Gathering:
         if asked.put or asked.add:
             newest = max(1, (self._door() or homes.Door()).generation)
         by = self._writer(asked.home, newest)
-        # Whoever has heard of a newer view finds all that will ever be said in this one: so all find the same.
+        # Writes for an earlier view are dropped, so that all readers that know the newer view read the same values.
         put = asked.put if not asked.view or asked.view >= newest else ()
         store.put(put, by)
         self._meetings.came(name for name, _ in put)
@@ -90,29 +93,29 @@ class Gathering:
         total = 0 if asked.add is None else store.add(*asked.add, by)
         until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
         names = [name for name, _ in asked.want]
-        while None in (found := store.found(names)):
+        while None in (values := store.found(names)):
             lost = {**self._state.left, **self._lost()}
-            never = [rank for (_, rank), value in zip(asked.want, found, strict=True) if value is None and rank in lost]
+            never = [rank for (_, rank), value in zip(asked.want, values, strict=True) if value is None and rank in lost]
             left_s = until - time.monotonic()
-            there = list(zip(asked.want, found, strict=True))
-            blames = self._min_workers and asked.limit_s > 0.0  # else nobody is done without, and nobody need count
+            pairs = list(zip(asked.want, values, strict=True))
+            blames = self._min_workers and asked.limit_s > 0.0  # without min_workers no worker is dropped for being slow
             if blames and self._is_of(asked.home, asked.rank):
-                self._meetings.waits(asked.rank, [want for want, value in there if value is None], asked.limit_s, self._clock())
-            over = asked.without and all(value is not None or rank in lost for (_, rank), value in there)
+                self._meetings.waits(asked.rank, [want for want, value in pairs if value is None], asked.limit_s, self._clock())
+            over = asked.without and all(value is not None or rank in lost for (_, rank), value in pairs)
             if asked.without and not over:
-                never = []  # who is there may come yet
+                never = []  # the writers that are present may still write
             if over or never:
                 if self._is_of(asked.home, asked.rank):
                     self._meetings.ends(asked.rank, names)
-                return Kept(found, "", total, over=True) if over else \
-                    Kept(found, lost[never[0]], total, lost=peer_name(never[0]))
+                return Kept(values, "", total, over=True) if over else \
+                    Kept(values, lost[never[0]], total, lost=peer_name(never[0]))
             if left_s <= 0:
-                return Kept(found, self._heard(asked.home), total)
+                return Kept(values, self._heard(asked.home), total)
             await store.change(left_s)
-        return Kept(found, "", total)
+        return Kept(values, "", total)
 
     def begin(self) -> None:
-        """The job has. Ahead of that all that is lost in a crash is that homes have met. On the loop's thread, as `ask`."""
+        """The job begins; journaling starts. A crash before that loses only the meeting. On the loop's thread, as `ask`."""
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
         if self._journal is not None and self._state.met:
@@ -120,7 +123,7 @@ class Gathering:
             self._store.note = self._journal.note
 
     def forget(self, view: int) -> None:
-        """All have gone over to the view of that generation: what was left ahead of it. On the loop's thread, as `ask`."""
+        """Drops older values once all workers use the view of that generation. On the loop's thread, as `ask`."""
         if view > self._settled:
             self._settled = view
             self._store.forget(view)
@@ -128,23 +131,23 @@ class Gathering:
                 self._state = homes.forget(self._state, view)
 
     def unmet(self) -> list[Unmet]:
-        """Who waits for whom, where they say for how long that may be."""
+        """Pending waits of ranks for other ranks, where the waiting rank gave a limit."""
         return self._meetings.unmet(self._clock())
 
     def shut(self) -> str:
-        """Why the running job takes no home in; "" if it does."""
+        """Why the running job admits no home; "" if it does."""
         door = self._door() or homes.Door()
         with self._lock:
             return homes.shut(self._state, door)
 
     def staying(self, dead: Collection[int]) -> bool:
-        """Whether a home is there that may still ask: each says so until its scripts have ended, or falls silent. Where the
-        others go on without the `dead`, those may not, though their scripts may hang for ever."""
+        """Whether a home is present that may still call: homes stay registered until their scripts end. If the job continues
+        without the `dead` workers, their homes do not count, since their scripts may hang forever."""
         with self._lock:
             return homes.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
     def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
-        """`ended`: ranks of workers that take no part in the job any more. `still_s`: as of `supersede`."""
+        """Removes silent homes. `ended`: ranks that have left the job. `still_s`: as in `supersede`."""
         if self._journal is not None:
             self._journal.wait()
         view = (self._door() or homes.Door()).generation
@@ -159,12 +162,12 @@ class Gathering:
         yield from self._store.changes()
 
     def _write_down(self, before: homes.Homes) -> None:
-        """What has changed of who the homes are. Once the job has begun nothing does but that one comes or leaves."""
+        """Journals which homes take part. Once the job has begun, only arrivals and departures change that."""
         if self._journal is not None and self._state.begun and self._state.here.keys() != before.here.keys():
             self._journal.note(Known(homes.still(self._state, 0.0)))
 
     def _heard(self, home: str) -> str:
-        """Notes that it lives; why it is not of this meeting, else."""
+        """Resets the home's silence. Returns why it is not in this meeting; "" if it is."""
         with self._lock:
             if home in self._state.here:
                 self._state = homes.heard(self._state, home, self._clock())
@@ -172,17 +175,17 @@ class Gathering:
             return self._state.former.get(home, homes.RESTARTED)
 
     def _is_of(self, home: str, rank: int) -> bool:
-        """Nobody waits in another's name."""
+        """Whether the rank belongs to the home, so that no home reports waits for another one's ranks."""
         with self._lock:
             one = self._state.here.get(home)
         return one is not None and self._state.met and one.first <= rank < one.first + one.asked.workers
 
     def _writer(self, home: str, view: int) -> Writer:
-        """Whoever leaves something from that home: its certificate, which it may have more homes with, else the home alone."""
+        """The account that the home's values are charged to: its certificate's, shared by all its homes, else its own."""
         with self._lock:
             state = self._state
         mine, workers = state.here.get(home), max(1, state.workers)
-        if mine is None:  # it has left since it was heard, and so has its meeting
+        if mine is None:  # it left after `_heard`, and its meeting has ended
             return Writer(f"home {home}", meeting_store.LEAST_EACH_NBYTES)
         certificate = mine.asked.certificate
         each = max(meeting_store.MAX_KEPT_NBYTES // workers, meeting_store.LEAST_EACH_NBYTES)
@@ -190,27 +193,25 @@ class Gathering:
         return Writer(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _cast_out(self, home: str) -> str:
-        """Why it may say no more: the others go on as if it had not come as far. What it says late would be there for those who
-        ask late, and only for them."""
+        """Why the home may not write: a rank of it was dropped, and the others have gone on without that rank. A late value
+        would be seen only by late readers."""
         if not self._min_workers or (one := self._state.here.get(home)) is None:
             return ""
         lost, ranks = self._lost(), range(one.first, one.first + one.asked.workers)
         return next((f"worker {rank}: {lost[rank]}" for rank in ranks if rank in lost), "")
 
     def _note(self, before: homes.Homes) -> None:
-        """What has changed since."""
+        """Logs homes that have come or left."""
         state = self._state
         for token, home in state.here.items():
             if token not in before.here:
-                said = f"joins the {home.world - home.asked.workers} workers that there are" if home.world else \
+                news = f"joins the {home.world - home.asked.workers} workers that there are" if home.world else \
                     homes.missing(state) or f"all {state.workers} workers are"
-                log.info("home %s is here: %s", home.who, said)
+                log.info("home %s is here: %s", home.who, news)
                 self._audit.note("attended", where=home.who, workers=home.asked.workers)
         left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()
                 if token not in state.here]
         for why in dict.fromkeys(left):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
-            self._store = MeetingStore()  # of those who met; whoever waits in it hears why within MAX_WAIT_S
-
-
+            self._store = MeetingStore()  # a new meeting; calls that wait in the old store return within MAX_WAIT_S

@@ -1,4 +1,4 @@
-"""A home's side of what it asks a coordinator: its place in the job, and the store in which homes meet. Knows no training."""
+"""A home's client of the coordinator: its registration, and the key-value store through which homes exchange bytes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ log = logging.getLogger("commlayer")
 
 CALL_S = 5.0
 BYTES_S = 60.0
-"""As CALL_S where bytes go up or down: several calls share a link that may be slow, and what is late is sent all over again."""
+"""Timeout of calls that carry values. Several calls may share a slow link, and a call that times out is sent again in full."""
 WAIT_S = 2.0
-"""How long one asking waits for what is not there yet."""
+"""How long one call waits for keys that are not written yet."""
 PAUSE_S = 0.25
 CHECK_S = 1.0
 Tell = Callable[[str], None]
 
 
 class Desk:
-    """Where ranks of homes leave bytes for each other. Any number of threads may ask."""
+    """Client of the key-value store for the ranks of this home. Thread-safe."""
 
     def __init__(self, address: str, config: Config, home: str) -> None:
         self.address, self._home = address, home
@@ -44,24 +44,25 @@ class Desk:
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
         view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0,
     ) -> messages.Kept:
-        """What is there of what it wants: all of it, if it waits, by `deadline`; else `found` has gaps. `without`: all but what
-        those would have left who are gone. `view`, `rank`, `limit_s`: see messages.Ask.
+        """Writes, then reads keys. With `wait` it returns when all are there, or at `deadline`; missing values are None.
+        `without`: does not wait for values of writers that are gone. `view`, `rank`, `limit_s`: see messages.Ask.
 
-        CommError for what will never be there, or where nobody answers until then, or nothing listens for reconnect_s.
+        Raises CommError for keys that will never be written, when the coordinator does not answer until `deadline`, or when
+        it has refused connections for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
-        asked = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view, rank=rank,
+        request = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view, rank=rank,
                              limit_s=limit_s)
-        lost_s = math.inf  # since when nothing listens there
+        lost_s = math.inf  # since when connections are refused
         while True:
             if self._closed:
                 raise CommError("this process takes no part any more")
             left_s = max(0.0, deadline - time.monotonic())
-            call_s = max(CALL_S, min(left_s, BYTES_S)) if asked.put or asked.want else CALL_S
+            call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
             try:
-                kept = self._link.call("Ask", msgspec.structs.replace(asked, wait_s=min(WAIT_S, left_s) if wait else 0.0),
+                kept = self._link.call("Ask", msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
                                        messages.Kept, call_s)
-            except (PeerLost, DeadlineExceeded) as error:  # a break of the network; what is said again changes nothing
+            except (PeerLost, DeadlineExceeded) as error:  # a network failure; the request is idempotent
                 now = time.monotonic()
                 lost_s = min(lost_s, now) if isinstance(error, PeerLost) else math.inf
                 if left_s <= 0 or now - lost_s > self._patience_s:
@@ -69,22 +70,22 @@ class Desk:
                 time.sleep(min(PAUSE_S, left_s))
                 continue
             lost_s = math.inf
-            if kept.lost:  # that one is the cause, not who tells of it
+            if kept.lost:  # the lost peer is the cause, not the coordinator that reports it
                 raise PeerLost(kept.error, peer=kept.lost)
             if kept.error:
                 raise CommError(kept.error, peer=f"coordinator {self.address}")
             if None not in kept.found or kept.over or not wait or left_s <= 0:
                 return kept
-            asked = msgspec.structs.replace(asked, put=(), drop=())  # they are there
+            request = msgspec.structs.replace(request, put=(), drop=())  # these are done
 
     def close(self) -> None:
-        """Whoever waits here waits no longer."""
+        """Pending calls end with an error."""
         self._closed = True
         self._link.close()
 
 
 class Attendance:
-    """That a home is there, told again and again. `ended` is set, with `why`, when its meeting has come to nothing."""
+    """Keeps a home registered by repeated calls. `ended` is set, with the reason in `why`, when the coordinator ends it."""
 
     def __init__(self, address: str, config: Config, request: messages.Attend, tell: Tell) -> None:
         self.address, self.request, self._config, self._tell = address, request, config, tell
@@ -96,28 +97,28 @@ class Attendance:
         self._answered = False
 
     def meet(self, wait_s: float) -> messages.Attended:
-        """This home's ranks, once all homes are there. Refused, or DeadlineExceeded: the coordinator does not answer within
-        join_deadline_s, or the others have not come within `wait_s`."""
+        """Waits for this home's ranks. Raises Refused, or DeadlineExceeded if the coordinator does not answer within
+        join_deadline_s or the other homes have not come within `wait_s`."""
         peer, join_s = f"coordinator {self.address}", self._config.join_deadline_s
         check_name(self.address)
-        begin = heard = time.monotonic()
-        said, known = "", self._keys is None
+        begin = answered = time.monotonic()
+        logged, known = "", self._keys is None
         while True:
             now = time.monotonic()
             try:
                 known = known or check(self.address, self._keys, now + CALL_S) is not None
-                asked = msgspec.structs.replace(self.request, waited_s=now - begin)
-                answer = self._link.call("Attend", asked, messages.Attended, CALL_S) if known else None
+                request = msgspec.structs.replace(self.request, waited_s=now - begin)
+                answer = self._link.call("Attend", request, messages.Attended, CALL_S) if known else None
             except (PeerLost, DeadlineExceeded):
                 answer = None
-                check(self.address, self._keys, now + CHECK_S)  # of certificates gRPC does not tell
+                check(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
             if answer is None:
-                if now - heard > join_s:
+                if now - answered > join_s:
                     raise DeadlineExceeded(f"did not answer within {join_s:g} s: is `commlayer serve` running there, is "
                                            "that its address and port, and do firewalls let it through?", peer=peer)
                 line = f"waits for the coordinator at {self.address} to answer, for {join_s:g} s at most"
             else:
-                heard, self._answered = now, True
+                answered, self._answered = now, True
                 if answer.error:
                     raise Refused(answer.error, peer=peer)
                 if answer.first != messages.ANY:
@@ -126,9 +127,9 @@ class Attendance:
                     raise DeadlineExceeded(f"{answer.missing} after {wait_s:g} s: start the others, or wait longer (--wait)",
                                            peer=peer)
                 line = f"{answer.missing}; waits for the others"
-            if line != said:
+            if line != logged:
                 self._tell(line)
-                said = line
+                logged = line
             time.sleep(PAUSE_S)
 
     def _go_on(self, answer: messages.Attended) -> messages.Attended:
@@ -141,7 +142,7 @@ class Attendance:
         while not self._closing.wait(self._config.heartbeat_s):
             try:
                 answer = self._link.call("Attend", self.request, messages.Attended, CALL_S)
-            except CommError as error:  # the job may be over, or goes on without: its own heartbeats tell
+            except CommError as error:  # the job may be over, or continue without coordinator; workers detect which
                 log.debug("%s", error)
                 continue
             if answer.error and not self._closing.is_set():
@@ -150,7 +151,7 @@ class Attendance:
                 return
 
     def close(self, reason: str) -> None:
-        """Twice is once."""
+        """Leaves. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()

@@ -1,9 +1,9 @@
-"""Which homes take part, and which ranks they get: decisions as functions of (state, request, now). Knows no clock, no socket.
+"""Homes and their ranks: which homes take part in a job, as functions of (state, request, now).
 
-A home is a machine that can only dial out. Its launcher says so here ahead of its workers, and gets their ranks when so many
-have come as the job has workers. Homes stand in the order that they came in, but for those that wish for a place. If one goes
-before the job has begun, all who met hear of it and end: they were told ranks that no longer stand. Behind that one may come in
-the place of another that is gone, under numbers of its own, if the job's door is open.
+A home is a machine that only dials out. Its launcher registers it before its workers start, and gets their ranks once the
+homes have as many workers as the job. Homes are ordered by arrival, except those that request an index. If a home leaves after
+all got their ranks and before the job begins, the meeting ends with an error for all homes, since their ranks are no longer
+valid. While the job runs, a new home may replace one that is gone, under new rank numbers, if the job admits workers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
 SILENCE_S = 30.0
-"""After which a home counts as gone, at least: its launcher may wait for a processor that imports keep busy."""
+"""Least silence after which a home counts as gone, since its launcher may be short of CPU time while workers import."""
 FORMER = 64
-"""So many homes of meetings that broke off are kept in mind, to be told why."""
+"""How many departed homes are remembered, so that they can be sent the reason."""
 
 
 RESTARTED = coded("E-MEETING-ENDED", "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: "
@@ -31,10 +31,10 @@ class Home(Record, frozen=True):
     asked: Attend
     seen_s: float
     first: int = ANY
-    """Number of its first worker: its rank, where it was there when the job began."""
+    """Rank of its first worker; ANY until ranks are assigned."""
     node: int = ANY
     world: int = 0
-    """Not 0: it joined a running job, which then had so many workers with its own."""
+    """If not 0: it joined a running job, which then had this many workers, including its own."""
 
     @property
     def who(self) -> str:
@@ -42,56 +42,56 @@ class Home(Record, frozen=True):
 
 
 class Door(Record, frozen=True):
-    """Of a running job."""
+    """Whether a running job admits homes."""
 
     shut: str = ""
-    """Why it takes nobody in; "" if it does."""
+    """Why it admits no home; "" if it does."""
     there: int = 0
     """How many workers it has now."""
     generation: int = 0
     """Of its view."""
     full: bool = False
-    """It is shut for as long as nobody is gone."""
+    """It has all its workers, and admits a home when one is gone."""
     wait: str = ""
-    """Why a home that comes should ask again: what keeps it out passes by itself."""
+    """Why a home should ask again later: a temporary reason to admit none."""
     all_here: bool = False
-    """No worker is gone, as far as is known yet."""
+    """No worker is known to be gone."""
 
 
 class Outlived(Record, frozen=True):
-    """What homes of one certificate may keep while something of one that has left is there, as if that were here still."""
+    """The store quota of a certificate after one of its homes has left, as long as values of that home remain."""
 
     workers: int
     view: int
-    """Generation of the newest view when the last of them left: nothing of it is of a later one."""
+    """Generation of the newest view when the last of them left. None of their values belongs to a later view."""
 
 
 class Homes(Record, frozen=True):
-    """`workers`: of the whole job; 0 where nobody has said, and then homes cannot meet."""
+    """`workers`: of the whole job; 0 if the number is not known, and then homes cannot register."""
 
     workers: int = 0
     here: Mapping[str, Home] = msgspec.field(default_factory=dict)
-    """By token, in the order that they came in."""
+    """By token, in order of arrival."""
     meeting: str = ""
     met: bool = False
     begun: bool = False
     numbers: int = 0
-    """So many have been given to workers who joined later. None is given twice: what is said of the dead stays true."""
+    """How many ranks were given to workers that joined later. Ranks are not reused, so records of dead workers stay valid."""
     former: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Homes of a meeting that broke off, and why it did; and those that have left since the job began."""
+    """Why homes of an ended meeting, and homes that left since the job began, are gone."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
-    """Ranks of homes that have left since the job began, and why nothing comes of them any more."""
+    """Ranks of homes that have left since the job began, with the reason."""
     outlived: Mapping[str, Outlived] = msgspec.field(default_factory=dict)
     """By certificate."""
     version: str = ""
-    """Of the coordinator's software; empty: of whoever comes first."""
+    """Of the coordinator's software; empty: of the first home's."""
 
 
 def attend(state: Homes, asked: Attend, now: float, door: Door | None = None, grace_s: float = 0.0) -> tuple[Homes, Attended]:
-    """Takes the home in, refuses it, or answers one that is here. `door`: of the job that runs; None: it takes nobody in.
+    """Registers a home, refuses it, or repeats its reply. `door`: of the running job; None: the job admits no homes.
 
-    `grace_s`: for so long a home asks again while all workers seem to be here. One of them may be an earlier process of that
-    home, whose silence is noticed after some heartbeats.
+    `grace_s`: how long a home should ask again while no worker is known to be gone. One of the workers may be the home's own
+    earlier process, whose silence has not been noticed yet.
     """
     if (why := state.former.get(asked.home)) is not None:
         return state, Attended(error=why)
@@ -124,36 +124,36 @@ def heard(state: Homes, home: str, now: float) -> Homes:
 
 
 def still(state: Homes, now: float) -> Homes:
-    """With all who are here heard just then: of a coordinator that goes on, which knows nobody's silence."""
+    """Resets the silence of all homes, for a coordinator that has resumed and could not receive their calls before."""
     here = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.here.items()}
     return msgspec.structs.replace(state, here=here)
 
 
 def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
-    """One takes no part any more. Behind the job's beginning that is the end of its own ranks alone. `view`: the newest."""
+    """Removes a home. Before the job begins this ends the meeting; after that it affects only its own ranks. `view`: newest."""
     if home not in state.here:
         return state
     if state.begun:
         one = state.here[home]
-        said = f"its home {one.who} {why}"
+        reason = f"its home {one.who} {why}"
         ranks = range(one.first, one.first + one.asked.workers) if state.met else ()
-        here = {token: h for token, h in state.here.items() if token != home}
+        remaining = {token: h for token, h in state.here.items() if token != home}
         outlived = dict(state.outlived)
         if of := one.asked.certificate:
             outlived[of] = Outlived(parts(state, of), max(1, view))
-        return msgspec.structs.replace(state, here=here, left={**state.left, **dict.fromkeys(ranks, said)},
-                                       former=_kept({**state.former, home: said}), outlived=outlived)
+        return msgspec.structs.replace(state, here=remaining, left={**state.left, **dict.fromkeys(ranks, reason)},
+                                       former=_kept({**state.former, home: reason}), outlived=outlived)
     if not state.met:
         return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
-    said = coded("E-MEETING-ENDED", f"home {state.here[home].who} {why}; start all homes again")
-    former = {**state.former, **dict.fromkeys(state.here, said)}
+    reason = coded("E-MEETING-ENDED", f"home {state.here[home].who} {why}; start all homes again")
+    former = {**state.former, **dict.fromkeys(state.here, reason)}
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 
 
 def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
-    """Token of the home that `asked` was before its machine or its process was started again; "" for none.
+    """Token of the earlier home that `asked` restarts; "" for none.
 
-    It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: when each worker was heard last,
+    It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: last heartbeat of each worker,
     by rank.
     """
     if not asked.certificate or asked.leave or asked.home in state.here or asked.home in state.former:
@@ -167,21 +167,21 @@ def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_
 
 
 def parts(state: Homes, certificate: str) -> int:
-    """For how many workers homes of that certificate may leave something: those who are here, or were here together with one
-    of which something is there still. Who comes again takes the place of one that has left, and counts once."""
+    """Number of workers that sets the store quota of that certificate: those of its present homes, or more if a departed home
+    left values. A home that comes back replaces a departed one and counts once."""
     here = sum(h.asked.workers for h in state.here.values() if h.asked.certificate == certificate)
     return max(here, state.outlived[certificate].workers if certificate in state.outlived else 0)
 
 
 def forget(state: Homes, view: int) -> Homes:
-    """What was left ahead of the view of that generation is there no more."""
+    """Drops the quotas of homes whose values are all older than the view of that generation."""
     stay = {of: outlived for of, outlived in state.outlived.items() if outlived.view >= view}
     return state if len(stay) == len(state.outlived) else msgspec.structs.replace(state, outlived=stay)
 
 
 def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Homes:
-    """Judges silence. Behind the job's beginning its workers' heartbeats do, and better, until all of them have `ended`: then
-    it may have left while no coordinator was there to hear it. `view`: the newest."""
+    """Removes silent homes. After the job has begun, only those whose workers have all `ended`: before, the workers' heartbeats
+    detect failures better. Such a home may have left while no coordinator was running. `view`: newest generation."""
     for token, home in state.here.items():
         if now - home.seen_s < max(silence_s, SILENCE_S):
             continue
@@ -193,13 +193,13 @@ def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = ()
 
 
 def staying(state: Homes, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
-    """Whether any home is there still: its scripts may go on behind the job's end, and ask each other. One all of whose workers
-    are `dead` has nobody left to ask."""
+    """Whether a home is still present: its scripts may continue after the job's end and use the store. Homes do not count if
+    all their workers are `dead`."""
     return any(now - home.seen_s < silence_s and not _ranks(home) <= {*dead} for home in state.here.values())
 
 
 def missing(state: Homes) -> str:
-    """How many have not come yet; empty when all have."""
+    """How many workers have not come yet; "" when all have."""
     if state.met:
         return ""
     here = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
@@ -239,7 +239,7 @@ def _problem(state: Homes, asked: Attend, door: Door | None) -> str:
 
 
 def _late(state: Homes, asked: Attend, door: Door) -> str:
-    """The same for who comes when the job runs."""
+    """As `_problem`, for a home that comes while the job runs."""
     if why := shut(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
     if asked.workers > state.workers - door.there:
@@ -251,7 +251,7 @@ def _late(state: Homes, asked: Attend, door: Door) -> str:
 
 
 def shut(state: Homes, door: Door) -> str:
-    """Why a running job takes no home in; "" if it does."""
+    """Why a running job admits no home; "" if it does."""
     return door.shut or ("" if state.met else RESTARTED)
 
 
@@ -260,7 +260,7 @@ def _count(state: Homes) -> int:
 
 
 def _met(state: Homes) -> Homes:
-    """With everybody's ranks if all are here."""
+    """Assigns ranks to all homes once all workers have come."""
     if _count(state) < state.workers:
         return state
     placed, first = dict[str, Home](), 0
@@ -272,7 +272,7 @@ def _met(state: Homes) -> Homes:
 
 
 def _in_order(here: Mapping[str, Home]) -> list[str]:
-    """Who wishes for a place has it, if there are as many homes; the others fill the rest as they came."""
+    """Homes with a requested index get it if there are enough homes; the others fill the gaps in order of arrival."""
     wished = dict(sorted((h.asked.place, token) for token, h in here.items() if h.asked.place != ANY))
     others = [token for token, h in here.items() if h.asked.place == ANY]
     order = []

@@ -1,7 +1,7 @@
-"""Where homes meet at a coordinator: bytes by name, for whoever asks to wait for. Lives on one event loop; knows no meaning.
+"""Key-value store at the coordinator, through which homes exchange bytes; readers may wait for keys. Runs on one event loop.
 
-What is kept is charged to whoever left it, and belongs to the view that was the newest then: once all have gone over to a later
-one, nobody asks for it any more. Each change is a record, from which the same store can be made again.
+Each value is charged to its writer and belongs to the newest view at the time of writing. Once all workers use a later view,
+no one reads it any more. Each change is a record, from which a journal can rebuild the store.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 
 MAX_KEPT_NBYTES = 512 << 20
-"""Of all values together. Groups drop what everybody has read: more than a few parts for each member has been forgotten."""
+"""Limit of all values together. Process groups drop values that all members have read, so a larger total is a leak."""
 LEAST_EACH_NBYTES = 32 << 20
-"""Of one worker at least, however many there are: a window of parts for who joins has 10 MB, and what stays of a large
-collective 2.5 MB in each group."""
+"""Least quota of one worker, however many there are: joining needs a window of parts (10 MB), and a large collective keeps
+2.5 MB in each process group."""
 MAX_NAME_NBYTES = 256
 KEY_NBYTES = 256
-"""What a key is charged beside its name and value."""
+"""What each key is charged in addition to its name and value."""
 MAX_TOKENS = 4096
-"""Of a number: the latest of what was added to it are told from what is said again."""
+"""How many additions to a number are remembered, so that repeats are recognized; the oldest are forgotten."""
 TOKEN_NBYTES = KEY_NBYTES + MAX_NAME_NBYTES
 MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
-"""Of the values in one answer; the rest is for what is around them."""
+"""Of the values in one reply; the rest of the reply's limit is for its other fields."""
 
 
 class Writer(NamedTuple):
-    """To whom something is charged, and how much may be."""
+    """The account that values are charged to, and its quota."""
 
     name: str
     most_nbytes: int = MAX_KEPT_NBYTES
     all_nbytes: int = MAX_KEPT_NBYTES
-    """Of all writers together."""
+    """Quota of all writers together."""
     view: int = 1
-    """Generation of the newest view as it writes."""
+    """Generation of the newest view at the time of writing."""
 
 
 class _Row(NamedTuple):
@@ -49,7 +49,7 @@ class _Row(NamedTuple):
 
 
 class Put(Record, frozen=True, tag=True):
-    """A value is there, in place of what was."""
+    """A value is set or replaced."""
 
     name: str
     value: bytes
@@ -58,7 +58,7 @@ class Put(Record, frozen=True, tag=True):
 
 
 class Added(Record, frozen=True, tag=True):
-    """To a number, which is `total` now and there as text, by that writer's token."""
+    """A number was increased to `total`, which is also the key's value as text. `once`: token of this addition."""
 
     name: str
     total: int
@@ -75,13 +75,13 @@ Change = Put | Added | Dropped
 
 
 class MeetingStore:
-    """All calls come from the loop's thread. `note` hears of each change once it is made, ahead of everybody else."""
+    """All calls come from the loop's thread. `note` is called after each change, before any reader sees it."""
 
     def __init__(self) -> None:
         self.note: Callable[[Change], None] = lambda _: None
         self._rows: dict[str, _Row] = {}
         self._sums: dict[str, tuple[int, dict[str, str]]] = {}
-        """By name: the number, and whose each token is that was added to it."""
+        """By name: the number, and the writer of each remembered addition, by token."""
         self._charged = Counter[str]()
         self._changed = asyncio.Event()
 
@@ -90,22 +90,22 @@ class MeetingStore:
         return self._charged.total()
 
     def put(self, pairs: Iterable[tuple[str, bytes]], by: Writer) -> None:
-        """CorruptFrame for more than it keeps; what a key held is replaced."""
+        """Sets or replaces values. CorruptFrame if a quota is exceeded."""
         for name, value in pairs:
             self._check_row(name, len(value), 0, by)
             self._make(Put(name, value, by.name, by.view))
         self._tell()
 
     def drop(self, names: Iterable[str]) -> None:
-        if there := tuple(name for name in names if name in self._rows or name in self._sums):
-            self._make(Dropped(there))
+        if present := tuple(name for name in names if name in self._rows or name in self._sums):
+            self._make(Dropped(present))
 
     def forget(self, view: int) -> None:
-        """What was left ahead of the view of that generation, to which all have gone over."""
+        """Drops values written before the view of that generation, which all workers use."""
         self.drop([name for name, row in self._rows.items() if row.view < view])
 
     def add(self, name: str, amount: int, once: str, by: Writer) -> int:
-        """To a number; its new value, which is also there as text. What was added under the same name `once` counts once."""
+        """Adds to a number and returns it; its key holds it as text. A repeat with the same token `once` changes nothing."""
         total, known = self._sums.get(name, (0, {}))
         if once not in known:
             _charge(once)
@@ -116,7 +116,7 @@ class MeetingStore:
         return total
 
     def found(self, names: Sequence[str]) -> tuple[bytes | None, ...]:
-        """CorruptFrame for more than an answer may hold, and for a name that is there twice."""
+        """The values. CorruptFrame if they exceed the size of a reply, or if a name is repeated."""
         if len(set(names)) < len(names):
             raise CorruptFrame(f"wants {len(names)} keys, of which {len(set(names))} differ; allowed: each once")
         rows = [self._rows.get(name) for name in names]
@@ -125,7 +125,7 @@ class MeetingStore:
         return tuple(None if row is None else row.value for row in rows)
 
     def again(self, change: Change) -> None:
-        """As it was made before. What each may keep is not asked: it was then."""
+        """Applies a change from the journal. Quotas are not checked, because they were when it was made."""
         if isinstance(change, Dropped):
             for name in change.names:
                 self._take(name)
@@ -146,15 +146,15 @@ class MeetingStore:
             self._sums[change.name] = change.total, known
 
     def changes(self) -> Iterator[Change]:
-        """Of which an empty store becomes this one."""
+        """The changes that turn an empty store into this one."""
         for name, (total, known) in self._sums.items():
             for once, writer in known.items():
                 yield Added(name, total, once, writer, 0)
-        for name, row in self._rows.items():  # those of numbers, too, as whoever wrote them last has left them
+        for name, row in self._rows.items():  # including numbers, to restore the last writer
             yield Put(name, *row)
 
     async def change(self, timeout_s: float) -> None:
-        """Until something is put, or that time is over."""
+        """Returns after the next write, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
@@ -163,7 +163,7 @@ class MeetingStore:
         self.note(change)
 
     def _tell(self) -> None:
-        """Those who wait."""
+        """Wakes waiting readers."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -177,13 +177,13 @@ class MeetingStore:
             del self._charged[writer]
 
     def _check_row(self, name: str, nbytes: int, more_nbytes: int, by: Writer) -> None:
-        """As `_check`, of a value of so many bytes in place of what is there, and of more beside it."""
+        """Checks quotas for a value of `nbytes` that replaces the present one, and `more_nbytes` in addition."""
         former = self._rows.get(name)
         freed = 0 if former is None else _charge(name) + len(former.value)
         self._check(_charge(name) + nbytes + more_nbytes, freed, former.writer if former else "", by)
 
     def _check(self, nbytes: int, freed: int, owner: str, by: Writer) -> None:
-        """CorruptFrame if it may not be charged so much more, behind what `owner` is then charged no more."""
+        """CorruptFrame if the writer's quota does not allow `nbytes`, after `freed` bytes are taken off `owner`'s account."""
         mine = self._charged[by.name] - (freed if owner == by.name else 0)
         if mine + nbytes > by.most_nbytes:
             raise CorruptFrame(f"{by.name} keeps {mine} bytes at the coordinator already, allowed {by.most_nbytes}, its part: "

@@ -1,7 +1,7 @@
-"""Who takes part: decisions as functions of (state, request, now). Knows no clock, lock or socket.
+"""Membership of a job: registration, heartbeats, failure detection and orderly leave, as functions of (state, request, now).
 
-A seat belongs to one process, known by its token. Until everyone is in, a seat whose process falls silent is cleared, so that
-a restarted one can take it; from then on a silent process is dead for good and the others are told.
+A token identifies a process and its registration. Before the job begins, the registration of a silent process is removed, so
+that its restart can register. After the job has begun, a process that stays silent is dead for good and its peers are notified.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from commlayer.records import Member, Record, ServerInfo, View
 from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
-"""A longer gap between two ticks means that the coordinator itself was stopped, so silence in it is nobody's fault."""
+"""A longer gap between two ticks means that the coordinator itself was stopped. Peers are not blamed for being silent then."""
 
 LISTED = 8
-"""How many of those who are missing are named."""
+"""How many missing ranks an error message lists."""
 
 
 class Place(Record, frozen=True):
-    """A taken seat: the request it was given for, when its process was last heard, and why it is gone."""
+    """The registration of one process: its request, when its last heartbeat came, and why it has gone."""
 
     join: Join
     rank: int
@@ -47,21 +47,21 @@ class Place(Record, frozen=True):
     dead: str = ""
     left: str = ""
     exchanges: int = -1
-    """How many it had made when it left."""
+    """Exchanges that the worker had completed when it left; -1 if unknown."""
     missed_by: tuple[str, ...] = ()
-    """Tokens of those whose data connection with it was ended by its machine."""
+    """Tokens of the processes that report a lost data connection to this one."""
     parted: bool = False
-    """A server says that it has closed its data connection in order."""
+    """A server reports that this worker closed its data connection in order."""
     blames: str = ""
-    """Of one that has left because of another that is here: that one, until it is heard again."""
+    """Of a worker that left because of a peer: that peer, until the peer's next heartbeat or its death."""
     in_force: int = 0
-    """Of a worker: generation of the view that it has gone over to, as it says."""
+    """Of a worker: generation of the view that it has switched to, as it reports."""
     without: int = 0
-    """Of a worker that is gone: generation of the first view without it; 0 for none (regrouping.py)."""
+    """Of a worker that is gone: generation of the first view without it; 0 if there is none (regrouping.py)."""
     overdue: Overdue | None = None
-    """Of a server: what it said last of sums that wait, and"""
+    """Of a server: its last report of sums that wait."""
     hangs: tuple[int, ...] = ()
-    """who was missing in the same step already when it was heard before (regrouping.py)."""
+    """Of a server: workers that were missing in the same step in its last two reports (regrouping.py)."""
 
     @property
     def here(self) -> bool:
@@ -73,46 +73,46 @@ class Place(Record, frozen=True):
 
 
 class State(Record, frozen=True):
-    """All that the coordinator knows. `workers` is 0 until somebody says how many there are."""
+    """The coordinator's state. `workers` is 0 until the coordinator's command or a worker gives the number."""
 
     workers: int
     servers: int
     places: Mapping[str, Place] = msgspec.field(default_factory=dict)
-    """By token."""
+    """Keyed by token."""
     view: View | None = None
     plan: bytes = b""
     ticked_s: float | None = None
     refused: tuple[tuple[str, str], ...] = ()
-    """Peer and reason, so that those who wait learn why someone is missing."""
+    """Peer and reason of refused requests. Processes that wait for the peer are given the reason."""
     min_workers: int = 0
-    """While so many workers are left, they go on without the others (regrouping.py). 0: all must stay."""
+    """The job continues without lost workers while at least this many are left (regrouping.py). 0: every worker must stay."""
     held: tuple[int, int, float] | None = None
-    """A step, the worker whom alone all others wait for there while somebody joins, and since when (regrouping.py)."""
+    """While a worker joins: a step, the rank that alone keeps that step waiting, and since when (regrouping.py)."""
 
 
 class Taken(NamedTuple):
-    """A decision: the state after it and what the asker is told."""
+    """A decision: the next state, and the reply to the caller."""
 
     state: State
     reply: Seat
 
 
 def join(state: State, request: Join, now: float) -> Taken:
-    """Seats the process, refuses it, or answers one that is seated. The last one in makes the view of generation 1."""
+    """Registers the process, refuses it, or repeats the reply to one that is registered. The last one creates view 1."""
     place = state.places.get(request.token)
     if place is not None:
         if not place.here:
             return Taken(state, Seat(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
-        # A server that takes up its seat may do so with another certificate than the one that it was given it for.
-        said = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
-        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=said)), place)
+        # A restarted server may present another certificate than the one that it registered with.
+        renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
+        state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
         return Taken(state, _seat(state, place))
     problem = _problem(state, request)
     if problem:
-        asked = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
-        line = f"{asked} on {_who(request)}: {problem}"
-        kept = tuple(entry for entry in state.refused if entry[0] != asked)[-7:]
-        return Taken(msgspec.structs.replace(state, refused=(*kept, (asked, without_code(problem)))), Seat(error=line))
+        peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
+        line = f"{peer} on {_who(request)}: {problem}"
+        kept = tuple(entry for entry in state.refused if entry[0] != peer)[-7:]
+        return Taken(msgspec.structs.replace(state, refused=(*kept, (peer, without_code(problem)))), Seat(error=line))
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
         return Taken(state, Seat(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
@@ -123,7 +123,7 @@ def join(state: State, request: Join, now: float) -> Taken:
 
 
 def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, Pulse]:
-    """Notes that the process lives and tells it who does not. `said`: what else it tells."""
+    """Records a heartbeat and returns which peers are gone. `said`: the report in the heartbeat; None for none."""
     place = state.places.get(token)
     if place is None:
         return state, Pulse(stranger=True)
@@ -140,7 +140,7 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         if place.join.kind == "server":
             state = _parted(state, said.ended)
             state = _dropped(state, place, said.dropped) if place.here else state
-    # Whoever has gone over to a view without somebody waits for nothing of that one. A server never waits for anybody itself.
+    # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
     known = said.generation if said is not None and place.join.kind == "server" else place.in_force
     others = [p for t, p in sorted(state.places.items()) if t != token and not 0 < p.without <= known]
     lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
@@ -151,12 +151,12 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
 
 
 def in_view(state: State, place: Place) -> bool:
-    """Whether it is of the newest view, where there is any, or serves."""
+    """Whether the process is a server, or a worker of the newest view; True before there is a view."""
     return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
-    """An orderly end, or an error's. Before the view is complete it frees the seat."""
+    """Records that a process leaves, in order or with an error. Before the job begins this frees its registration."""
     place = state.places.get(token)
     if place is None or not place.here:
         return state
@@ -169,13 +169,14 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
 
 
 def unjudged(state: State, place: Place) -> bool:
-    """Whether it has left because of one of whom nobody knows yet whether that is lost, or only the way between the two: it is
-    told of once that one is heard again or dead. Else the first to miss somebody would be named in that one's place."""
+    """Whether the process left because of a peer that is neither dead nor known to be alive. The peer may be lost, or only the
+    link between the two. Such a departure is reported only when the peer is dead or sends a heartbeat, so that the first
+    process to miss the peer is not named as the cause."""
     return bool(place.blames) and any(p.here and p.peer == place.blames for p in state.places.values())
 
 
 def _lives(state: State, place: Place) -> State:
-    """It is heard, so whoever has left because of it has left for a reason of its own."""
+    """The process is alive, so peers that left because of it left for reasons of their own."""
     for p in list(state.places.values()):
         if p.blames == place.peer:
             state = _with(state, msgspec.structs.replace(p, blames=""))
@@ -183,7 +184,7 @@ def _lives(state: State, place: Place) -> State:
 
 
 def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
-    """As that process sees them now."""
+    """Stores which peers this process currently reports as disconnected."""
     for p in list(state.places.values()):
         if (p.peer in peers) != (token in p.missed_by):
             others = tuple(t for t in p.missed_by if t != token)
@@ -198,7 +199,8 @@ def _parted(state: State, peers: tuple[str, ...]) -> State:
 
 
 def _dropped(state: State, server: Place, gone: tuple[Gone, ...]) -> State:
-    """A server's word: no other process sees what came by its connections, and no worker's word counts against another."""
+    """Evicts workers that a server has dropped. Only servers are trusted with this: a worker's report about another worker
+    does not count, and no other process sees the bytes of that connection."""
     for one in gone:
         tokens = [t for t, p in state.places.items() if p.join.kind == "worker" and p.peer == one.peer]
         state = cut(state, tokens, dropped_by(server.peer, one_line(one.reason)))
@@ -206,12 +208,12 @@ def _dropped(state: State, server: Place, gone: tuple[Gone, ...]) -> State:
 
 
 def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0, ended_after_s: float = 0.0) -> State:
-    """Judges silence. Call it a few times per second.
+    """Detects failures by silence. Call it a few times per second.
 
-    A process whose machine has ended a connection for it is dead after `dead_after_s`. One that is silent or stopped may come
-    back (a cut link, a laptop that sleeps): it has `patience_s`, if that is longer. Where servers say of all who
-    are left that they have ended in order, they have, once they are silent for `ended_after_s`: nobody was there to hear
-    them leave.
+    A process is dead after `dead_after_s` of silence if a peer reports that its machine closed a connection. Without such a
+    report it may come back (a cut link, a laptop that sleeps), so it has until `patience_s`, if that is longer. If servers
+    report that all remaining workers closed in order, these count as finished after `ended_after_s` of silence: they left
+    while no coordinator was running.
     """
     paused_s, places = stood_still_s(state, now), state.places
     if paused_s:
@@ -233,7 +235,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
 
 
 def stood_still_s(state: State, now: float) -> float:
-    """Seconds since the last tick, if so many that this process itself was stopped: nobody was silent in them. Otherwise 0."""
+    """Seconds since the last tick if the coordinator itself was stopped in between; otherwise 0."""
     gap_s = 0.0 if state.ticked_s is None else now - state.ticked_s
     return gap_s if gap_s > PAUSE_S else 0.0
 
@@ -243,7 +245,7 @@ def _silent(state: State, p: Place, now: float) -> str:
 
 
 def ended(state: State, name: str, pid: int) -> State:
-    """The process of that machine has ended without a word: its seats are dead at once."""
+    """A process of that machine has exited without leaving the job. Its registrations are dead at once."""
     for p in state.places.values():
         if p.here and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
             why = f"its process {_who(p.join)} has ended without leaving the job"
@@ -252,7 +254,7 @@ def ended(state: State, name: str, pid: int) -> State:
 
 
 def cut(state: State, tokens: Iterable[str], why: str) -> State:
-    """These may take part no longer: their seats are free, or dead where the job has begun."""
+    """Evicts these processes: before the job begins their registrations are free, after that they are dead."""
     for token in tokens:
         place = state.places.get(token)
         if place is not None and place.here:
@@ -261,27 +263,27 @@ def cut(state: State, tokens: Iterable[str], why: str) -> State:
 
 
 def over(state: State) -> bool:
-    """The job began and no worker is left in it."""
+    """Whether the job has begun and no worker is left in it."""
     return state.view is not None and not any(p.here for p in state.places.values() if p.join.kind == "worker")
 
 
 def failure(state: State) -> str:
-    """Of a job that is over: why it ended before its last workers had finished; "" if they have."""
+    """Why a job that is over ended before its last workers had finished; "" if they finished."""
     if state.view is None or not over(state):
         return ""
     of = {m.rank for m in state.view.members}
     ends = [p for p in state.places.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
-    first = min(ends, key=lambda p: (not p.dead, bool(p.blames)), default=None)  # its cause, and not who failed with it
+    first = min(ends, key=lambda p: (not p.dead, bool(p.blames)), default=None)  # the cause before those that failed with it
     return "" if first is None else f"{first.peer}: {first.dead or f'left the job: {first.left}'}"
 
 
 def empty(state: State) -> bool:
-    """The job is over and its servers have left too: nobody will ask again."""
+    """Whether the job is over and its servers have left too, so no process will call again."""
     return over(state) and not any(p.here for p in state.places.values())
 
 
 def missing(state: State) -> str:
-    """Who has not joined yet, and why if that is known; empty when all are in."""
+    """Which processes have not joined yet, and why if known; empty when all have joined."""
     parts = []
     for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
         here = _ranks(state, kind)
@@ -291,12 +293,12 @@ def missing(state: State) -> str:
             names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
             parts.append(f"{len(here)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.places.values()}
-    parts += [f"{asked} was refused: {problem}" for asked, problem in state.refused if parts and asked not in seated]
+    parts += [f"{peer} was refused: {problem}" for peer, problem in state.refused if parts and peer not in seated]
     return "; ".join(parts)
 
 
 def _problem(state: State, request: Join) -> str:
-    """Why the request cannot be met, or an empty string."""
+    """Why the request is refused; "" if it is not."""
     if problem := incompatible(request, next((p.join.version for p in state.places.values()), "")):
         return problem
     if state.view is not None:
@@ -326,7 +328,8 @@ def _problem(state: State, request: Join) -> str:
 
 
 def conflict(request: Join, place: Place) -> str:
-    """Why the request does not go with a seated process of the same kind. Tells no digest of that one's."""
+    """Why the request conflicts with a registered process of the same kind; "" if it does not. The text holds no digest of
+    the other process."""
     other = place.join
     if place.rank == request.rank:
         return coded("E-RANK", f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own")
@@ -339,7 +342,7 @@ def conflict(request: Join, place: Place) -> str:
 
 
 def _completed(state: State) -> State:
-    """With the view of generation 1 if everyone is in. From then on the plan is the state's, and no seat's."""
+    """Creates view 1 once all have joined. From then on the plan is in the state, not in registrations."""
     if missing(state):
         return state
     seated = sorted(state.places.values(), key=lambda p: p.rank)
@@ -353,14 +356,14 @@ def _completed(state: State) -> State:
 
 
 def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
-    """On the nodes that they name; else where their machine's workers are, or on nodes behind all others."""
+    """Places servers on the node that they name, else with the workers of the same host name, else on new nodes at the end."""
     nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
     named = [p.join.node for p in (*servers, *workers)]
-    made = []
+    infos = []
     for p in servers:
         node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
-        made.append(ServerInfo(p.rank, p.join.address, node, p.join.beside, p.join.streams, returns=p.join.returns))
-    return tuple(made)
+        infos.append(ServerInfo(p.rank, p.join.address, node, p.join.beside, p.join.streams, returns=p.join.returns))
+    return tuple(infos)
 
 
 def _seat(state: State, place: Place) -> Seat:
@@ -389,7 +392,7 @@ def _who(request: Join) -> str:
 
 
 def _where(state: State, place: Place) -> str:
-    """A server's node, too: its machine may run several processes that are named after it."""
+    """As `_who`, with the node of a server, since several processes may have the name of its machine."""
     servers = () if state.view is None or place.join.kind != "server" else state.view.servers
     return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
 

@@ -1,4 +1,4 @@
-"""What travels on the control plane: frozen records as msgpack. Knows no sockets, no clock and no decision."""
+"""Messages of the control plane: frozen records, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
 """A plan of a model with 100,000 tensors has about 20 MB."""
 MAX_REPLY_NBYTES = MAX_PLAN_NBYTES + (4 << 20)
-"""Most bytes of an answer, which may hold a plan."""
+"""Largest reply; a reply may hold a plan."""
 PART_NBYTES = 192 << 10
 MAX_NBYTES = 256 << 10
-"""Most bytes of a call: so much may come from somebody who has proved nothing. Plans go up in parts."""
+"""Largest call. An unauthenticated caller may send this much, so plans are uploaded in parts."""
 
 R = TypeVar("R", bound=Record)
 Kind = Literal["worker", "server"]
@@ -34,7 +34,7 @@ ANY = -1
 
 
 class Join(Record, frozen=True):
-    """One process asks to take part. Sent again until the view is complete; `token` says that it is the same process."""
+    """Asks for registration. Repeated until the view is complete; `token` identifies the process across repeats."""
 
     kind: Kind
     token: str
@@ -44,41 +44,42 @@ class Join(Record, frozen=True):
     version: str
     rank: int = ANY
     world: int = 0
-    """0: as many as the coordinator was told."""
+    """0: the number that the coordinator was started with."""
     node: int = 0
-    """Of a server ANY: the node whose workers have its `name`, else one of its own."""
+    """Of a server ANY: the node of the workers with the same `name`, else a node of its own."""
     job: str = ""
     """Digest of the worker's Job."""
     plan: bytes = b""
-    """The plan's canonical bytes; those of worker 0 are everyone's. Left out on the wire: see Part."""
+    """The plan's canonical bytes. The plan of worker 0 is used by all. Not sent in this message: see Part."""
     plan_digest: str = ""
-    """Not empty: what the sender holds to be the plan; all who say so must agree."""
+    """If not empty: digest of the plan that the sender holds. All senders must agree."""
     address: str = ""
     """A server's data address."""
     streams: str = ""
-    """Where a server takes gRPC streams; empty: nowhere."""
+    """Where a server accepts gRPC streams; empty if it does not."""
     beside: bool = False
-    """Of a server: it is in the coordinator's own process, and falls silent with it."""
+    """Of a server: it runs in the coordinator's process and fails with it."""
     returns: bool = False
-    """Of a server: it has a journal, so that one that was killed may take its seat again."""
+    """Of a server: it has a journal, so it can be restarted and register again."""
     dials: bool = False
-    """Of a worker: its machine only dials out, so whatever has its `name` and serves is another one."""
+    """Of a worker: its machine accepts no connections, so a server with the same `name` runs on another machine."""
     regroups: bool = False
-    """Of a worker: it can go on with those who are left when others die or leave, and with who joins later."""
+    """Of a worker: it can continue after other workers die, leave or join."""
     alike: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of a worker: what must be the same on all. Those who met have compared it; who joins later is compared here."""
+    """Of a worker: settings that must be equal on all workers. The first workers compare them themselves; the coordinator
+    compares those of a worker that joins later."""
     certificate: str = ""
-    """The name in the certificate that the call came with, as the coordinator sees it: it writes this field itself,"""
+    """Name in the caller's certificate. The coordinator fills in this field and the next two."""
     serial: str = ""
-    """its number in hex, as the list of the revoked has it, which is kept with the seat,"""
+    """Serial number of that certificate in hex, as in the revocation list. Kept with the registration."""
     dials_only: bool = False
-    """and this one: with that certificate nobody may serve."""
+    """Whether that certificate may not be used by a server."""
     gradients: int = ANY
     """Of a worker: as in View."""
 
 
 class Seat(Record, frozen=True):
-    """The answer to Join: `error`, or who the process is and, once all are in, the view; until then who is missing."""
+    """Reply to Join: `error`; or, once all have joined, rank and view; until then, which processes are missing."""
 
     error: str = ""
     rank: int = ANY
@@ -88,11 +89,11 @@ class Seat(Record, frozen=True):
     time_s: float = 0.0
     """The coordinator's clock, in seconds since 1970."""
     plan_wanted: bool = False
-    """There is no such seat (any more), and the plan of that digest is not here: send its parts, then ask again."""
+    """The process is not registered and the coordinator lacks the plan of that digest: upload it in parts, then join again."""
 
 
 class Part(Record, frozen=True):
-    """Bytes of a plan from `begin` on. The answer is an empty Pulse."""
+    """A chunk of a plan, starting at byte `begin`. The reply is an empty Pulse."""
 
     plan_digest: str
     nbytes: int
@@ -102,7 +103,7 @@ class Part(Record, frozen=True):
 
 
 class Gone(Record, frozen=True):
-    """A peer that takes no part any more, by its name in errors, and why."""
+    """A peer that has left or died, by its name in errors, and the reason."""
 
     peer: str
     reason: str
@@ -111,62 +112,63 @@ class Gone(Record, frozen=True):
 
 
 class Overdue(Record, frozen=True):
-    """Of a server: the earliest step whose sums wait there, and who has kept one of them waiting for `limit_s` or longer."""
+    """A server's report of waiting sums: the earliest such step, and the workers missing there for `limit_s` or longer."""
 
     step: int
     missing: tuple[int, ...] = ()
-    """Ranks of workers; nobody yet, where others have waited for less."""
+    """Ranks of workers; empty if no sum has waited for `limit_s` yet."""
     limit_s: float = 0.0
 
 
 class Heartbeat(Record, frozen=True):
-    """Sent by the process itself, or by its child, which knows what became of it."""
+    """Sent by the process itself, or by its heartbeat child process, which also reports the state of its parent."""
 
     token: str
     missed: tuple[str, ...] = ()
-    """Peers whose end of a data connection their machine has ended without a word, and that have not come back."""
+    """Peers whose machine closed the data connection without an orderly end, and that have not reconnected."""
     parent: Literal["", "stopped", "ended"] = ""
-    """What the child says of the process whose seat it is, when that does not beat."""
+    """Set by the child process when its parent does not send heartbeats."""
     generation: int = 0
-    """Of the newest view that the process knows; 0: it asks for none."""
+    """Of the newest view that the process knows; 0: the process wants no views."""
     ended: tuple[str, ...] = ()
-    """Of a server: workers who have closed their data connections in order."""
+    """Of a server: workers that have closed their data connections in order."""
     dropped: tuple[Gone, ...] = ()
-    """Of a server: workers whose data connections it has ended, since what came by them broke the protocol."""
+    """Of a server: workers that it disconnected because they broke the protocol."""
     in_force: int = 0
-    """Generation of the view in force there, of a worker itself: it asks for nothing that was said ahead of that one."""
+    """Generation of the view that a worker has switched to. It needs nothing that was reported before that view."""
     overdue: Overdue | None = None
     """Of a server, while sums wait there."""
 
 
 class Pulse(Record, frozen=True):
-    """The answer to Heartbeat. `stranger`: this coordinator never seated the sender."""
+    """Reply to Heartbeat. `stranger`: the sender is not registered with this coordinator."""
 
     stranger: bool = False
     dead: str = ""
-    """Not empty: the sender itself was declared dead, for this reason."""
+    """If not empty: the sender itself was declared dead, for this reason."""
     lost: tuple[Gone, ...] = ()
     left: tuple[Gone, ...] = ()
     over: bool = False
     """Every worker has left or is dead."""
     failed: bool = False
-    """The job is over, and not all of its last workers have finished."""
+    """The job is over, and not all of its last workers finished."""
     view: View | None = None
-    """One that is newer than the asker's: from now on its members are the job's."""
+    """A view that is newer than the sender's. From now on its members are the job's."""
 
 
 class Leave(Record, frozen=True):
     token: str
     reason: str = FINISHED
-    """Any other tells the others that the end was not an orderly one."""
+    """Any other reason marks an end with an error."""
     exchanges: int = -1
-    """Of a worker: in how many it has done its part, so that whoever waits for it in a later one knows. -1: not told."""
+    """Of a worker: how many exchanges it has contributed to, for peers that wait for it in a later one. -1: unknown."""
 
 
 class Attend(Record, frozen=True):
-    """One home says that it is there, and again while it is: a machine whose ranks reach the others through here alone.
+    """Registers a home: a machine that only dials out, whose ranks reach the others through the coordinator. Repeated while
+    the home is present.
 
-    A launcher asks for all of its machine's workers, before they start. `leave`: it goes, for this reason.
+    A launcher sends this for all workers of its machine, before they start. `leave`: the home leaves, for this reason.
     """
 
     home: str
@@ -176,110 +178,110 @@ class Attend(Record, frozen=True):
     protocol: int
     version: str
     workers: int
-    """How many it brings."""
+    """How many workers this home starts."""
     place: int = ANY
-    """Which of the homes it wishes to be: ranks are counted in their order."""
+    """Requested index among the homes. Ranks are assigned in the order of these indices."""
     leave: str = ""
     certificate: str = ""
     """As in Join."""
     meeting: str = ""
-    """In which it got its ranks."""
+    """Name of the meeting that assigned its ranks."""
     waited_s: float = 0.0
-    """For how long it has asked for its ranks."""
+    """Seconds since the home first asked for its ranks."""
 
 
 class Attended(Record, frozen=True):
-    """The answer: `error`, or who is missing, or, once all homes are there, the ranks of this one's workers."""
+    """Reply to Attend: `error`; or what is missing; or, once all homes are present, the ranks of this home's workers."""
 
     error: str = ""
     missing: str = ""
     first: int = ANY
-    """Rank of its first worker; the others follow."""
+    """Rank of its first worker; the other workers have the ranks after it."""
     world: int = 0
     node: int = ANY
-    """Which of the homes it is."""
+    """Index of this home among the homes."""
     nodes: int = 0
     meeting: str = ""
-    """A random name, of one process of the coordinator."""
+    """Random name, new in each process of the coordinator."""
     joins: bool = False
-    """The job runs, and takes this home in: its ranks are the last of `world`, as it stands."""
+    """The job is already running and admits this home: its ranks are the last ones of `world`."""
     min_workers: int = 0
-    """As the coordinator was told."""
+    """The coordinator's setting."""
 
 
 class Ask(Record, frozen=True):
-    """To the store that homes meet in: writes, then reads what is there within `wait_s`. Said again it changes nothing."""
+    """Call to the key-value store of the homes: writes, then waits up to `wait_s` for keys. Idempotent."""
 
     home: str
     put: tuple[tuple[str, bytes], ...] = ()
     drop: tuple[str, ...] = ()
     add: tuple[str, int, str] | None = None
-    """To the number of that key; a random name tells one that is said again."""
+    """Key, amount, and a random name that makes a repeat recognizable."""
     want: tuple[tuple[str, int], ...] = ()
-    """Keys, and the rank whose part it is to write each; ANY: nobody knows."""
+    """Keys to read, each with the rank that writes it; ANY: unknown."""
     wait_s: float = 0.0
     without: bool = False
-    """What those would have written who are gone is waited for no longer, and is no error."""
+    """Do not wait for keys whose writers are gone, and report no error for them."""
     view: int = 0
-    """Not 0: what it writes is said in the view of that generation, and none of it counts once there is a newer one."""
+    """If not 0: the writes belong to the view of that generation and are ignored once there is a newer one."""
     rank: int = ANY
-    """Who of that home waits for ranks that should have come, and"""
+    """Of that home: the rank that waits for keys of other ranks."""
     limit_s: float = 0.0
-    """for how long that may be. 0: nobody is to be blamed."""
+    """Seconds after which the ranks that it waits for count as hung. 0: none is blamed."""
 
 
 class Kept(Record, frozen=True):
-    """The answer to Ask: what is there of what it wants; `error`: why some of that will never be."""
+    """Reply to Ask: the values found. `error`: why some of them will never be written."""
 
     found: tuple[bytes | None, ...] = ()
     error: str = ""
     sum: int = 0
     over: bool = False
-    """What is not there will not come: its writers are gone."""
+    """The missing values will not come: their writers are gone."""
     lost: str = ""
-    """Whom `error` is about, where that is one who is gone; else it is about who asks."""
+    """The lost peer that `error` is about; empty if `error` is about the caller."""
 
 
 class About(Record, frozen=True):
-    """Asks who coordinates here, and how the way there is: `data` goes up, and `wanted` bytes come down. Takes no seat."""
+    """Queries the coordinator and measures the link: `data` is uploaded, `wanted` bytes are downloaded. Registers nothing."""
 
     data: bytes = b""
     wanted: int = 0
-    """At most ABOUT_NBYTES; once the job has begun none come, since they would be in its way."""
+    """At most ABOUT_NBYTES. A job that has begun sends none, so that queries do not take its bandwidth."""
 
 
 class Told(Record, frozen=True):
-    """The answer to About."""
+    """Reply to About."""
 
     version: str
     protocol: int
     wire: int
-    """Version of the frames."""
+    """Version of the data frames."""
     time_s: float
-    """Its clock, in seconds since 1970."""
+    """The coordinator's clock, in seconds since 1970."""
     workers: int
-    """How many the job is for, 0 if nobody has said."""
+    """Workers of the job; 0 if not known yet."""
     seated: int
-    """How many of them are here."""
+    """Workers that are registered and present."""
     servers: tuple[ServerInfo, ...] = ()
-    """Those that are here."""
+    """Servers that are present."""
     begun: bool = False
     plan: str = ""
-    """Its digest, once there is one."""
+    """Digest of the plan, once there is one."""
     data: bytes = b""
     free: int = 0
-    """Once the job has begun: how many workers it takes in, in the place of others who are gone."""
+    """Of a running job: how many workers it would admit in place of workers that are gone."""
     shut: str = ""
-    """Why it takes nobody in then; "" if it does."""
+    """Of a running job: why it admits no workers; "" if it does."""
     full: bool = False
-    """It will as soon as somebody is gone."""
+    """The job has all its workers; it admits another one when one of them is gone."""
 
 
 ABOUT_NBYTES = 192 << 10
 
 
 def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:
-    """The request of this process for a home of so many workers."""
+    """The request of this process to register a home of that many workers."""
     return Attend(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
 
 
@@ -287,30 +289,30 @@ def worker(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
     regroups: bool = False, gradients: int = ANY, alike: Mapping[str, str] = {},
 ) -> Join:
-    """The request of this process as a worker. Only worker 0, or one that may become it, sends the plan itself."""
+    """The request of this process to join as a worker. Only rank 0, or a worker that may become rank 0, sends the plan."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
                 sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups, gradients=gradients, alike=dict(alike))
 
 
 def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
-    """The request of this process as a summation server that workers reach at `address`; `number`: which one of the plan.
+    """The request of this process to join as a summation server at `address`. `number`: its number in the plan.
 
-    `beside`: the coordinator is in this process, too. `streams`: where it takes gRPC streams.
+    `beside`: this process also runs the coordinator. `streams`: where it accepts gRPC streams.
     """
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
                 address=address, beside=beside, streams=streams)
 
 
 def digest_of(plan: bytes) -> str:
-    """records.digest of the plan, from its canonical bytes; empty for no plan."""
+    """As records.digest, from the plan's canonical bytes; "" for no plan."""
     return hashlib.sha256(plan).hexdigest()[:16] if plan else ""
 
 
 @functools.cache
 def version() -> str:
     """The installed package's version, or "source" for a bare checkout."""
-    import importlib.metadata  # here, since a coordinator does without
+    import importlib.metadata  # imported late, because a coordinator does not need it
 
     try:
         return importlib.metadata.version("commlayer")
@@ -319,7 +321,7 @@ def version() -> str:
 
 
 def incompatible(asked: Join | Attend, version: str) -> str:
-    """Why a process of such software cannot take part, or an empty string. `version`: of who is here; empty for nobody."""
+    """Why a process with this software cannot take part; "" if it can. `version`: the job's; empty if not known."""
     if asked.protocol != PROTOCOL:
         return coded("E-VERSION", f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same "
                      "commlayer everywhere")
@@ -329,7 +331,7 @@ def incompatible(asked: Join | Attend, version: str) -> str:
 
 
 def names(reason: str, peer: str) -> bool:
-    """Whether an end for that reason is one because of that peer: errors begin with whom they are about, and reasons hold them.
+    """Whether `reason` names `peer` as its cause. Errors begin with the peer that they are about.
 
     >>> names("PeerLost: server 1: connection lost", "server 1"), names("it met server 1", "server 1")
     (True, False)
@@ -340,13 +342,13 @@ def names(reason: str, peer: str) -> bool:
 
 
 def named_at(reason: str, peer: str) -> int:
-    """Where the reason names that peer as its cause; -1 if it does not."""
-    found = re.search(rf"\b{re.escape(peer)}( \([^()]*\))?: ", reason)
-    return found.start() if found else -1
+    """Where `reason` names `peer` as its cause; -1 if it does not."""
+    match = re.search(rf"\b{re.escape(peer)}( \([^()]*\))?: ", reason)
+    return match.start() if match else -1
 
 
 def dropped_by(server: str, why: str) -> str:
-    """Why a worker is gone, where a server has dropped it. It is no end because of that server.
+    """Why a worker is gone that a server has dropped. The text does not name the server as the cause.
 
     >>> names("worker 1: " + dropped_by("server 0", "sent noise"), "server 0")
     False
@@ -359,7 +361,7 @@ def pack(record: Record) -> bytes:
 
 
 def unpack(data: bytes, kind: type[R], peer: str) -> R:
-    """The record in `data`; CorruptFrame naming the peer if it is none."""
+    """Decodes a record; CorruptFrame names the peer if the data is malformed."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
@@ -370,15 +372,15 @@ def unpack(data: bytes, kind: type[R], peer: str) -> R:
 
 
 class _Said(msgspec.Struct):
-    """What can be read of a request of any version."""
+    """The field that can be read from a request of any version."""
 
     version: str
 
 
 def _other_version(data: bytes) -> str:
     try:
-        said = msgspec.msgpack.decode(data, type=_Said).version
-    except (*MALFORMED, RecursionError):  # what it does not know it passes over, as deep as that goes
+        theirs = msgspec.msgpack.decode(data, type=_Said).version
+    except (*MALFORMED, RecursionError):  # fields that it does not know are skipped by recursion
         return ""
     remedy = "install the same version everywhere"
-    return "" if said == version() else f"runs commlayer {short_line(said, 64)}, here {version()}: {remedy}"
+    return "" if theirs == version() else f"runs commlayer {short_line(theirs, 64)}, here {version()}: {remedy}"

@@ -1,8 +1,8 @@
-"""Who goes on when workers die, leave, hang or join: decisions over a coordinator's state. Knows no clock, lock or socket.
+"""Changes of members in a running job: who continues when workers die, leave, hang or join. Pure functions of the state.
 
-A view is made of those who are left, as long as they are at least `min_workers`; how they go over to it is engine/regroup.py's.
-Where they are too few, or some cannot go on without others, a death is everyone's, as it is without `min_workers`. While
-workers are missing, others may come in their place, each under a number that nobody had.
+A new view is made of the workers that are left, if there are at least `min_workers`; engine/regroup.py switches to it. If there
+are fewer, or some cannot continue without others, a death fails the job, as it does without `min_workers`. While workers are
+missing, new ones may replace them, each under a rank that was never used before.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from commlayer.records import Member, View
 from commlayer.transport.protocol import SERVER_BASE
 
 FORMER = 64
-"""So many who are gone keep their seats once all have gone over to a view without them, and hear why if they come back. A job
-that homes leave and join for weeks keeps no more than these."""
+"""How many departed workers keep their registration after all have switched to a view without them, to be sent the reason if
+they return. This bounds the state of a job that homes leave and join for weeks."""
 UNLESS = ", unless it is served with --min-workers"
-"""Which helps homes alone."""
+"""Added only for homes, which alone can use it."""
 
 
 def regrouped(state: State) -> State:
-    """With the view of those who are left, if somebody of the view is gone and they can go on."""
+    """Makes a view of the remaining workers, if some of the view's workers are gone and the others can continue."""
     view, workers = state.view, _workers(state)
     if view is None or not state.min_workers:
         return state
@@ -43,26 +43,27 @@ def regrouped(state: State) -> State:
 
 
 def _kept(places: Mapping[str, Place], settled: int) -> dict[str, Place]:
-    """Without those whom nobody asks for any more, but for the last of them."""
+    """Drops registrations of workers that left long ago, except the last FORMER."""
     former = sorted((p.without, token) for token, p in places.items() if 0 < p.without <= settled)[:-FORMER]
     over = {token for _, token in former}
     return {token: p for token, p in places.items() if token not in over}
 
 
 def waited(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
-    """As a server says now of sums that wait; without the workers that hang, if the others can go on.
+    """Stores a server's report of waiting sums, and evicts workers that hang, if the others can continue.
 
-    Blamed are those alone who are missing in the earliest step in which anybody waits, whichever server says it: whoever lacks
-    that step's sums can have no part in a later one. A server must say it twice: what it had yet to read then is added now.
-    `patience_s`: for so long the first of the view may keep its part back when all others have sent theirs.
+    A worker is blamed only if it is missing in the earliest step for which any server waits, since without that step's sums it
+    cannot contribute to a later one. Two successive reports are needed: contributions that the server had not read at the
+    first are added by the second. `patience_s`: how long the view's first worker may hold back its part after all others have
+    sent theirs.
     """
     place = state.places.get(token)
     if place is None or not place.here or place.join.kind != "server":
         return state
     before = place.overdue
-    again = () if said is None or before is None or said.step != before.step else \
+    repeated = () if said is None or before is None or said.step != before.step else \
         tuple(rank for rank in said.missing if rank in before.missing)
-    place = msgspec.structs.replace(place, overdue=said, hangs=again)
+    place = msgspec.structs.replace(place, overdue=said, hangs=repeated)
     state = msgspec.structs.replace(state, places={**state.places, token: place})
     state = msgspec.structs.replace(state, held=_held(state, now))
     workers = _workers(state)
@@ -72,7 +73,7 @@ def waited(state: State, token: str, said: Overdue | None, now: float, patience_
 
 
 class _Late(NamedTuple):
-    """Those of the view who are missing in the earliest step in which anybody waits, and who says so."""
+    """Workers of the view that are missing in the earliest step for which a server waits, and the reports about it."""
 
     step: int
     ranks: set[int]
@@ -80,24 +81,24 @@ class _Late(NamedTuple):
 
 
 def _late(state: State) -> _Late | None:
-    told = [(p, p.overdue) for _, p in sorted(state.places.items()) if p.here and p.overdue is not None]
-    if state.view is None or not told:
+    reports = [(p, p.overdue) for _, p in sorted(state.places.items()) if p.here and p.overdue is not None]
+    if state.view is None or not reports:
         return None
-    step = min(overdue.step for _, overdue in told)
-    said = [(p, overdue) for p, overdue in told if overdue.step == step]
-    return _Late(step, _there(state) & {rank for _, overdue in said for rank in overdue.missing}, said)
+    step = min(overdue.step for _, overdue in reports)
+    earliest = [(p, overdue) for p, overdue in reports if overdue.step == step]
+    return _Late(step, _there(state) & {rank for _, overdue in earliest for rank in overdue.missing}, earliest)
 
 
 def _first(state: State) -> int | None:
-    """Who may keep its part of a step back now: while somebody joins the first of the view does, until all have come to that
-    step (engine/regroup.py)."""
+    """The rank that may hold back its part of a step now. While a worker joins, the view's first worker holds it back until all
+    have come to that step (engine/regroup.py)."""
     view = state.view
     joining = view is not None and settled(state) < view.generation and any(m.rank >= state.workers for m in view.members)
     return view.members[0].rank if view is not None and joining else None
 
 
 def _held(state: State, now: float) -> tuple[int, int, float] | None:
-    """Whether that one alone is missing there, and since when. Then all have come, and have only to tell each other so."""
+    """Whether only that rank is missing in the step, and since when. All have come then, and only messages are pending."""
     late, first, before = _late(state), _first(state), state.held
     if late is None or first is None or late.ranks != {first}:
         return None
@@ -105,7 +106,8 @@ def _held(state: State, now: float) -> tuple[int, int, float] | None:
 
 
 def _hung(state: State, until: float) -> dict[int, str]:
-    """By rank: who lives, does nothing, and is done without, and why. Who holds all others up since `until` does, too."""
+    """Workers to evict because they hang, by rank with the reason. Includes the first worker if it has held the others up
+    since before `until`."""
     late = _late(state)
     if late is None or not state.min_workers or unable(state):
         return {}
@@ -121,37 +123,38 @@ def _hung(state: State, until: float) -> dict[int, str]:
 
 def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapping[int, float], patience_s: float
             ) -> dict[int, str]:
-    """By rank: who lets others wait where homes meet, and is done without if it does so when this is asked again; and why.
+    """Workers that let others wait in the homes' store, by rank with the reason. A caller evicts those that a later call
+    returns again.
 
-    That is who waits for nobody itself, and for whom at least half of those who are here have waited for `limit_s`, or as long
-    as they may if that is longer. While a sum waits anywhere, who is missing in that holds up all the others, unless all
-    but those to be blamed wait where homes meet: then nobody waits in it.
-    `ago_s`: how long ago each has waited itself, where it has. Others held it up until then, so it has `patience_s` to come.
+    Such a worker does not wait itself, and at least half of the present workers have waited for it for `limit_s`, or for
+    their own limit if that is longer. While a sum waits, the worker that it lacks may be what delays the others. The result
+    is then empty, unless all workers except those to be blamed wait in the store: then none of them is in that sum.
+    `ago_s`: how long ago a worker waited itself, if it did. Others delayed it until then, so it gets `patience_s` to come.
     """
     if state.view is None or not state.min_workers or not meetings or unable(state):
         return {}
-    there = _there(state)
-    free = there - {rank for one in meetings for rank in one.waited_s}
-    # By name: for how long each of those who are here has waited, the longest first.
-    waits = [(one, sorted((one.waited_s[rank] for rank in there & one.waited_s.keys()), reverse=True))
+    present = _there(state)
+    free = present - {rank for one in meetings for rank in one.waited_s}
+    # For each pending key: how long each of the present workers has waited, longest first.
+    waits = [(one, sorted((one.waited_s[rank] for rank in present & one.waited_s.keys()), reverse=True))
              for one in meetings if one.rank in free]
-    half = (len(there) + 1) // 2
+    half = (len(present) + 1) // 2
     waits = [(one, waited_s) for one, waited_s in waits if len(waited_s) >= half]
-    if len(there) - len({one.rank for one, _ in waits}) < state.min_workers:
+    if len(present) - len({one.rank for one, _ in waits}) < state.min_workers:
         return {}
-    found = {}
+    late = {}
     for one, waited_s in waits:
         most_s = max(limit_s, one.limit_s)
         if waited_s[half - 1] >= most_s and ago_s.get(one.rank, most_s) >= min(patience_s, most_s):
-            found[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
+            late[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
                                "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
                                "deadline_s")
     summing = any(p.here and p.overdue is not None for p in state.places.values())
-    return {} if summing and free - found.keys() else found
+    return {} if summing and free - late.keys() else late
 
 
 def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> Door:
-    """Of the job, once it runs. A worker that has not been heard for `noticed_s` is silent, and dropped after `patience_s`."""
+    """Whether the running job admits homes. A worker is silent after `noticed_s`, and evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return Door()
@@ -162,24 +165,24 @@ def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s
 
 
 def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: float) -> str:
-    """Why a home that comes should ask again. `seated`: the view's workers; `noticed`: who was heard last before is silent."""
+    """Why a new home should ask again. `seated`: the view's workers; `noticed`: time before which a heartbeat is too old."""
     if over(state):
         why = failure(state)
         return why and f"the job has ended ({without_code(why)}); the server begins another one"
-    here = [p for p in seated if p.here]
+    present = [p for p in seated if p.here]
     lost = next((p for p in seated if not p.here and p.left != FINISHED), None)
     goes_on = state.min_workers and not unable(state)
-    if lost is not None and not (goes_on and len(here) >= state.min_workers):
+    if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server begins another one"
-    silent = [p for p in here if p.seen_s < noticed]
-    if silent and (len(silent) == len(here) or not goes_on or len(here) >= state.workers):
+    silent = [p for p in present if p.seen_s < noticed]
+    if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.workers):
         names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
         return f"the job runs, but is without {names} now; a worker is dropped after {patience_s:g} s of silence"
     return ""
 
 
 def _shut(state: State, view: View, there: int) -> Door:
-    """Why the job takes no home in, if it does not."""
+    """Why the job admits no home, if it does not."""
     shut, full = "", False
     if over(state):
         shut = "the job is over"
@@ -195,7 +198,7 @@ def _shut(state: State, view: View, there: int) -> Door:
 
 
 def join(state: State, request: Join, now: float) -> Taken:
-    """Of a worker who comes when the job runs: makes a view with it behind all others, or refuses it."""
+    """Admits a worker to the running job: makes a view with it as the last member. Or refuses it."""
     view = state.view
     assert view is not None
     workers = _workers(state)
@@ -222,19 +225,19 @@ def join(state: State, request: Join, now: float) -> Taken:
 
 
 def unable(state: State) -> list[str]:
-    """Workers of the view that cannot go on without others."""
+    """Workers of the view that cannot continue without others."""
     workers = _workers(state)
     return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
                                           if not workers[m.rank].join.regroups]
 
 
 def settled(state: State) -> int:
-    """Generation of the newest view that all workers who are here have gone over to. 0 for none."""
+    """Generation of the newest view that all present workers have switched to; 0 for none."""
     return min((p.in_force for p in state.places.values() if p.here and p.join.kind == "worker"), default=0)
 
 
 def explained(state: State, pulse: Pulse) -> Pulse:
-    """With the reason why those who are left do not go on, where that is their number."""
+    """Adds to the reported losses why the job does not continue, if too few workers are left."""
     if not (state.min_workers and state.view is not None and (pulse.lost or pulse.left)) or unable(state):
         return pulse
     workers = _workers(state)
@@ -253,7 +256,7 @@ def explained(state: State, pulse: Pulse) -> Pulse:
 
 
 def _there(state: State) -> set[int]:
-    """Workers of the view who are here."""
+    """Workers of the view that are present."""
     workers = _workers(state)
     return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].here}
 

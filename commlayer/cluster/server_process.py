@@ -1,7 +1,7 @@
-"""The process that serves a job: a coordinator, a summation server, or both, until the job is over. Knows no decisions.
+"""The process that serves a job: a coordinator, a summation server, or both, until the job is over.
 
-`commlayer serve` runs it, and embedded.py as a child of a training process, which waits for it: what it loads before it tells
-its addresses is in the way of attach(). No torch, but on the reference backend; no command line.
+`commlayer serve` runs it, and embedded.py starts it as a child of a training process. attach() waits until it prints its
+addresses, so it imports little: no torch, except on the reference backend, and no command-line library.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlayer")
 
 UNFIT_S = 10.0
-"""With a plan that it cannot serve, a server stays for so long, or until the workers have left, to tell them as they dial."""
+"""How long a server that cannot serve its plan stays to refuse workers with the reason, unless they leave earlier."""
 
 ENDS_S = 60.0
-"""Told to end, this process has so much time beyond a farewell: then it ends whatever holds it up, and says what does."""
+"""Time to shut down after SIGTERM, in addition to dead_after_s. After that the process prints its stacks and exits."""
 LAST_S = 0.5
-"""Who is connected still when the job is over is dead: nobody waits for long until it has heard the last words."""
+"""Flush time at the end of a job. A worker that is still connected then is dead, so waiting longer is of no use."""
 
 
 class Part(NamedTuple):
-    """What this process is to do. `parent`: whose child it is, if it is embedded; `made`: the secret, if it was made here.
-    `again`: another job was served before; `data_port`: ANY for the one after the coordinator's."""
+    """What this process serves. `parent`: pid of the training process that started it, if embedded. `made`: the secret, if
+    it was generated here. `again`: this process has served an earlier job. `data_port`: ANY: the one after the
+    coordinator's."""
 
     workers: int = 0
     servers: int = 1
@@ -58,11 +59,11 @@ class Part(NamedTuple):
 
 
 def run(config: Config, part: Part) -> None:
-    """Until a job has ended in order, or by SIGTERM. A line of JSON on standard output tells the addresses, and a secret made
-    here.
+    """Serves until a job has ended in order, or until SIGTERM. Prints one line of JSON: the addresses, and the secret if it
+    was generated here.
 
-    After a job that has failed the next one is served at the same address, except by an embedded server. With a journal only
-    the end of the job is the end: whatever else ends this process, nobody hears of it, and the same command takes the job up.
+    After a failed job it serves the next one at the same address, unless it is embedded. With a journal, a process that
+    stops before the job's end sends no goodbye, and the same command resumes the job.
     """
     if config.port == 65535 and not config.join and part.sums:
         raise InvalidInput("E-SETTING", "--port 65535 leaves no next port for the data: choose a lower one")
@@ -73,7 +74,7 @@ def run(config: Config, part: Part) -> None:
                            f"name the folder of another node, or make one with `commlayer keys add {keys.me.name} --again`")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
-        config = msgspec.structs.replace(config, journal="")  # nobody starts an embedded server again
+        config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
     terminated, events = threading.Event(), [threading.Event(), threading.Event()]
 
     def terminate() -> None:
@@ -88,7 +89,7 @@ def run(config: Config, part: Part) -> None:
 
 
 def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.Event) -> tuple[Config, Part] | None:
-    """One job. If it has failed: how to serve the next one."""
+    """Serves one job. If the job failed, returns how to serve the next one."""
     goes_on = functools.partial(_goes_on, config, end, stopped)
     reason, unfit = [messages.FINISHED], ""
     with contextlib.ExitStack() as stack:
@@ -100,7 +101,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
             journal = CoordinatorJournal(config.journal) if config.journal else None
             if journal is not None:
                 stack.callback(journal.close)
-            if journal is not None and journal.found is not None:  # where workers look for it, and with the secret they know
+            if journal is not None and journal.found is not None:  # keep the address and the secret that workers use
                 port = config.port or host_port(journal.found.address)[1]
                 part = part._replace(made=journal.found.token)
                 config = msgspec.structs.replace(config, port=port, token=part.made or config.token)
@@ -113,7 +114,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
             piping.follow_parent(part.parent, end, orphaned)
         if part.sums:
             _choose_tensors(config)
-            # Here, since it loads numpy, which a coordinator does without.
+            # Imported late: it loads numpy, which a coordinator does not need.
             from commlayer.cluster.serving import Serving
 
             serving = Serving(config.bind, data_port, config, coordinator)
@@ -130,7 +131,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
             request = messages.server(data, config.node, part.number, beside=not config.join, streams=streams)
             if serving.journal is not None:
                 request = msgspec.structs.replace(request, returns=True)
-                if (former := serving.journal.found) is not None:  # the seat that it had
+                if (former := serving.journal.found) is not None:  # use its former registration
                     request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:
                 member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
@@ -143,7 +144,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
                 member.dropped, member.overdue = serving.dropped, serving.overdue
                 stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
                 try:
-                    # The workers of an embedded server stay: its coordinator makes no other view.
+                    # The coordinator of an embedded server makes no other views.
                     serving.start(member.view, member.plan, member.rank, request.token,
                                   newest=None if part.parent else lambda: member.newest)
                 except ValueError as error:
@@ -167,19 +168,19 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
         if part.parent or stopped.is_set() or not failed:
             return None
         log.warning("the job has failed (%s): waits at %s for the next one", without_code(failed), control)
-    # Workers know the coordinator's address, and learn those of servers from it.
+    # Workers know the coordinator's address, and get those of the servers from it.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))
 
 
 def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) -> None:
-    """This process is to end. Acts on a thread of its own: a handler runs wherever the main thread is, which may be within a
-    lock that `act` takes."""
-    came = queue.SimpleQueue[None]()  # of which Python says that a handler may put into it
+    """Calls `act` on a thread of its own after that signal. A handler runs in the main thread, possibly inside a lock that
+    `act` needs. The process exits `ends_s` later at the latest."""
+    came = queue.SimpleQueue[None]()  # put() is reentrant, so a signal handler may call it
 
     def heed() -> None:
         came.get()
-        with contextlib.suppress(RuntimeError, ValueError, AttributeError, OSError):  # where there is no standard error
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError, OSError):  # without standard error
             faulthandler.dump_traceback_later(ends_s, exit=True)
         act()
 
@@ -188,14 +189,14 @@ def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) ->
 
 
 def _stop(end: threading.Event, stopped: threading.Event) -> None:
-    """This process is to end; nobody has said that the job has."""
+    """Ends this process although the job may not be over."""
     if not end.is_set():
         stopped.set()
     end.set()
 
 
 def _goes_on(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
-    """Whether the job does, as far as this process was told, and somebody may take up what it leaves."""
+    """Whether the job is not over, as far as this process knows, and has a journal to resume from."""
     return bool(config.journal) and (stopped.is_set() or not end.is_set())
 
 
@@ -204,10 +205,10 @@ def _advertised(address: str, config: Config) -> str:
 
 
 def _line_of(config: Config, control: str, made: str) -> str:
-    """What starts a worker on a machine that can only dial out, ready to copy."""
+    """The command that starts a worker on a machine that only dials out, ready to copy."""
     line = ["commlayer launch", "--join", control]
     if config.keys:
-        line += ["--keys", "ITS-KEYS"]  # where each has put its own folder
+        line += ["--keys", "ITS-KEYS"]  # each machine has its own folder
     elif made:
         line.insert(0, f"COMMLAYER_TOKEN={made}")
     else:
@@ -218,7 +219,7 @@ def _line_of(config: Config, control: str, made: str) -> str:
 
 
 def _choose_tensors(config: Config) -> None:
-    """Native kernels need no torch, and in this process nobody else does."""
+    """Avoids importing torch, which this process does not need with native kernels."""
     if native.core is not None and config.backend != "reference":
         from commlayer.compressors import tensors
 
@@ -226,14 +227,14 @@ def _choose_tensors(config: Config) -> None:
 
 
 def _abandon(reason: list[str], parent: int) -> None:
-    """The trainer that started this server has ended: what the others hear."""
+    """The training process that started this server has ended: sets the reason that the others are sent."""
     reason[0] = f"its training process (pid {parent}) has ended"
 
 
 def _silent(serving: Serving, config: Config, control: str, end: threading.Event, stopped: threading.Event,
             silent_s: float) -> None:
-    """The coordinator does not answer, and without it nobody says that the job is over. It is where all workers have ended in
-    order; and a server ends to which no worker comes back, but others may."""
+    """Called while the coordinator does not answer, so no message can end the job. The server ends if all workers have ended
+    in order. It also stops if no worker has been connected for the whole reconnect window."""
     if end.is_set():
         return
     if serving.finished:
@@ -245,16 +246,16 @@ def _silent(serving: Serving, config: Config, control: str, end: threading.Event
 
 
 def _note(error: CommError) -> None:
-    """The workers act on a death; a server only says so."""
+    """Logs a death. Only workers act on it."""
     log.warning("%s", error)
 
 
 def main() -> None:
-    """The child that embedded.py starts: its argument is JSON of a Part and of the coordinator to join, if there is one."""
-    told = json.loads(sys.argv[1])
+    """Entry point of the child that embedded.py starts. Its argument is JSON of a Part and of the coordinator to join."""
+    options = json.loads(sys.argv[1])
     try:
-        given = {"token": piping.hear().decode(), "join": told.pop("join")}
-        run(read_config({name: value for name, value in given.items() if value}), Part(**told))
+        given = {"token": piping.hear().decode(), "join": options.pop("join")}
+        run(read_config({name: value for name, value in given.items() if value}), Part(**options))
     except (CommError, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""The data side of `commlayer serve`: listens, then sums what the plan gives this server. Knows codecs only through `sums`."""
+"""The data side of `commlayer serve`: listens for workers and runs the summation server for its part of the plan."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from commlayer.transport.stream_transport import Settings, StreamTransport
 log = logging.getLogger("commlayer")
 
 READY_S = 9.0
-"""How long a worker that dials is held until this server has its plan; less than the greeting's own deadline."""
+"""How long a handshake waits for this server to get its plan; less than the handshake's own deadline."""
 NOTICE_HEARTBEATS, LOOK_S = 3, 0.02
-"""So many heartbeats the coordinator has to tell of a view of which a worker has heard, and how often is looked."""
+"""How many heartbeats to wait for the coordinator's newest view when a worker reports it first, and how often to check."""
 MOST_TOLD = 64
-"""So many dropped workers a heartbeat names: it must stay small, and what is said once the first have gone is said then."""
+"""Most dropped workers named in a heartbeat, which must stay small. The others are named after the first ones are gone."""
 MOST_OVERDUE = 4096
-"""Where more than so many let others wait, no heartbeat names them, and all end by their deadline."""
+"""If more workers than this are missing, heartbeats name none of them, and all workers stop at their deadline."""
 STALL_S = 4.0
-"""How long a sum waits before those who wait hear for whom."""
+"""How long a sum waits before the waiting members are sent the missing ones."""
 
 
 class Serving:
-    """Listens from construction on, so that the address is known before joining; admits workers once started."""
+    """Listens from construction on, so that the address is known before joining. Admits workers after start()."""
 
     def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
-        """`coordinator`: of this process, if there is one; gRPC streams then come by its port, else by one of their own."""
+        """`coordinator`: the one of this process, if any. gRPC streams then use its port, else a port of their own."""
         kernels.choose(config.backend)
         kernels.threads(codec_threads(config, Launch()))
         self._config = config
@@ -65,17 +65,17 @@ class Serving:
         self._transport.named = self._certificate_of
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
-        """What a server that was killed has left, and what this one leaves."""
+        """State that a crashed server left, and that this one records."""
         self._token = ""
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
-        if (found := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
-            port = port or host_port(found.address)[1]
-            streams_port = streams_port or (host_port(found.streams)[1] if found.streams else 0)
+        if (former := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
+            port = port or host_port(former.address)[1]
+            streams_port = streams_port or (host_port(former.streams)[1] if former.streams else 0)
         self.streams = ""
-        """Where gRPC streams come in, if they may."""
+        """Address for gRPC streams; empty if none are accepted."""
         self._streams: GrpcPort | None = None
         self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
         if config.carrier != "tcp":
@@ -111,10 +111,11 @@ class Serving:
         return next((m.certificate for m in self._view.members if m.rank == rank), "") if self._view is not None else ""
 
     def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
-        """Sums what that plan gives to server number `server`, for the members of that view; where a journal says that it did
-        so before, it goes on. `token`: of its seat. `newest`: the view that the coordinator last told of; None: members stay.
+        """Starts summing the plan's buckets of server number `server`, for the members of `view`. If the journal is of the
+        same job and server, it resumes from it. `token`: of this server's registration. `newest`: returns the newest view
+        known; None if members never change.
 
-        ValueError if the plan cannot be served; then every worker that dials is refused with the same line.
+        ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
         former = self._former(view, server)
         self._view = view = former.view if former else view
@@ -140,10 +141,10 @@ class Serving:
         self._ready.set()
 
     def _former(self, view: View, server: int) -> About | None:
-        """Who this server was, if its journal is of this job."""
-        found = None if self.journal is None else self.journal.found
-        if found is None or (_alike(found.view, view) and found.number == server):
-            return found
+        """What the journal says about an earlier process of this server in this job; None if there was none."""
+        former = None if self.journal is None else self.journal.found
+        if former is None or (_alike(former.view, view) and former.number == server):
+            return former
         assert self.journal is not None
         self.journal.ignore("it is of another job, or of another server of this one")
         return None
@@ -167,7 +168,7 @@ class Serving:
                         ", ".join(lost[:8]))
 
     def _write_down(self, core: Summation, plan: bytes, server: int, view: View) -> None:
-        """From now on."""
+        """Starts journaling, if there is a journal."""
         if self.journal is None:
             return
         about = About(self._token, server, self.address, view, plan, core.generation, self.streams)
@@ -188,63 +189,64 @@ class Serving:
         self._audit.note("dropped", peer=peer_name(member), why=why)
 
     def dropped(self) -> tuple[messages.Gone, ...]:
-        """What the coordinator hears of members that broke the protocol here."""
-        found = {} if self._server is None else self._server.dropped()
-        return tuple(messages.Gone(peer_name(member), why) for member, why in list(found.items())[:MOST_TOLD])
+        """Reports members that broke the protocol, for the heartbeat."""
+        dropped = {} if self._server is None else self._server.dropped()
+        return tuple(messages.Gone(peer_name(member), why) for member, why in list(dropped.items())[:MOST_TOLD])
 
     def overdue(self) -> messages.Overdue | None:
-        """What the coordinator hears of sums that wait."""
+        """Reports sums that wait, for the heartbeat."""
         if self._server is None or self._plan is None:
             return None
-        # Under local steps those who are slow come later.
+        # Under local steps, slow workers may contribute later.
         limit_s = self._config.deadline_s * self._plan.local_steps
-        found = self._server.overdue(limit_s)
-        if found is None:
+        overdue = self._server.overdue(limit_s)
+        if overdue is None:
             return None
-        step, missing = found
+        step, missing = overdue
         return messages.Overdue(step, missing if len(missing) <= MOST_OVERDUE else (), limit_s)
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
-        """The sums of the plan that the workers go over to; ValueError, and nothing changed, if it cannot be served."""
+        """The sums of the plan that the workers switch to. ValueError if it cannot be served; nothing has changed then."""
         assert self._view is not None
         return self._go_over(plan, generation, self._view, ())
 
     def _regroup(self, newest: Callable[[], View], change: ViewChange, generation: int, sender: int) -> Callable[[], Summation]:
-        """What makes the sums of other members, once the change is known to be the coordinator's. It changes nothing."""
+        """Checks a change of members against the coordinator's newest view. Returns a function that makes the new sums, and
+        changes nothing itself."""
         assert self._view is not None
         if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
             raise InvalidInput("E-VIEW-ENDED",
                                f"view {change.view.generation} has ended: view {self._view.generation} is in force")
         if why := amiss(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
-        # Else what is wrong with it would be found when the sums before have ended.
+        # Checked now, because after the former sums have ended an error could not be undone.
         expected_nbytes(_checked_plan(change.plan, change.view), self._hello.rank - SERVER_BASE)
         until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
         while newest().generation < change.view.generation and time.monotonic() < until:
             time.sleep(LOOK_S)
-        told = newest()
-        if told.generation == change.view.generation and told != change.view:
-            raise CorruptFrame(f"PLAN of other members: its view {told.generation} is not the coordinator's",
+        known = newest()
+        if known.generation == change.view.generation and known != change.view:
+            raise CorruptFrame(f"PLAN of other members: its view {known.generation} is not the coordinator's",
                                peer=peer_name(sender))
-        if told != change.view:
+        if known != change.view:
             raise InvalidInput("E-VIEW-ENDED",
-                               f"view {change.view.generation} is not the coordinator's newest, which is {told.generation}")
+                               f"view {change.view.generation} is not the coordinator's newest, which is {known.generation}")
         return functools.partial(self._goes_on, change, generation)
 
     def _goes_on(self, change: ViewChange, generation: int) -> Summation:
-        """What was owed to the mean of all who were members is owed to that of these."""
-        # The view first: whoever dials under a new rank from now on is held against its certificate.
+        """Makes the new members' sums. Residuals are scaled, since they now count in the mean of another number of members."""
+        # The view first: from now on a worker with a new rank is checked against its certificate in that view.
         former, self._view = self._members, change.view
         self._members = tuple(m.rank for m in change.view.members)
         stay = [place for place, member in enumerate(former) if member in self._members]
         core = self._go_over(change.plan, generation, change.view, stay, worth=len(self._members) / len(former))
-        gone = ", ".join(peer_name(m) for m in former if m not in self._members)
+        absent = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
-        self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=gone, joined=new)
+        self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=absent, joined=new)
         return core
 
     def _go_over(self, plan: bytes, generation: int, view: View, stay: Sequence[int], worth: float = 1.0) -> Summation:
-        """`stay`: the places of those who go on from the view before with the plan that there is; none for another one."""
+        """`stay`: places in the former view of the members that stay, if the plan stays too; empty for another plan."""
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
         before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth,
@@ -265,12 +267,12 @@ class Serving:
         return self._transport.missed()
 
     def ended(self) -> tuple[str, ...]:
-        """Workers who have closed their ends in order."""
+        """Workers that have closed their connections in order."""
         return () if self._server is None else self._server.ended()
 
     @property
     def finished(self) -> bool:
-        """Whether all have."""
+        """Whether all workers have closed their connections in order."""
         return self._server is not None and len(self.ended()) == len(self._members)
 
     @property
@@ -279,12 +281,12 @@ class Serving:
         return not self._transport.peers
 
     def wait(self, stop: threading.Event) -> None:
-        """Until `stop` is set; the carrier's threads do the work."""
+        """Waits until `stop` is set; the transport's threads do the work."""
         stop.wait()
 
     def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
-        """`flush_s`: how long workers may take to hear all that they were sent. `over`: the job is, as the coordinator has
-        said. Else, with a journal, workers hear no farewell, and dial until the process that takes it up is there."""
+        """`flush_s`: how long queued messages may take to reach the workers. `over`: the coordinator has ended the job. If it
+        has not and there is a journal, workers keep reconnecting until a restarted server resumes."""
         if self.journal is not None and not over:
             self._away, reason = Later("is being started again"), CommError("was stopped, and its journal is kept")
         if self._server is not None:
@@ -299,13 +301,13 @@ class Serving:
 
 
 def _alike(one: View, other: View) -> bool:
-    """Whether they are of one job, whoever of its workers has gone."""
+    """Whether both views are of one job, even if some of its workers have left."""
     return (one.servers, one.plan) == (other.servers, other.plan) and \
         bool({*one.members} & {*other.members})
 
 
 def _checked_plan(plan: bytes, view: View) -> Plan:
-    """Worker 0 has checked it against its model, if it is a worker of ours."""
+    """Decodes the plan and checks what does not need the model, which worker 0 has checked it against."""
     what = "plan of worker 0"
     decoded = records.decode(plan, Plan, what)
     problems = planner.verify_alone(decoded, len(view.members))

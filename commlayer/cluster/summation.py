@@ -1,11 +1,12 @@
-"""The summation service as a state machine: contributions in, replies out. Knows buckets, members and bytes.
+"""The summation service as a state machine: contributions in, replies out.
 
-It does no input or output, reads no clock and does not know how payloads are coded: the codec side is handed in as `Ops`.
-Contributions of one (step, round) are added in member order, whatever their order of arrival, so that runs repeat bit for bit;
-one that comes early waits encoded. Each is applied at most once. Results of the last two steps are kept and served again.
+It does no input or output, reads no clock and does not know codecs: each bucket's codec side is passed in as `Ops`.
+Contributions to one (step, round) are added in member order, whatever their order of arrival, so sums are equal bit for bit in
+every run. Early contributions wait encoded. Each contribution is applied at most once. The results of the last two steps are
+kept for members that ask again.
 
-Every message is judged before anything changes. CorruptFrame means that its sender broke the protocol or its format; any other
-error is this server's own, and what it was summing is lost.
+Every message is checked before it changes anything. CorruptFrame means that its sender broke the protocol or its format. Any
+other error is the server's own fault, and the sum under way is lost.
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ class Summation:
     """All buckets of one server. `push` may be called from any number of threads."""
 
     def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
-        """`ops` by bucket. `senders[bucket]` are the members that contribute to it, in the order in which they are added."""
+        """`ops`: by bucket. `senders`: by bucket, the members that contribute to it, in the order in which they are added."""
         self._keep: Keep | None = None
         self.peer = SERVER_BASE + server
         self.generation = generation
         self.fenced = 0
-        """Messages of views that have ended: none of them changed anything."""
+        """Messages of earlier views. None of them changed anything."""
         self.cells = {bucket: Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
-    # ---- what outlasts this process
+    # ---- journal
 
     def remember(self, keep: Keep | None) -> None:
-        """Writes everything down with `keep`, and from now on what changes, ahead of the replies that tell of it. None: no
-        more."""
+        """Writes all state with `keep` now, and then every change before the replies that depend on it. None: stops that."""
         self._keep = keep
         for cell in self.cells.values():
             with cell.lock:
@@ -56,26 +56,26 @@ class Summation:
         self._keep(cell.bucket, words_of(memory), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
-        """Takes up what a former process wrote down. CorruptFrame or ValueError if it does not fit: then `forget` it."""
-        cell, found = self.cells[bucket], read(words)
-        kept = memoryview(found.memory.body)
-        if found.result is not None:
-            if not found.result.flags & Flag.ABANDON:
-                room = cell.out(found.result.step, found.result.round)
+        """Restores what an earlier process journaled. If this raises CorruptFrame or ValueError, call `forget`."""
+        cell, journaled = self.cells[bucket], read(words)
+        kept = memoryview(journaled.memory.body)
+        if journaled.result is not None:
+            if not journaled.result.flags & Flag.ABANDON:
+                room = cell.out(journaled.result.step, journaled.result.round)
                 room[: len(kept)] = kept
                 kept = room[: len(kept)].toreadonly()
-            cell.results = {(found.result.step, found.result.round): (found.result, kept)}
+            cell.results = {(journaled.result.step, journaled.result.round): (journaled.result, kept)}
         cell.ops.recall(state, kept)
-        if found.memory.open and found.memory.step is not None:
-            cell.begin(found.memory.step, found.memory.round)
-            if found.told is not None:
-                cell.expected, cell.told = found.told.weight, found.told
+        if journaled.memory.open and journaled.memory.step is not None:
+            cell.begin(journaled.memory.step, journaled.memory.round)
+            if journaled.told is not None:
+                cell.expected, cell.told = journaled.told.weight, journaled.told
         else:
-            cell.idle(found.memory.step)
+            cell.idle(journaled.memory.step)
         cell.recalled = True
 
     def forget(self, bucket: int) -> None:
-        """Nothing is known of that bucket's sum: its residual begins anew, at whatever step a contribution names."""
+        """Drops the bucket's state and residual. The next contribution decides at which step it starts."""
         cell = self.cells[bucket]
         cell.forget_results()
         cell.ops.begin_anew()
@@ -85,14 +85,14 @@ class Summation:
     # ---- contributions
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
-        """Takes one contribution. CorruptFrame may name another member, whose contribution this one uncovered.
+        """Takes one contribution. CorruptFrame may name another member, if this contribution lets an invalid one be added.
 
         `release` is called with each message whose body is no longer needed.
         """
         h = message.header
         if self._ended(message):
             release(message)
-            return []  # its sender will push again
+            return []  # its sender pushes again in the new view
         cell = self._cell(message)
         with cell.lock:
             if cell.over:
@@ -106,18 +106,18 @@ class Summation:
             self._admit(cell, message)
             if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
-                return [Reply(message.peer, cell.told, b"")]  # it has not heard that it is to code again
-            here = cell.here()
-            if message.peer in here:
+                return [Reply(message.peer, cell.told, b"")]  # it was sent before the AGAIN reached its sender
+            contributors = cell.here()
+            if message.peer in contributors:
                 release(message)
-                return []  # a repeat of what is here already
-            if not here:
+                return []  # a repeat
+            if not contributors:
                 cell.since, cell.first = now, message.peer
             cell.early[message.peer] = message
             return self._advance(cell, release)
 
     def _ended(self, message: Message) -> bool:
-        """Whether it is of a view that has ended. In the new one its bucket may be another, or none."""
+        """Whether the message is of an earlier view, in which the bucket may have been another one."""
         if message.header.generation >= self.generation:
             return False
         if message.header.sender != message.peer:
@@ -126,11 +126,11 @@ class Summation:
         return True
 
     def _cell(self, message: Message) -> Cell:
-        """What every message must get right: who sends it, for which bucket, in which view."""
+        """Checks sender, generation and bucket, which every message must have right. Returns the bucket's sum."""
         h = message.header
         if h.sender != message.peer:
             raise _breach(message, f"says it is {peer_name(h.sender)}")
-        if h.generation > self.generation:  # of a plan that somebody else was to tell this server, perhaps
+        if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
             raise _breach(message, f"generation {h.generation}, here {self.generation}")
         cell = self.cells.get(h.bucket)
         if cell is None:
@@ -146,8 +146,8 @@ class Summation:
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
-            said, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
-            raise _breach(message, f"{said} flag MEAN, and this bucket's is {known}")
+            verb, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
+            raise _breach(message, f"{verb} flag MEAN, and this bucket's is {known}")
         taken, allowed = cell.takes(message.peer, len(message.body), now)
         if taken > allowed:
             raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
@@ -156,7 +156,7 @@ class Summation:
             raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
 
     def _admit(self, cell: Cell, message: Message) -> None:
-        """A contribution belongs to the sum under way, or between steps begins the next one."""
+        """Checks that a contribution belongs to the sum under way. Between steps it begins the next one."""
         h = message.header
         if cell.recalled:
             self._catch_up(cell, h)
@@ -169,11 +169,11 @@ class Summation:
         else:
             begun = cell.open or cell.awaited is not None
             state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
-        # Which step that is may be what another member said first, or a state or a view that it brought.
+        # Members differ in their step when one has restored another checkpoint or has switched to another view.
         raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", "E-STEPS-DIFFER")
 
     def _catch_up(self, cell: Cell, h: Header) -> None:
-        """The first contribution since a former process ended tells whether that wrote down all that it had answered."""
+        """After a restart, the first contribution shows whether the journal holds every reply that was sent."""
         cell.recalled = False
         step = cell.step if cell.open else cell.awaited
         if step is None or (h.step, h.round) > (step, cell.round):
@@ -185,11 +185,11 @@ class Summation:
             cell.begin(h.step, h.round)
 
     def _advance(self, cell: Cell, release: Callable[[Message], None]) -> list[Reply]:
-        """Adds what is next in member order; when all are in, emits the result to all."""
+        """Adds early contributions in member order. When all members have contributed, returns the result for all."""
         ops, r = cell.ops, cell.round
         lean = cell.lean if self._keep is None else None
         if lean and cell.next + len(cell.early) < len(cell.members):
-            return []  # until all are here payloads take less memory than their sum
+            return []  # until all are here, the payloads take less memory than their sum
         sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.zeros(r)
@@ -203,7 +203,7 @@ class Summation:
                               "E-STEPS-DIFFER")
             if first and r == 0:
                 if h.undone:
-                    cell.undo(h.undone)  # before `add`, which overwrites what was summed in that step
+                    cell.undo(h.undone)  # before `_add`, which overwrites that step's sum
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
@@ -221,8 +221,8 @@ class Summation:
                 release(message)
         if cell.next < len(cell.members):
             return []
-        again = self._misjudged(cell)
-        if lean and not (cell.abandoned or again):
+        mismatch = self._misjudged(cell)
+        if lean and not (cell.abandoned or mismatch):
             replies = self._emit(cell)
             cell.held = sum_of
             lean.give_back(cell.accs[0])
@@ -231,7 +231,7 @@ class Summation:
             release(message)
         if cell.abandoned:
             return self._abandon(cell)
-        return self._again(cell) if again else self._emit(cell)
+        return self._again(cell) if mismatch else self._emit(cell)
 
     def _add(self, cell: Cell, message: Message) -> None:
         h = message.header
@@ -255,16 +255,16 @@ class Summation:
         return replies
 
     def _misjudged(self, cell: Cell) -> bool:
-        """Whether some member coded its part of another weight than that of all: then old debts would be paid twice or half."""
+        """Whether a member coded its part for another total weight. Its residual would then be applied with a wrong factor."""
         total = as_float32(cell.weight)
         return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
 
     def _again(self, cell: Cell) -> list[Reply]:
-        """Nothing has been emitted, so all can code the same step again, now that the weight of all is known."""
+        """Asks all members to code the step again with the correct total weight. No result has been sent yet."""
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
-        cell.taken.clear()  # who sends again does as it is told, however often another one makes that necessary
+        cell.taken.clear()  # the repeats are requested here, so they do not count against the members' limits
         cell.expected, cell.told = expected, header
         self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]
@@ -281,7 +281,7 @@ class Summation:
         return replies
 
     def _reply(self, cell: Cell, flags: int, body: memoryview) -> list[Reply]:
-        """To all members, and kept for whoever asks again."""
+        """Returns the result for each member, and keeps it for members that ask again."""
         header = self._header(cell, flags)
         cell.results[(cell.step, cell.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
@@ -293,7 +293,7 @@ class Summation:
                       sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
 
     def undo(self, message: Message) -> None:
-        """No PUSH will say what of the last step was not applied."""
+        """Rolls back what the workers did not apply of the last step, where no PUSH will report it."""
         if self._ended(message):
             return
         cell = self._cell(message)
@@ -303,7 +303,7 @@ class Summation:
             self._remember(cell)
 
     def end(self, step: int, undone: Mapping[int, int]) -> None:
-        """Its view has, in the middle of that step: see Cell.end. What comes for it from now on changes nothing."""
+        """Ends the view in the middle of that step: see Cell.end. Later messages of the view change nothing."""
         for cell in self.cells.values():
             with cell.lock:
                 cell.end(step, undone.get(cell.bucket, 0))
@@ -313,18 +313,18 @@ class Summation:
         return any(cell.here() for cell in self.cells.values())
 
     def stalled(self, before: float) -> list[Stall]:
-        """Sums that have waited since before that time, each with who is missing."""
-        found = []
+        """Sums that have waited since `before` or longer, each with the missing members."""
+        stalls = []
         for cell in self.cells.values():
             with cell.lock:
-                here = cell.here()
-                if here and cell.since <= before:
-                    missing = tuple(m for m in cell.members if m not in here)
-                    found.append(Stall(cell.bucket, cell.step, missing, tuple(sorted(here)), cell.since))
-        return found
+                contributors = cell.here()
+                if contributors and cell.since <= before:
+                    missing = tuple(m for m in cell.members if m not in contributors)
+                    stalls.append(Stall(cell.bucket, cell.step, missing, tuple(sorted(contributors)), cell.since))
+        return stalls
 
     def snapshot(self, message: Message) -> list[Reply]:
-        """The codec state between two steps, without what of the last one was not applied."""
+        """The codec state between two steps, after rolling back what was not applied of the last one."""
         if self._ended(message):
             return []
         cell, h = self._cell(message), message.header
@@ -337,7 +337,7 @@ class Summation:
         return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
 
     def restore(self, message: Message) -> list[Reply]:
-        """Takes up saved state, whole or not at all. The next contribution is of the message's step; results are forgotten."""
+        """Restores saved state, completely or not at all. The next contribution is of the message's step. Drops results."""
         if self._ended(message):
             return []
         cell, h = self._cell(message), message.header
@@ -353,7 +353,8 @@ class Summation:
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
 
     def repeated(self, message: Message) -> list[Reply]:
-        """Of what was done already, only the answer: it may have been lost. Who asks again during a sum has had it."""
+        """Replies again to a request that was done already, since the reply may have been lost. A sender that has moved on to
+        the next sum has received its reply, so it gets none."""
         if self._ended(message):
             return []
         cell, h = self._cell(message), message.header
@@ -374,7 +375,7 @@ def _applied(undone: int) -> str:
 
 
 def as_float32(weight: float) -> float:
-    """As it is in a header, so that both ends compare the same number."""
+    """Rounded as in a header, so that both ends compare the same number."""
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""One bucket's sum on a server: what is handed in for it, and what it holds from step to step. Decides nothing."""
+"""State of one bucket's sum on a server, from step to step. Summation makes the decisions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from commlayer.transport.protocol import Header, Message
 KEPT_STEPS = 2
 EVERY_SLICE = (1 << 64) - 1
 REPEATS = 16
-"""So often may a member say its part of a step again: connections break, and parts are coded again,"""
+"""A member may repeat its part of a step this often, for example after a reconnect or when parts are coded again."""
 REPEAT_EVERY_S = 1.0
-"""and once more in each such time: a step may wait long for one, while connections of the others break and are made anew."""
+"""One more repeat is allowed per this time, since a step may wait long for one member while others reconnect repeatedly."""
 OVERHEAD_NBYTES = 512
-"""What a message costs beside its body."""
+"""Cost of a message in addition to its body."""
 MOST_REASON_NBYTES = 256
-"""Of a word on why a step was broken off."""
+"""Longest reason for aborting a step."""
 Keep = Callable[[int, bytes, bytes], None]
-"""Writes down the words and the state of a bucket's sum, for good when it returns."""
+"""Writes the metadata and state of a bucket's sum; both are durable when it returns."""
 
 
 class Reply(NamedTuple):
@@ -30,7 +30,7 @@ class Reply(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A sum that waits: what for, since when, for whom, and who waits."""
+    """A sum that waits: for which members, since when, and which members have contributed."""
 
     bucket: int
     step: int
@@ -40,73 +40,73 @@ class Stall(NamedTuple):
 
 
 class Cell:
-    """One bucket: the sum under way, or the step last finished, and the results kept."""
+    """One bucket: the sum under way or the last finished step, and the results that are kept."""
 
     def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
-        # One buffer per kept step and round; a result stays whole until its step leaves the window.
+        # One buffer per kept step and round; a result stays valid until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
         self.lean: GivesBack | None = None
-        """Its ops, where the payloads are held from step to step, and not their sum."""
+        """Set to `ops` if payloads are kept between steps instead of their sum, to save memory."""
         if isinstance(ops, GivesBack) and ops.worth_giving_back(len(members)):
             self.lean = ops
         self.held: list[Message] = []
-        """What the last result is the sum of, in the order in which it was added, where the sum itself was given back."""
+        """The payloads of the last result, in the order in which they were added, if the sum's memory was given back."""
         self.over = False
-        """Its view has ended: nothing is added any more."""
+        """The view has ended: nothing more is added."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
-        """Between sums. `step` is the one that comes next; None takes the first one that a contribution names."""
+        """Enters the state between sums. `step` is the next one; None: the first contribution names it."""
         self.begin(step or 0, 0)
         self.open, self.awaited = False, step
         self.taken: dict[int, int] = {}
-        """Bytes from each member since then,"""
+        """Bytes from each member since then."""
         self.taking_since = 0.0
-        """the first of which came at that time."""
+        """When the first of these bytes came."""
 
     def begin(self, step: int, r: int) -> None:
         self.open = True
-        self.first: int | None = None  # who contributed first
+        self.first: int | None = None  # the member that contributed first
         self.step, self.round, self.next = step, r, 0
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.totals: set[float] = set()
         self.expected = 0.0
-        """What all weigh, once they have been told,"""
+        """Total weight of all members, after they were asked to code the step again."""
         self.told: Header | None = None
-        """which is how."""
+        """The AGAIN header that gave them this weight."""
         self.abandoned = b""
-        """Who broke the step off, and why."""
+        """Which member aborted the step, and why."""
         self.summed = 0
         self.recalled = False
-        """Whether a former process summed this, and nobody has contributed since."""
+        """The state comes from the journal, and no contribution has come since."""
 
     def end(self, step: int, undone: int) -> None:
-        """The view ends in that step, which all workers take back. `undone`: what they had not applied of the one before."""
+        """The view ends in that step, which all workers roll back. `undone`: what they did not apply of the step before."""
         self.over = True
         rounds = range(self.ops.rounds)
         if (step, rounds[-1]) in self.results:
             self.undo(EVERY_SLICE)
         elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
-            self.undo(undone)  # where a PUSH has said so already, that changes nothing
+            self.undo(undone)  # idempotent: a PUSH may have reported it already
 
     def undo(self, slices: int) -> None:
-        """Takes back what of the last result was not applied."""
+        """Rolls back what the workers did not apply of the last result."""
         self.sum_again()
         self.ops.undo(slices)
 
     def sum_again(self) -> None:
-        """The last result's sum is there again, to the bit."""
+        """Restores the last result's sum, equal bit for bit, from its payloads."""
         for number, message in enumerate(self.held):
             self.ops.add(0, message.body, self.accs[0], number == 0)
         self.held.clear()
 
     def takes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
-        """A body of that size has come: how many bytes that member has sent within the step, and how many it may."""
+        """Counts the bytes of a new message. Returns how many the member has sent within the step, and how many it may."""
         if not self.taken:
             self.taking_since = now
         repeats = REPEATS + int((now - self.taking_since) / REPEAT_EVERY_S)

@@ -1,7 +1,7 @@
-"""Runs a Summation over a transport: receives from every member, sends replies, says who is awaited. Knows no codec, no plan.
+"""Runs a Summation over a transport: receives from all members, sends replies, reports which members a sum waits for.
 
-Contributions are taken on the carrier's receive threads, one per member, so buckets of different members are added in
-parallel; a reply is only queued there.
+Contributions are added on the transport's receive threads, one per member, so that buckets of different members are added in
+parallel. Sends on these threads only queue.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
 REPEAT_S = 2.0
-"""Whom a sum waits for is said again this often: who is missing may have left since."""
+"""A stall report is repeated at this interval, since a missing member may have left in the meantime."""
 MAX_PROBE_NBYTES = 16 << 20
-"""Of probes that a member has under way, together."""
+"""Of all replies to probes that are being sent to one member."""
 MAX_PROBES = 1024
-"""Answers under way to one member: it asks again when it has one, which may be before this end knows."""
+"""Replies to probes that are being sent to one member. A member may probe again before this end notes that a reply is out."""
 FAREWELL_S = 2.0
-"""After a failure of the server: how long its reason may take to the members before their connections end."""
+"""After a failure of the server: how long its reason may take to reach the members before their connections end."""
 MOST_REASON = 300
-"""Characters of why somebody was dropped: with each heartbeat the coordinator hears of all who were."""
+"""Longest reason for a drop, in characters. Every heartbeat to the coordinator lists all dropped members."""
 
 
 class Stalled(Record, frozen=True):
@@ -43,24 +43,24 @@ class Stalled(Record, frozen=True):
     step: int
     missing: tuple[int, ...]
     dropped: dict[int, str] = msgspec.field(default_factory=dict)
-    """Who of them will not come, since this server has dropped it, and why."""
+    """Of these peers, those that this server has dropped, and why. They will not contribute."""
     failed: str = ""
-    """Not empty: the server itself has failed, and no sum will come from it."""
+    """If not empty: the server itself has failed and will send no sums."""
 
 
 def stalled_key(generation: int) -> Key:
-    """STALLED frames all have this key, so that one posted receive takes them; what they are about is in the body."""
+    """All STALLED frames have this key, so that one posted receive takes them; the bucket and step are in the body."""
     return key(Header(Kind.STALLED, generation))
 
 
 def follow_stalls(transport: Transport, server: int, generation: int, told: Callable[[Stalled], None]) -> None:
-    """A member's side: calls told() with what that server says, from now on, on the carrier's thread."""
+    """On a member: calls told() with each stall report of that server, on the transport's thread."""
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
             try:
                 told(read_stalled(handle.message()))
-            finally:  # also where that one was malformed; behind it, so that they are told in order
+            finally:  # also after a malformed report; after told(), so that reports stay in order
                 follow_stalls(transport, server, generation, told)
 
     transport.recv(server, stalled_key(generation)).on_done(arrived)
@@ -74,8 +74,9 @@ def read_stalled(message: Message) -> Stalled:
 
 
 Regroup = Callable[[ViewChange, int, int], Callable[[], Summation]]
-"""Judges a change, its generation and who sends it; it may wait. What it returns makes the Summation of the new members, behind
-the end of the one before. CorruptFrame where the sender broke the protocol, ValueError where the change cannot be served."""
+"""Checks a view change, given with its generation and sender; may block. Returns a function that makes the new members'
+Summation, to be called after the end of the former one. Raises CorruptFrame if the sender broke the protocol, ValueError if the
+change cannot be served."""
 
 
 class SumServer:
@@ -88,8 +89,8 @@ class SumServer:
         out: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
-        hears how many bit/s this machine's link carries out. `regroup`: None where members stay. `out` hears of each member
-        that is dropped, and why."""
+        is called with this machine's measured upload rate in bit/s. `regroup`: None if members never change. `out` is called
+        for each dropped member, with the reason."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
@@ -98,11 +99,11 @@ class SumServer:
         self._ended: set[str] = set()
         self._told: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
-        """Sums that waited when it last looked."""
+        """Sums that waited at the last check."""
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
-        """By member: its probes under way, and how many bytes they have asked for."""
+        """By member: its probe replies being sent, each with its size in bytes."""
         self._heard: dict[int, int] = {}
-        """By member: the number of its last request that was done. Requests arrive in that order, some of them twice."""
+        """By member: the number of its last completed request. Requests arrive in order, some of them twice."""
         self._failing = threading.Lock()
         self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
         self._pace = pace
@@ -115,7 +116,7 @@ class SumServer:
         self._thread.start()
 
     def _listen(self, member: int) -> None:
-        """Takes what has arrived, then leaves a receive behind."""
+        """Handles all messages that have arrived, then posts a receive."""
         while True:
             handle = self._transport.recv(member)
             if not handle.done():
@@ -123,14 +124,14 @@ class SumServer:
                 return
             if (error := handle.error()) is not None or self._failed is not None:
                 self._note_end(error)
-                return  # this member is gone; heartbeats judge what that means
+                return  # the connection ended; heartbeats decide whether the member is dead
             self._take(handle.message())
 
     def _note_end(self, error: CommError | None) -> None:
         if isinstance(error, PeerEnded):
             self._ended.add(error.peer)
         elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
-            self._drop(error)  # it broke the format of frames, so its connection has ended already
+            self._drop(error)  # it broke the frame format, so its connection has ended already
 
     def dropped(self) -> dict[int, str]:
         """Members that broke the protocol, and how."""
@@ -138,10 +139,10 @@ class SumServer:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
-        """The earliest step whose sums wait here, and who has kept one of them waiting for so long. None if none waits.
+        """The earliest step whose sums wait, and the members that kept a sum of it waiting for `limit_s`. None if none waits.
 
-        As many must have contributed as are missing: fewer may be what holds the others up elsewhere. Whom this server has
-        dropped it tells of by that.
+        Members are blamed only if at least as many have contributed as are missing: a small group may itself be what delays
+        the others elsewhere. Dropped members are not listed here, since `dropped` reports them.
         """
         stalls, now = self._stalls, time.monotonic()
         if not stalls:
@@ -156,7 +157,7 @@ class SumServer:
         return step, tuple(sorted(late))
 
     def ended(self) -> tuple[str, ...]:
-        """Members who have closed their ends in order."""
+        """Members that have closed their connections in order."""
         return tuple(name for name in map(peer_name, self._members) if name in self._ended)
 
     def _arrived(self, handle: Handle) -> None:
@@ -167,7 +168,8 @@ class SumServer:
             self._listen(message.peer)
 
     def _take(self, message: Message) -> None:
-        """Whatever a message brings, the next ones of its sender are still taken: who must go is dropped by name."""
+        """Handles one message. After an error the transport still delivers the sender's later messages, so a faulty member is
+        dropped by its number."""
         try:
             for reply in self._answers(message):
                 sent = self._transport.send(reply.peer, reply.header, reply.body)
@@ -223,37 +225,38 @@ class SumServer:
         return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))
 
     def _switch(self, message: Message) -> Reply:
-        """Between two steps, when no member has anything under way. A plan that cannot be served changes nothing."""
+        """Switches to a new plan between two steps, when no member has a sum under way. A plan that cannot be served changes
+        nothing."""
         h = message.header
-        answer = ""
+        problem = ""
         with self._switching:
             if h.generation != self._core.generation + 1:
-                answer = "" if h.generation == self._core.generation else f"generation {h.generation} does not follow"
+                problem = "" if h.generation == self._core.generation else f"generation {h.generation} does not follow"
             elif self._core.busy():
-                answer = "a sum is under way"
+                problem = "a sum is under way"
             else:
                 assert self._replan is not None
                 try:
                     self._core = self._replan(bytes(message.body), h.generation)
                 except (ValueError, CommError) as error:
-                    answer = str(error)
+                    problem = str(error)
         self._told.clear()
-        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
+        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
     def _move(self, message: Message, regroup: Regroup) -> Reply:
-        """In the middle of a step: others are members from now on. Judged before anything ends."""
-        h, answer = message.header, ""
+        """Switches to other members in the middle of a step. The change is checked before any sum ends."""
+        h, problem = message.header, ""
         change = read_change(message)
         if h.generation > self._core.generation:
             try:
                 make = regroup(change, h.generation, message.peer)
             except ValueError as error:
-                answer = str(error)
+                problem = str(error)
             else:
                 self._give_way(change, h.generation, make)
-        if not answer and h.generation < self._core.generation:
-            answer = f"generation {h.generation} has ended"
-        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
+        if not problem and h.generation < self._core.generation:
+            problem = f"generation {h.generation} has ended"
+        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
     def _give_way(self, change: ViewChange, generation: int, make: Callable[[], Summation]) -> None:
         with self._switching:
@@ -264,7 +267,7 @@ class SumServer:
         self._told.clear()
 
     def _gather(self, members: tuple[int, ...]) -> None:
-        """These are the members now."""
+        """Sets the members: disconnects those that are gone, and listens to new ones."""
         former, self._members = self._members, members
         for member in former:
             if member not in members:
@@ -278,8 +281,8 @@ class SumServer:
         self._recycle(message.body)
 
     def _drop(self, error: CorruptFrame) -> None:
-        """A member that breaks the protocol is out. The coordinator hears of it, and the others with the sum that waits for
-        it."""
+        """Drops a member that broke the protocol. The coordinator learns it by heartbeat, the other members by the stall
+        report of the sum that waits for it."""
         member, why = self._numbers[error.peer], one_line(error.what)[:MOST_REASON]
         with self._dropping:
             if member in self._dropped:
@@ -290,7 +293,7 @@ class SumServer:
         self._transport.abort(error, member)
 
     def _fail(self, message: Message, error: Exception) -> None:
-        """This server's own failure: no sum can be trusted any more, so every member is told why and let go."""
+        """Handles a failure of this server: no sum can be trusted, so all members are sent the reason and disconnected."""
         h = message.header
         what = f"failed: {type(error).__name__}: {error}"
         with self._failing:
@@ -312,7 +315,8 @@ class SumServer:
             self._look()
 
     def _look(self) -> None:
-        """On this thread alone: sums are locked while they are written down, and a disk may block."""
+        """Reports sums that wait. Only this thread checks them: sums are locked while they are journaled, and a disk may
+        block."""
         self._stalls = self._core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
         for stall in self._stalls:
@@ -321,8 +325,8 @@ class SumServer:
 
     def _tell(self, stall: Stall) -> None:
         now = time.monotonic()
-        last, said_s = self._told.get(stall.bucket, (None, 0.0))
-        if last == stall and now - said_s < REPEAT_S:
+        last, sent_s = self._told.get(stall.bucket, (None, 0.0))
+        if last == stall and now - sent_s < REPEAT_S:
             return
         self._told[stall.bucket] = (stall, now)
         with self._dropping:

@@ -1,4 +1,4 @@
-"""A worker's connections: to the coordinator, and to every server. Knows views and addresses; no plan's meaning, no codec."""
+"""A worker's connections: to the coordinator and to every server."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from commlayer.transport.stream_transport import Settings, StreamTransport
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
 Left = Callable[[str, int], None]
-"""Told who has ended in order, and after how many exchanges."""
+"""Called with a worker that left in order, and the number of its exchanges."""
 
 
 FAILED_S = 0.5
-"""How long an end with an error flushes: what it had sent is of no use, and the way may be why it ends."""
+"""Flush time after an error: queued data is of no use then, and the link may be the cause."""
 
 
 class Uplink:
-    """Joins, then dials. Failures that come before `follow` are kept for it, and what the coordinator judges for each: it says
-    so once, perhaps while a worker is made for another view."""
+    """Joins, then connects to the servers. Failures before `follow` are kept for it. The coordinator reports a failure once, so
+    it is also passed to every later `follow`, since it may come while the worker changes its view."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -53,19 +53,19 @@ class Uplink:
         self._names: dict[int, tuple[str, str]] = {}
         self.address = ""
         self.staying: tuple[str, ...] = ()
-        """After close(): the workers that were still in the job."""
+        """After close(): workers that were still in the job."""
         self.transport: Transport
         self.resumed: Resumed | None = None
-        """The same, with what it says of connections that broke."""
+        """The same object as `transport`, with the state of its reconnects."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
-        """So many bytes at most any server may have under way, or kept here, that nobody asked for."""
+        """Limits the bytes per server that are kept here without a posted receive."""
         self.pace: Callable[[float], None]
-        """So much this end's link carries out; 0: nobody knows."""
+        """Sets this machine's measured upload rate in bit/s; 0: unknown."""
 
     def join(self, address: str, request: messages.Join) -> None:
-        """Takes a seat, and waits for everyone."""
-        keys = Keys(self._config.keys) if self._config.keys else None  # what is wrong with them takes no seat
+        """Registers and waits for all processes to join."""
+        keys = Keys(self._config.keys) if self._config.keys else None  # first: invalid keys must not leave a registration
         self._membership = membership = client.join(
             address, request, self._config, self._judged, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address, self._regroups = address, request.regroups
@@ -88,14 +88,14 @@ class Uplink:
 
         def dial(deadline: float) -> None:
             for server in membership.view.servers:
-                # The last one in leaves little of the deadline to dial with.
+                # The last process to join has little of the deadline left, so each connection gets at least 10 s.
                 to_it = carriers.dialler(carrier, server, address, self._config, keys)
                 transport.connect(SERVER_BASE + server.id, to_it, max(deadline, time.monotonic() + 10.0))
 
         self._dial = dial
 
     def dial(self, deadline: float) -> None:
-        """Every server of the view. Who cannot leaves the job."""
+        """Connects to every server of the view. Leaves the job if that fails."""
         try:
             self._dial(deadline)
         except BaseException as error:
@@ -110,36 +110,36 @@ class Uplink:
         return self._membership.view
 
     def name_of(self, worker: int) -> str:
-        """The node of that worker, present or gone: as its certificate names it, or where all have one certificate, its host.
-        "" where all have one host, too."""
+        """Name of a present or former worker's node: from its certificate, or its host name if all certificates are the same.
+        "" if the host names are the same, too."""
         if self._membership is not None:
             members = (*self._membership.view.members, *self._membership.newest.members)
             self._names |= {member.rank: (member.certificate, member.name) for member in members}
         for names in zip(*self._names.values(), strict=True):
             if worker in self._names and len(set(names)) > 1:
-                found: str = names[list(self._names).index(worker)]
-                return found
+                name: str = names[list(self._names).index(worker)]
+                return name
         return ""
 
     def called(self, peer: str) -> str:
-        """A peer as people know it: "worker 2" as "worker 2 (ben)"."""
+        """Display name of a peer: "worker 2 (ben)" for "worker 2"."""
         kind, _, number = peer.partition(" ")
         name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
         return f"{peer} ({name})" if name else peer
 
     @property
     def plan(self) -> bytes:
-        """With which the job began."""
+        """Canonical bytes of the plan with which the job began."""
         assert self._membership is not None
         return self._membership.plan
 
     def check(self) -> None:
-        """Raises what has failed before `follow`."""
+        """Raises a failure that came before `follow`."""
         if self._early is not None:
             raise self._early
 
     def heed(self, on_view: OnView) -> None:
-        """From now on newer views go there."""
+        """Subscribes to newer views. A view that has come already is passed at once."""
         membership = self._membership
         assert membership is not None
         membership.on_view = on_view
@@ -147,20 +147,18 @@ class Uplink:
             on_view(membership.newest)
 
     def adopt(self, view: View) -> None:
-        """It is in force here. What peers who are not of it have done or not is nobody's concern any more."""
+        """Switches to the view. Departures of peers that are not in it are ignored from now on."""
         assert self._membership is not None
         self._membership.view = view
 
     def finished(self, member: int) -> int:
-        """In how many exchanges that worker has done its part, if it left in order; else -1."""
+        """How many exchanges that worker contributed to before it left in order; -1 if it did not."""
         gone = None if self._membership is None else self._membership.left.get(peer_name(member))
         return -1 if gone is None or gone.reason != messages.FINISHED else gone.exchanges
 
     def follow(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
-        """From now on deaths go to `fail`, orderly ends to `left`, and what servers wait for in that generation to `stalled`.
-
-        To nobody from before.
-        """
+        """Subscribes: deaths go to `fail`, orderly departures to `left`, and the servers' stall reports of that generation to
+        `stalled`. Replaces the former subscriber."""
         with self._lock:
             self._fail, self._stalled, self._left = fail, stalled, left
             self._generation = generation
@@ -169,7 +167,7 @@ class Uplink:
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:
-            # Receives of earlier generations stay posted for ever, so they must not hold a worker.
+            # Receives of earlier generations stay posted forever, so they must not keep a worker alive.
             follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._told, s.id))
 
     def _told(self, server: int, said: Stalled) -> None:
@@ -177,7 +175,7 @@ class Uplink:
             self._failed(CommError(said.failed, peer=peer_name(SERVER_BASE + server), step=said.step, bucket=said.bucket))
             return
         for member, why in said.dropped.items():
-            # Where others may go on without it the coordinator says so, who has heard of it from the server.
+            # If the job can continue without the member, the coordinator reports the drop, which the server has sent to it.
             if not (self._regroups and self.coordinated):
                 self._failed(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
                                       step=said.step, bucket=said.bucket))
@@ -204,8 +202,8 @@ class Uplink:
         fail(error)
 
     def _silent(self, silent_s: float) -> None:
-        """The coordinator does not answer, as has been said. Training can do without it, but not without a server in its
-        process, of which nobody else would tell."""
+        """The coordinator does not answer. Training can continue without it, but not without a server in its process, whose
+        death no other process would report."""
         near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
         over = [s for s in near if f"server {s.id}" in self._missed() and not s.returns]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
@@ -213,33 +211,33 @@ class Uplink:
                                   f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
 
     def named(self, error: CommError) -> CommError:
-        """The same, which says where a server is."""
-        found = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
-        if not found or "node " in error.what:
+        """The same error, with the address and node if it is about a server."""
+        servers = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
+        if not servers or "node " in error.what:
             return error
-        return error.located(what=f"{error.what} ({_place(found[0])})")
+        return error.located(what=f"{error.what} ({_place(servers[0])})")
 
     @property
     def embedded(self) -> bool:
-        """Whether the coordinator is a child of rank 0."""
+        """Whether the coordinator is a child process of rank 0."""
         return not self._config.join
 
     @property
     def coordinated(self) -> bool:
-        """Whether the coordinator still answers."""
+        """Whether the coordinator answered the last heartbeat."""
         return self._membership is not None and self._membership.reachable
 
     def fetch_state(self, server: int, bucket: int, undone: int) -> bytes:
-        """A server's codec state of a bucket; see Summation.snapshot."""
+        """Reads a server's codec state of a bucket; see Summation.snapshot."""
         header = self._header(Kind.STATE_GET, bucket)._replace(undone=undone)
         return bytes(self._ask(server, header, b"", Kind.STATE).body)
 
     def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
-        """Restores it; `step` comes next. See Summation.restore."""
+        """Restores a server's codec state; `step` comes next. See Summation.restore."""
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
     def probe(self, server: int, up_nbytes: int, down_nbytes: int, done: Callable[[Exception | None], None]) -> None:
-        """Sends that many bytes to a server, which sends that many back. `done` is called when they are here, on any thread."""
+        """Sends bytes to a server, which sends `down_nbytes` back. `done` is called on any thread when they have arrived."""
         self._probes += 1
         header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
         peer = SERVER_BASE + server
@@ -248,15 +246,15 @@ class Uplink:
         self.transport.send(peer, header, bytes(up_nbytes))
 
     def pace_servers(self, node: int, bps: float) -> None:
-        """As `pace`, of the servers on that node."""
+        """As `pace`, for the servers on that node."""
         for server in self.view.servers:
             if server.node == node:
                 self.transport.send(SERVER_BASE + server.id, self._header(Kind.PACE, 0)._replace(used=int(bps)))
 
     def send_plan(self, server: int, plan: bytes, generation: int, undone: Mapping[int, int]) -> None:
-        """The server goes over to that plan, between steps. ValueError with its reason if it cannot.
+        """Switches the server to that plan, between steps. ValueError with the server's reason if it cannot.
 
-        `undone`: by bucket of the plan before, what of the last step was not applied.
+        `undone`: by bucket of the former plan, what was not applied of the last step.
         """
         for bucket, slices in undone.items():
             self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
@@ -266,7 +264,7 @@ class Uplink:
             raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
 
     def send_view(self, server: int, change: ViewChange, generation: int) -> None:
-        """The server goes over to that view, in the middle of a step. CommError with its reason if it cannot."""
+        """Switches the server to that view, in the middle of a step. CommError with the server's reason if it cannot."""
         header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
         answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
@@ -283,23 +281,22 @@ class Uplink:
         return self.transport.wait(handle, deadline)
 
     def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
-        """Leaves the job; in order once what was sent is out, within `flush_s`. Whether the coordinator has heard of it.
-
-        `exchanges`: how many it has made.
+        """Leaves the job; without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
+        coordinator was reached. `exchanges`: how many this worker contributed to.
         """
         membership = self._membership
         if membership is None:
             return True
         if reason:
-            heard = membership.leave(reason)
+            delivered = membership.leave(reason)
             self.transport.close(FAILED_S)
         else:
             with self._lock:
-                self._fail = self.transport.abort  # who dies now must not be waited for
-            self.transport.close(flush_s)  # first: who is said to have left is no longer waited for
-            heard = membership.leave(exchanges=exchanges)
+                self._fail = self.transport.abort  # a server that dies now must not be waited for
+            self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
+            delivered = membership.leave(exchanges=exchanges)
         self.staying, self._membership = membership.staying, None
-        return heard
+        return delivered
 
 
 def _place(server: ServerInfo) -> str:
@@ -309,7 +306,7 @@ def _place(server: ServerInfo) -> str:
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:
     """Joins the job at that coordinator and connects to its servers."""
     deadline = time.monotonic() + config.join_deadline_s
-    made = Uplink(config)
-    made.join(address, request)
-    made.dial(deadline)
-    return made
+    uplink = Uplink(config)
+    uplink.join(address, request)
+    uplink.dial(deadline)
+    return uplink
