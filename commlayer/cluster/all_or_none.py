@@ -1,4 +1,4 @@
-"""What all ranks do or fail at together. Knows groups; not what is done."""
+"""Blocks that all ranks complete or fail together."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from commlayer.errors import CommError, InvalidInput
 
 
 class Told:
-    """What ranks tell each other on the way out of a block."""
+    """Numbers that ranks exchange at the end of a block."""
 
     def __init__(self, numbers: int) -> None:
         self.mine = [0] * numbers
         self.rows: list[list[int]] = []
-        """Behind the block: of all, in rank order."""
+        """After the block: the numbers of all, in rank order."""
 
 
 @contextlib.contextmanager
 def together(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[Told]:
-    """All ranks leave the block together. What fails on one fails on all: there with its error, elsewhere naming the rank.
+    """All ranks leave the block together. An error on one rank is raised there, and the others raise one that names the rank.
 
-    The block holds no collectives: a rank that fails would leave the others in them. `numbers`: so many that each puts into
-    `mine` go to all.
+    The block must not contain collectives, since a rank that fails would leave the others waiting in them. `numbers`: how many
+    numbers each rank puts into `mine`, to be sent to all.
     """
-    mine: Exception | None = None
-    told = Told(numbers)
+    failure: Exception | None = None
+    shared = Told(numbers)
     try:
-        yield told
+        yield shared
     except Exception as error:
-        mine = error
+        failure = error
     try:
-        rows = gather(groups, [mine is not None, *told.mine])
+        rows = gather(groups, [failure is not None, *shared.mine])
     except CommError as error:
-        if mine is None or isinstance(mine, CommError):
-            raise (mine or error) from None
-        raise mine from error  # the others do not know of it
-    if mine is not None:
-        raise mine
+        if failure is None or isinstance(failure, CommError):
+            raise (failure or error) from None
+        raise failure from error  # the others have not learned of it
+    if failure is not None:
+        raise failure
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
         raise InvalidInput("E-OTHER-RANK", f"{what} failed on rank {', '.join(failed)}, whose own error says why")
-    told.rows = [row[1:] for row in rows]
+    shared.rows = [row[1:] for row in rows]
 
 
 def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
-    """One row per rank."""
+    """Gathers one row per rank."""
     if groups is None:
         return [row]
     rows: list[list[int]] = groups.gather_all(torch.tensor(row, dtype=torch.int64, device=groups.device)).tolist()
@@ -56,7 +56,7 @@ def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
 
 
 def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
-    """Everyone's bytes, in rank order."""
+    """Gathers bytes of different sizes, in rank order."""
     if groups is None:
         return [data]
     sizes = [row[0] for row in gather(groups, [len(data)])]

@@ -1,4 +1,4 @@
-"""Who came, who was refused and why, who left, which plan: a file of JSON lines that only grows. Knows a file, no sockets."""
+"""The audit log: joins, refusals, departures and plans, as JSON lines appended to a file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from commlayer.transport.unproved_connections import Probe
 log = logging.getLogger("commlayer")
 
 MOST_REFUSED = 600
-"""Refusals written out in a minute, here and in the log, and as many probes; a flood of either is counted, so that nobody fills
-a disk."""
+"""Refusals logged per minute, here and in the log, and as many probes. Above that they are only counted, so that a flood cannot
+fill the disk."""
 
 
 class Audit:
-    """Several processes of a machine may write to one file: a line is one write at the end of it."""
+    """Several processes of a machine may share a file: each line is one append."""
 
     def __init__(self, path: str) -> None:
-        """RecordError if the file cannot be written; nothing is written for an empty path."""
+        """RecordError if the file cannot be written. An empty path: writes nothing."""
         self._path, self._lock = path, threading.Lock()
         self._shown: dict[str, tuple[int, int]] = {}
-        """By event: the minute of the last one, and how many there were in it."""
+        """By event: the minute of the last one, and the count in that minute."""
         self._file = -1
         if path:
             try:
@@ -36,18 +36,18 @@ class Audit:
                                   "there", "E-SETTING") from None
 
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
-        """In the log, too. A probe is noted as what it is: `commlayer doctor` makes some, and a monitor of ports does."""
+        """Also logs it. Probes are marked as such: `commlayer doctor` and port monitors cause them."""
         event = "probed" if isinstance(why, Probe) else "refused"
         if self._bounded(event, where, why):
             log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
 
     def denied(self, where: str, why: str) -> None:
-        """As `refused`, of a request that was proved and cannot be met: who makes it may make it for ever."""
+        """As `refused`, for an authenticated request that cannot be met. A client may repeat such a request forever."""
         if self._bounded("refused", where, why):
             log.warning("refused: %s", why)
 
     def _bounded(self, event: str, where: str, why: str) -> bool:
-        """Whether it is written out: all of them are, but for a flood."""
+        """Writes the event unless the limit per minute is reached. Whether it did."""
         with self._lock:
             minute, over = int(time.monotonic() // 60), 0
             last, count = self._shown.get(event, (minute, 0))
@@ -62,20 +62,20 @@ class Audit:
         return count < MOST_REFUSED
 
     def note(self, event: str, **what: str | int) -> None:
-        """Without the disk's room the job goes on: the log says so."""
+        """If the file cannot be written, logs that and continues."""
         if self._file < 0:
             return
         line = json.dumps({"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), "event": event,
                            "pid": os.getpid()} | what) + "\n"
         try:
-            with self._lock:  # else close() may give the number to another file in between
+            with self._lock:  # otherwise close() could free the descriptor for another file first
                 if self._file >= 0:
                     os.write(self._file, line.encode())
         except OSError as error:
             log.warning("audit: %s: %s; not written: %s", self._path, error.strerror, line.rstrip())
 
     def close(self) -> None:
-        """Twice is once; what is noted later is only logged."""
+        """Idempotent. Later events are only logged."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)

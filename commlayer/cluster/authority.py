@@ -1,7 +1,8 @@
-"""The job's CA: certificates of nodes by name, and the list of those that are revoked. Knows files; no sockets, no command.
+"""The job's certificate authority (CA): issues certificates for nodes, and keeps the revocation list.
 
-The CA's folder holds what signs (`ca.key`), all certificates ever made (`issued/`) and, for each node, a folder to copy there
-(`nodes/NAME/`). A folder is made beside its place and renamed, a file is replaced whole: nothing is ever half there.
+The CA's folder holds its key (`ca.key`), all certificates ever issued (`issued/`) and, for each node, a folder to copy to it
+(`nodes/NAME/`). Folders are made under a temporary name and then renamed, and files are replaced as a whole, so a crash leaves
+nothing half written.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVIC
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
-"""By so much may a node's clock be slow on the day when its certificate is made."""
+"""Certificates start this long before they are issued, for nodes with slow clocks."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 T = TypeVar("T")
 
 
 class Issued(NamedTuple):
-    """A certificate that this CA has made."""
+    """A certificate that this CA has issued."""
 
     name: str
     serial: int
@@ -45,31 +46,31 @@ class Issued(NamedTuple):
 
 
 def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
-    """A CA in a folder that is new or empty. Until when it is good."""
+    """Makes a CA in a new or empty folder. Returns its expiry."""
     _check_days(days)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        there = "a CA is there already" if (folder / CA_KEY).exists() else "something is there already"
+        obstacle = "a CA is there already" if (folder / CA_KEY).exists() else "something is there already"
         raise InvalidInput("E-KEYS",
-                           f"{folder}: {there}; name another folder with --dir, or go on with `commlayer keys add NAME`")
+                           f"{folder}: {obstacle}; name another folder with --dir, or go on with `commlayer keys add NAME`")
     if folder.resolve() == Path.cwd():
         raise InvalidInput("E-KEYS",
                            f"{folder}: the folder that you are in cannot be replaced; name one to be made, as in --dir keys")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"commlayer job {secrets.token_hex(4)}")])
     start, end = _times(days)
-    made = (_builder(name, key.public_key(), start, end).issuer_name(name)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(authority=True), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .sign(key, hashes.SHA256()))
-    contents = {CA_KEY: _private(key), CA: _pem(made), TOKEN: secrets.token_hex(32).encode() + b"\n",
-                REVOKED: _list(key, made, {}, 1)}
+    certificate = (_builder(name, key.public_key(), start, end).issuer_name(name)
+                   .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+                   .add_extension(_usage(authority=True), critical=True)
+                   .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+                   .sign(key, hashes.SHA256()))
+    contents = {CA_KEY: _private(key), CA: _pem(certificate), TOKEN: secrets.token_hex(32).encode() + b"\n",
+                REVOKED: _list(key, certificate, {}, 1)}
     _make_folder(folder, contents, (ISSUED, NODES), new=True)
     return end
 
 
 def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
-    """A certificate and the folder for that node. `again`: in place of one that it has, which is revoked."""
+    """Issues a certificate and makes the node's folder. `again`: replaces the node's present certificate and revokes it."""
     if not NAME.fullmatch(name):
         raise InvalidInput("E-CLI-OPTION",
                            f"got {name!r} as a node's name, allowed: 1 to 63 letters, digits, '.', '_' and '-', a letter or "
@@ -77,7 +78,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
     _check_days(days)
     with _locked(folder):
         key, authority = _authority(folder)
-        shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # ahead of all that is written
+        shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # before anything is written
         have = [one for one in issued(folder) if one.name == name and not one.revoked]
         if have and not again:
             raise InvalidInput("E-KEYS",
@@ -88,24 +89,24 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
         end = min(end, authority.not_valid_after_utc)
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        made = (_builder(subject, own.public_key(), start, end).issuer_name(authority.subject)
-                .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-                .add_extension(_usage(authority=False), critical=True)
-                .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-                .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
-                .sign(key, hashes.SHA256()))
-        # Known to the CA before it is anybody's: what is not listed could not be revoked.
-        write_whole({folder / ISSUED / f"{name}-{made.serial_number:x}.pem": _pem(made)}, durable=True)
+        certificate = (_builder(subject, own.public_key(), start, end).issuer_name(authority.subject)
+                       .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+                       .add_extension(_usage(authority=False), critical=True)
+                       .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+                       .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
+                       .sign(key, hashes.SHA256()))
+        # Listed in the CA before it is handed out: a certificate that is not listed could not be revoked.
+        write_whole({folder / ISSUED / f"{name}-{certificate.serial_number:x}.pem": _pem(certificate)}, durable=True)
         if have:
             _revoke(folder, key, authority, {one.serial for one in have})
         place = folder / NODES / name
-        contents = {KEY: _private(own), CERTIFICATE: _pem(made), REVOKED: _read(folder / REVOKED)} | shared
+        contents = {KEY: _private(own), CERTIFICATE: _pem(certificate), REVOKED: _read(folder / REVOKED)} | shared
         _make_folder(place, contents, ())
         return place
 
 
 def revoke(folder: Path, name: str) -> int:
-    """All certificates of that node, for good. How many."""
+    """Revokes all certificates of that node for good. Returns how many were revoked."""
     with _locked(folder):
         key, authority = _authority(folder)
         known = issued(folder)
@@ -114,17 +115,17 @@ def revoke(folder: Path, name: str) -> int:
             names = ", ".join(sorted({one.name for one in known})) or "none"
             raise InvalidInput("E-KEYS", f"{name} has no certificate of {folder}; those that have: {names}")
         new = {one.serial for one in have if not one.revoked}
-        # Also if there is none: a folder that a former call did not reach gets the list now.
+        # Also if there are none: a node's folder that an earlier call did not reach gets the list now.
         _revoke(folder, key, authority, new)
         return len(new)
 
 
 def issued(folder: Path) -> list[Issued]:
-    """By name, the revoked first."""
+    """All certificates, sorted by name, the revoked ones first."""
     _, listed = _revocations(folder)
-    found = [_parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
+    rows = [_parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
              for path in (folder / ISSUED).glob("*.pem")]
-    return sorted(found, key=lambda one: (one.name, not one.revoked, one.until))
+    return sorted(rows, key=lambda one: (one.name, not one.revoked, one.until))
 
 
 def _issued(data: bytes, listed: Mapping[int, datetime.datetime]) -> Issued:
@@ -154,7 +155,7 @@ def _revocations(folder: Path) -> tuple[int, dict[int, datetime.datetime]]:
 
 def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: Mapping[int, datetime.datetime],
           number: int) -> bytes:
-    # It is good for as long as the CA: a list that nobody renews must not end a job.
+    # The list is valid as long as the CA: an expired list must not end a job.
     builder = (x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
                .last_update(authority.not_valid_before_utc).next_update(authority.not_valid_after_utc)
                .add_extension(x509.CRLNumber(number), critical=False))
@@ -165,23 +166,23 @@ def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: 
 
 
 def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    made = _parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
+    ca = _parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
     now = datetime.datetime.now(datetime.UTC)
-    if not made.not_valid_before_utc <= now <= made.not_valid_after_utc:
-        raise InvalidInput("E-KEYS", f"the CA in {folder} is good from {made.not_valid_before_utc:%Y-%m-%d} to "
-                           f"{made.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
+    if not ca.not_valid_before_utc <= now <= ca.not_valid_after_utc:
+        raise InvalidInput("E-KEYS", f"the CA in {folder} is good from {ca.not_valid_before_utc:%Y-%m-%d} to "
+                           f"{ca.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
                            "or make another CA with `commlayer keys init --dir`")
     key = _parsed(folder / CA_KEY, lambda data: serialization.load_pem_private_key(data, None), "key")
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != made.public_key():
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise InvalidInput("E-KEYS", f"{folder / CA_KEY} is not the key of {folder / CA}; {_remedy(folder / CA_KEY)}")
-    return key, made
+    return key, ca
 
 
 def _parsed(path: Path, parse: Callable[[bytes], T], what: str) -> T:
     data = _read(path)
     try:
         return parse(data)
-    except Exception:  # whatever the parser makes of such a file: its own words are about parsers
+    except Exception:  # parsers raise many types, and their messages do not help users
         raise InvalidInput("E-KEYS", f"{path} is damaged: it holds no {what}; {_remedy(path)}") from None
 
 
@@ -193,7 +194,7 @@ def _read(path: Path) -> bytes:
 
 
 def _remedy(path: Path) -> str:
-    """Every node's folder has what is no secret of the CA's; an older list would let in whom it does not name."""
+    """Every node's folder has copies of the CA's public files. An older revocation list would admit revoked certificates."""
     if path.name == CA_KEY:
         return ("restore it from a copy of that folder; without one make another CA, with `commlayer keys init --dir`, and new "
                 "keys for every node")
@@ -205,7 +206,7 @@ def _remedy(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One change at a time, whoever makes it."""
+    """Locks the CA against other processes."""
     try:
         descriptor = os.open(folder / CA_KEY, os.O_RDONLY)
     except OSError as error:
@@ -221,7 +222,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:
-    """There whole or not at all, for its owner only; on failure what was there is. `new`: never in place of one."""
+    """Makes a folder as a whole or not at all, readable for its owner only. After a failure the former folder is in place.
+    `new`: never replaces a folder."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     former = place.with_name(f".{place.name}.{secrets.token_hex(4)}.former")
     try:

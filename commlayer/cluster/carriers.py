@@ -1,4 +1,4 @@
-"""Which carrier a worker reaches a server by: TCP, gRPC, or what gets through. Knows addresses and settings; no frames."""
+"""Connects a worker to a server over TCP or gRPC: the configured one, or the one that works."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from commlayer.transport.stream_transport import Address, StreamTransport
 log = logging.getLogger("commlayer")
 
 TCP_S = 5.0
-"""For so long a server may say nothing over TCP where gRPC may be tried behind it: firewalls give no answer at all."""
+"""How long to wait for an answer over TCP if gRPC can be tried next: firewalls drop packets silently."""
 Dial = Callable[[float], None]
-"""Connects before that deadline."""
+"""Connects before the given deadline."""
 
 
 def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
-    """Connects to that server by what is set, else by what gets through, and from then on by that. `joined`: the address by
-    which this process reached the coordinator."""
+    """Returns a function that connects to that server. With carrier "auto" it tries TCP, then gRPC, and later calls use the one
+    that worked. `joined`: the address by which this process reached the coordinator."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
     plain = _checked(server.address, f"address of {name}", config)
     where, alone = streams_at(server, joined), streams_alone(server, joined)
@@ -51,7 +51,7 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
         try:
             transport.dial(peer, plain, deadline, time.monotonic() + TCP_S if either else deadline)
         except CommError as error:
-            # Where there are keys, who refuses may also be somebody in between.
+            # With keys, a refusal may also come from a machine in between, so gRPC is tried.
             if not either or (isinstance(error, Refused) and keys is None):
                 raise
             first = error
@@ -72,33 +72,33 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
 
 
 def streams_at(server: ServerInfo, joined: str) -> str:
-    """Where a process that reached the coordinator as `joined` finds its gRPC streams; empty: nowhere."""
-    # What others reach need not be what the coordinator calls itself: there is a proxy between, or a router.
+    """The server's address for gRPC streams, for a process that reached the coordinator at `joined`; "" for none."""
+    # The coordinator's own address may not be reachable from here (proxy, router), but `joined` is.
     return joined if server.beside and server.streams else server.streams
 
 
 def streams_alone(server: ServerInfo, joined: str) -> bool:
-    """Whether it takes nothing else."""
+    """Whether the server accepts only gRPC streams."""
     return bool(server.streams) and server.address in (server.streams, streams_at(server, joined))
 
 
 def over_grpc(transport: StreamTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
-    """Connects to that peer by a gRPC stream."""
+    """Connects to that peer over a gRPC stream."""
     if keys is not None:
-        # which heeds the list of the revoked, and gRPC knows none
+        # checks the revocation list, which gRPC does not do
         check(settings.join_host(*address), keys, deadline, peer_name(peer))
     transport.dial_over(lambda until: stream_to(address, keys, until), peer, deadline)
 
 
 def stream_to(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
-    """A stream that a server there has taken, and that has greeted nobody. CommError with the address if it does not."""
+    """Opens a stream that the server has accepted, before the handshake. CommError with the address if it fails."""
     options = [*grpc_ends.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
     opened = functools.partial(grpc_channel.opened, settings.join_host(*address), options, shown(keys), on_loop=True)
     return grpc_ends.dialled(opened, *address, deadline, fingerprint(keys))
 
 
 def _checked(address: str, name: str, config: Config) -> Address:
-    """The coordinator is believed as to where servers are, not as to where plain text may go."""
+    """Parses an address from the coordinator. Checks that plaintext to it is allowed, which the coordinator may not decide."""
     try:
         host, port = host_port(address)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A channel to the coordinator: calls proved both ways, plans in parts. Raises CommError with its address; decides nothing."""
+"""A gRPC channel to the coordinator: mutually authenticated calls, plans in parts. Errors are CommErrors with its address."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.secret import unproved
 
 settings.quiet_grpc()
-import grpc  # noqa: E402  (after its settings, which it reads once)
+import grpc  # noqa: E402  (after quiet_grpc: it reads its settings once)
 
 log = logging.getLogger("commlayer")
 
 AHEAD = 8
-"""Parts of a plan under way at once, so that a far coordinator costs few round trips."""
+"""Parts of a plan in flight at once, so that a distant coordinator costs few round trips."""
 LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
-"""It is not up yet, has too much to do, or was ended while it answered."""
+"""The coordinator is not up yet, is overloaded, or was stopped while it answered."""
 WATCHED_S = 1.0
-"""gRPC's thread that watches a channel looks up every 0.2 s."""
+"""How long close() waits for gRPC's thread that watches a channel, which polls every 0.2 s."""
 RESOLVE_S = 5.0
 RETRY_S = 0.25
 R = TypeVar("R", bound=Record)
@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Record)
 def check_name(address: str) -> None:
     """CommError if the host of this address has a name that cannot be resolved within RESOLVE_S.
 
-    The name service is asked again until then: containers have names only after they have started. Behind a proxy, which
+    Lookups are repeated until then, because containers get their names only after they have started. Behind a proxy, which
     resolves names itself, nothing is checked.
     """
     host, port = settings.host_port(address)
@@ -55,14 +55,14 @@ def check_name(address: str) -> None:
                 return
             except OSError as error:
                 if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
-                    why.clear()  # no name service yet, as after a power cut: the call itself tries on until its own deadline
+                    why.clear()  # no name service yet, as after a power cut: the call itself retries until its own deadline
                     return
                 why[:] = [error.strerror or str(error)]
             if time.monotonic() > deadline - RETRY_S:
                 return
             time.sleep(RETRY_S)
 
-    asking = threading.Thread(target=ask, name="commlayer-resolve", daemon=True)  # a resolver may take a minute
+    asking = threading.Thread(target=ask, name="commlayer-resolve", daemon=True)  # a lookup may block for a minute
     asking.start()
     asking.join(RESOLVE_S)
     if why:
@@ -71,16 +71,16 @@ def check_name(address: str) -> None:
 
 
 def options(address: str) -> list[tuple[str, Any]]:
-    """Of a channel to that coordinator."""
+    """gRPC options of a channel to that coordinator."""
     host, _ = settings.host_port(address)
-    made: list[tuple[str, Any]] = [
+    arguments: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
         ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
     ]
     if settings.is_loopback(host):
-        made.append(("grpc.enable_http_proxy", 0))
-    return made
+        arguments.append(("grpc.enable_http_proxy", 0))
+    return arguments
 
 
 def shown(keys: Keys | None) -> grpc_channel.Shown | None:
@@ -90,15 +90,15 @@ def shown(keys: Keys | None) -> grpc_channel.Shown | None:
 
 
 def fingerprint(keys: Keys | None) -> bytes:
-    """Of this node's certificate, which its proofs are bound to."""
+    """Fingerprint of this node's certificate, which its proofs are bound to."""
     return keys.me.fingerprint if keys else b""
 
 
 class CoordinatorChannel:
-    """To one coordinator, with the secret of the job, and in TLS with these keys."""
+    """A channel to one coordinator, authenticated with the job's secret, and using TLS if keys are given."""
 
     def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
-        """`own`: by a connection of its own, which no other channel of this process shares."""
+        """`own`: uses a connection that no other channel of this process shares."""
         self.address, self.secret, self.keys = address, secret, keys
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
         self._channel = grpc_channel.opened(address, options(address) + apart, shown(keys))
@@ -109,16 +109,16 @@ class CoordinatorChannel:
             self._channel.subscribe(self._changed)
 
     def _changed(self, state: Any) -> None:
-        """gRPC connects anew by itself, and checks by the CA alone: whose certificate it is then nobody has looked at."""
+        """gRPC reconnects by itself and then checks only the CA, so the server's certificate must be checked again."""
         ready = state is grpc.ChannelConnectivity.READY
         self._times += self._connected and not ready
         self._connected = ready
 
     def look(self, timeout_s: float) -> bool:
-        """By a connection of our own: whether somebody answers with a certificate of this job's that nobody has revoked, else
-        Refused with the reason."""
-        # Of the connection that there was before: one that is lost meanwhile, by whichever thread, is looked at again, and one
-        # that was refused is refused to every call.
+        """Checks the coordinator's certificate over a separate connection. Whether it answered; Refused if the certificate is
+        not of this job or was revoked."""
+        # `times` is read first: if the connection is lost during the check, the next call checks again. After a refusal
+        # `_looked` stays -1, so every call is refused.
         times = self._times
         self._looked = -1
         self._seen = seen = check(self.address, self.keys, time.monotonic() + timeout_s)
@@ -156,7 +156,7 @@ class CoordinatorChannel:
         return messages.unpack(reply, kind, peer)
 
     def send_plan(self, plan: bytes, timeout_s: float) -> None:
-        """In parts, each a call of its own: no single call may be large."""
+        """Uploads a plan in parts, each in a call of its own, because no call may be large."""
         if len(plan) > MAX_PLAN_NBYTES:
             raise InvalidInput("E-PLAN-REFUSED",
                                f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
@@ -171,7 +171,7 @@ class CoordinatorChannel:
                 pass
 
     def leave_quietly(self, token: str, reason: str) -> None:
-        """Frees a seat for which the wait was given up; if that fails the coordinator notices by silence."""
+        """Removes a registration after waiting was given up. If that fails, the coordinator detects the silence."""
         try:
             self.call("Leave", messages.Leave(token, reason), messages.Pulse, 1.0)
         except CommError as error:
@@ -180,7 +180,7 @@ class CoordinatorChannel:
     def close(self) -> None:
         if self.keys is not None:
             self._channel.unsubscribe(self._changed)
-            # In a channel that is closed under it, gRPC's thread ends with an exception, which Python prints.
+            # gRPC's thread raises an exception, which Python prints, if its channel is closed while it polls.
             watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + WATCHED_S
             while getattr(watched, "polling", False) and time.monotonic() < until:
                 time.sleep(0.005)

@@ -1,7 +1,7 @@
-"""What a coordinator must not forget, in a file: who has which seat, the view and the plan. Knows no network and no clock.
+"""The coordinator's journal: registrations, view and plan in a file, so that a restarted coordinator can resume the job.
 
-It is written when a seat or the view changes, which is seldom. It holds no times: who takes it up has just heard everybody.
-What homes have left for each other is in a file of its own (meeting_journal.py), which means nothing without this one.
+It is written when a registration or the view changes, which is rare. It holds no times: on resuming, all processes count as
+just heard from. The homes' store is in a file of its own (meeting_journal.py), which is useless without this one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Kept(Record, frozen=True):
 
     address: str
     token: str
-    """The job's secret, if this process has made it: with another one nobody's calls would be proved."""
+    """The job's secret, if this process generated it. With another secret, no worker could authenticate."""
     state: State
 
 
 class CoordinatorJournal:
-    """Of one process. `found` is what an earlier one has left, None for nothing."""
+    """`found`: what an earlier process recorded; None for nothing."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
@@ -57,7 +57,7 @@ class CoordinatorJournal:
             return
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole({self._path: packed(kept)}, mode=0o600)  # the secret may be in it
+            write_whole({self._path: packed(kept)}, mode=0o600)  # it may hold the secret
         except OSError as error:
             self.forget()
             self._failed = True
@@ -65,37 +65,37 @@ class CoordinatorJournal:
                         error.strerror)
 
     def close(self) -> None:
-        """Another coordinator may use the folder."""
+        """Frees the folder for another coordinator."""
         os.close(self._lock)
 
     def forget(self) -> None:
-        """The job is over, or goes on without."""
+        """Removes the journal: the job is over, or continues without one."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         self.meeting.close()
 
 
 def packed(kept: Kept) -> bytes:
-    """The file."""
-    still = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
+    """The file's contents, without times."""
+    timeless = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
              for token, place in kept.state.places.items()}
-    state = msgspec.structs.replace(kept.state, places=still, ticked_s=None, held=None)
+    state = msgspec.structs.replace(kept.state, places=timeless, ticked_s=None, held=None)
     return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
 
 
 def unpacked(data: bytes) -> Kept:
-    """MsgspecError where it is none."""
+    """The reverse of packed(). MsgspecError if the data is malformed."""
     if not data.startswith(MAGIC):
         raise msgspec.DecodeError("it begins with something else")
     return msgspec.msgpack.decode(data[len(MAGIC) :], type=Kept)
 
 
 def taken_up(kept: Kept, now: float) -> State:
-    """The state of a coordinator that goes on: everybody has just been heard."""
+    """The state of a coordinator that resumes: all processes count as just heard from."""
     places: dict[str, Place] = {token: msgspec.structs.replace(place, seen_s=now) for token, place in kept.state.places.items()}
     return msgspec.structs.replace(kept.state, places=places, ticked_s=now)
 
 
 def seats(state: State) -> tuple[object, ...]:
-    """What has changed when the file must be written anew."""
+    """The part of the state whose change requires a write."""
     return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.places.items())

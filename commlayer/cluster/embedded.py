@@ -1,8 +1,8 @@
-"""What `commlayer serve` runs, as a child process of a training process. Knows pipes and process ids; not what is served.
+"""Starts and stops servers as a child process of a training process.
 
-The child ends with its parent: its standard input is a pipe that ends when the parent does, and it also asks whose child it is,
-since forked DataLoader workers hold that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called attach() ends.)
-That pipe brings the job's secret first, and a word when the child is to end, so that the child knows a parent's death from it.
+The child ends with its parent. Its standard input is a pipe that closes when the parent ends, and it also checks its parent's
+process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called
+attach() ends.) The pipe first carries the job's secret. An orderly end is announced on it, so the child recognizes a crash.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from commlayer.config import Config, child_environment
 from commlayer.errors import CommError, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
-# The child must run the package that this process runs, installed or not, whatever lies in the current directory.
+# The child must run the same package as this process, installed or not, and nothing from the current directory.
 RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.cluster.server_process import main; main()"
 TAIL_LINES = 15
 GRACE_S = 5.0
 
 
 class Embedded:
-    """A running child. `control` and `data` are its addresses, empty for what it does not serve."""
+    """A running child. `control` and `data` are its addresses; empty for a role that it does not have."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: _Stderr, control: str, data: str) -> None:
         self.control, self.data = control, data
@@ -45,7 +45,7 @@ class Embedded:
     def start(
         cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
     ) -> Embedded:
-        """A coordinator and server `number`, or none; with `join` only the server. Ready when this returns.
+        """Starts a coordinator and server `number` (None: no server); with `join` only the server. Returns when it is ready.
 
         CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
         """
@@ -53,33 +53,33 @@ class Embedded:
         part["number"] = -1 if number is None else number
         command = [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)]
         if join:
-            # A port that is set belongs to the coordinator, which may be on this machine, as may be several servers.
+            # A configured port is the coordinator's, which may be on this machine, as may other servers.
             config = msgspec.structs.replace(config, port=0)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # Ctrl-C goes to the trainer, which ends the child when it no longer needs it.
+            # Ctrl-C must reach only the trainer, which ends the child when it no longer needs it.
             start_new_session=True, env=child_environment(config),
         )
         assert process.stdout is not None
         assert process.stderr is not None
         piping.tell(process, config.token.encode())
         stderr = _Stderr(process.stderr)
-        made = cls(process, stderr, "", "")
+        embedded = cls(process, stderr, "", "")
         try:
             line = _first_line(process, config.join_deadline_s)
         except BaseException:
-            made.close()
+            embedded.close()
             raise
         if line is None:
-            made.close()
+            embedded.close()
             raise CommError(f"did not start: {stderr.tail() or f'exit code {process.returncode}'}", peer="embedded server")
         addresses = json.loads(line)
-        made.control, made.data = addresses["control"], addresses["data"]
+        embedded.control, embedded.data = addresses["control"], addresses["data"]
         stderr.forward()
-        return made
+        return embedded
 
     def over(self, timeout_s: float) -> bool:
-        """Whether it has ended by itself, as it does when all workers have left, at the latest after that time."""
+        """Waits up to `timeout_s` for the child to end by itself, as it does after all workers have left. Whether it did."""
         return os.getpid() == self._owner and _ended(self._process, max(0.0, timeout_s))
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Embedded:
             process.stdin.write(piping.END)
             process.stdin.close()
         if state(self.pid) in ("T", "t"):
-            process.kill()  # it is stopped, and heeds nothing else
+            process.kill()  # a stopped process handles no other signal
         if not _ended(process, GRACE_S):
             process.terminate()
             if not _ended(process, GRACE_S):
@@ -104,7 +104,7 @@ class Embedded:
 
 
 class _Stderr:
-    """Drains the child's standard error: keeps the last lines and, once it has started, passes new ones on."""
+    """Drains the child's standard error: keeps the last lines, and prints new ones after forward()."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
@@ -134,7 +134,7 @@ class _Stderr:
 
 
 def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
-    """The first line on its standard output, None if it ended without one."""
+    """The first line of its standard output; None if it ended without one."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     deadline, data = time.monotonic() + deadline_s, b""

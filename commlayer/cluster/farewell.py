@@ -1,4 +1,4 @@
-"""The last words to a gRPC client that is let go: HTTP/2's GOAWAY with a reason in it. Knows these frames, and no socket."""
+"""HTTP/2 GOAWAY frames, which give a gRPC client the reason why its connection is closed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MOST_NBYTES = 1024
 
 
 def goaway(reason: str) -> bytes:
-    """What a server may say as its first and last: settings come first, always."""
+    """All that a server sends before it closes. HTTP/2 requires SETTINGS as the first frame."""
     body = struct.pack(">II", 0, _ENHANCE_YOUR_CALM) + reason.encode()[:MOST_NBYTES]
     return _frame(_SETTINGS, b"") + _frame(_GOAWAY, body)
 
 
 def reason_of(data: bytes) -> str:
-    """The reason in what a server said first; empty if it said something else, or not all of it yet.
+    """The reason in a server's first bytes; "" if they are something else or incomplete.
 
     >>> reason_of(goaway("come again later"))
     'come again later'

@@ -1,6 +1,6 @@
-"""Collectives of torch.distributed with deadlines and named errors. Knows groups and tensors; nothing of buckets.
+"""Collectives of torch.distributed with deadlines and named errors.
 
-The order of calls must be the same on all ranks of a group; the caller sees to that.
+All ranks of a group must make its calls in the same order; the caller ensures that.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from commlayer.transport.pending import Pending, named
 
 
 class Inside(NamedTuple):
-    """This node's ranks, several times: calls keep one order within each of these, and there is none to keep between them."""
+    """Several groups of this node's ranks. Calls are ordered within a group, and need no order between groups."""
 
     out: Channel
-    """Gradients are added up, as they become final."""
+    """For adding gradients up, as they become final."""
     back: Channel
-    """Results are handed on, as they come in."""
+    """For distributing results, as they arrive."""
     late: Channel
-    """Both, of buckets whose exchange runs on behind their step."""
+    """For both, of buckets whose exchange ends after their step."""
     ready: Channel | None
-    """On the host, ahead of what goes over `back`: a collective that waits on a GPU would keep it from computing. None where
-    tensors lie on the host."""
+    """On the host: agrees that all ranks are ready before a call on `back`, because a collective that waits on a GPU would keep
+    the GPU from computing. None if tensors are on the host."""
     late_ready: Channel | None
-    """The same ahead of what goes over `late`. Two threads tell, in no order between them that all ranks would share."""
+    """As `ready`, before calls on `late`. A second group, because two threads use them in no common order."""
 
 
 class Groups:
-    """The group of all ranks and, where nodes have several, those of this node's."""
+    """The group of all ranks and, if nodes have several ranks, the groups of this node's ranks."""
 
     def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
-        """`members`: the ranks that take part, None for the world."""
+        """`members`: the ranks that take part; None: all of the world."""
         self.device = device
         self.members = members or Members()
         self.rank, self.world = self.members.rank, self.members.world
@@ -49,7 +49,7 @@ class Groups:
                                f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)
         self.waiting_since = 0.0
-        """By time.monotonic(): since when a call waits for the other ranks; 0 while none does."""
+        """Since when a call waits for other ranks, by time.monotonic(); 0 while none does."""
         self._all = self.members.group(timeout_s=timeout_s)
         self._nodes: list[Any] = []
         self._inside: Inside | None = None
@@ -60,7 +60,7 @@ class Groups:
             self._inside = Inside(out, back, late, ready, late_ready)
 
     def _node(self, backend: str | None = None) -> Channel:
-        """A group of this node's ranks. All ranks make those of all nodes."""
+        """A group of this node's ranks. All ranks create the groups of all nodes."""
         mine: Channel | None = None
         for ranks in node_ranks(self.world, self.ranks_per_node):
             group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
@@ -72,13 +72,13 @@ class Groups:
 
     @property
     def inside(self) -> Inside:
-        """Where nodes have several ranks."""
+        """The groups within this node; only if nodes have several ranks."""
         assert self._inside is not None, "this node has one rank"
         return self._inside
 
     @property
     def hosts(self) -> Channel:
-        """All ranks, where what one says reaches the others' hosts. Made the first time, when all ask for it together."""
+        """A group of all ranks on the host. Created at the first use, which must be a joint one of all ranks."""
         if self._hosts is None:
             group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
             self._nodes.append(group)
@@ -90,7 +90,7 @@ class Groups:
         return self._start("all-reduce", dist.all_reduce, x, group=self._all)
 
     def broadcast_all(self, x: torch.Tensor, source: int = 0) -> Pending:
-        """From rank `source` to all."""
+        """Broadcasts from rank `source` to all."""
         return self._start("broadcast", dist.broadcast, x, self.members.ranks[source], group=self._all)
 
     def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> Pending:
@@ -103,7 +103,7 @@ class Groups:
         return self.timeout_s
 
     def missing(self) -> tuple[str, ...]:
-        """For whom it waits: a collective does not know."""
+        """The ranks that it waits for: unknown to a collective."""
         return ()
 
     @contextlib.contextmanager
@@ -117,15 +117,15 @@ class Groups:
             self.waiting_since = 0.0
 
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
-        """One row per rank of a small tensor."""
+        """Gathers a small tensor: one row per rank."""
         with self.waits("all-gather"):
             work, rows = rows_of_all(x, self.world, self._all)
             work.wait()
         return rows
 
     def share_bytes(self, data: bytes, nbytes: int | None = None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank; `nbytes` of them, where all know that. Not torch's object broadcast: that
-        one unpickles."""
+        """The bytes of rank `source`, on every rank. `nbytes`: their number, if all ranks know it. Not torch's object
+        broadcast, which unpickles."""
         with self.waits(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
@@ -145,7 +145,7 @@ class Groups:
         for group in (*self._nodes, self._all):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        # Connections end with the last reference: a peer with a collective under way waits for that as it lets go of its own.
+        # Connections end with the last reference. A peer with a pending collective waits for that when it closes its own.
         for channel in (*(self._inside or ()), self._hosts):
             if channel is not None:
                 channel.close()

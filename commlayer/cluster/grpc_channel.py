@@ -1,4 +1,4 @@
-"""Opens a gRPC channel, in TLS where there are keys. Loads little: the heartbeat child waits for it."""
+"""Opens gRPC channels, with TLS if there are keys. Imports little, since the heartbeat child waits for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Shown(NamedTuple):
-    """In PEM: the CA, this node's certificate and its key; and the name that every coordinator's bears."""
+    """In PEM: CA, this node's certificate and its key. `name`: the name in every coordinator's certificate."""
 
     ca: str
     certificate: str
@@ -15,7 +15,7 @@ class Shown(NamedTuple):
 
 
 def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None, *, on_loop: bool = False) -> Any:
-    """Call config.quiet_grpc() first where processes are forked. `on_loop`: one of grpc.aio, for the running loop."""
+    """Call config.quiet_grpc() first in processes that fork. `on_loop`: opens a grpc.aio channel on the running loop."""
     import grpc
 
     kind: Any = grpc
@@ -26,6 +26,6 @@ def opened(address: str, options: list[tuple[str, Any]], shown: Shown | None, *,
     if shown is None:
         return kind.insecure_channel(address, options=options)
     ca, certificate, key = (part.encode() for part in shown[:3])
-    # Certificates say which node it is, and addresses which one is dialled: those need not agree.
+    # Certificates name nodes, not addresses, so the two need not agree.
     options = [*options, ("grpc.ssl_target_name_override", shown.name)]
     return kind.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)

@@ -1,4 +1,4 @@
-"""A port with a gRPC server on it, behind TLS where there are keys. Knows certificates and connections; no calls."""
+"""A port with a gRPC server, behind a TLS terminator if there are keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from commlayer.transport.stream_transport import MOST_EACH
 
 LOOPBACK = "127.0.0.1"
 HEARD_S = 1.0
-"""How long an answer may be on its way to whoever is let go with it."""
+"""How long a reply may take to reach a client before its connection is closed."""
 
 
 class GrpcPort:
-    """Without keys gRPC listens there itself, else the front does and gRPC on loopback."""
+    """Without keys gRPC listens on the port. With keys the TLS terminator does, and gRPC listens on loopback."""
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._bind, self.number = bind, port
@@ -39,7 +39,7 @@ class GrpcPort:
             self.number = self._front.port
 
     def caller(self, peer: str) -> Certified | None:
-        """Whose certificate a connection has shown, which gRPC calls by that name; Unproved for one that came past TLS."""
+        """The certificate of the connection that gRPC calls `peer`. Unproved if the connection did not come through TLS."""
         if self._front is None:
             return None
         caller = self._front.caller(peer)
@@ -48,12 +48,12 @@ class GrpcPort:
         return caller
 
     def allow(self, most: int) -> None:
-        """So many connections of one certificate, if that is more than before."""
+        """Raises the limit of connections per certificate; never lowers it."""
         if self._front is not None:
             self._front.allow(most)
 
     def streams(self, take: Take) -> Any:
-        """The handler of data streams to this port."""
+        """The handler of data streams on this port."""
 
         def certified(peer: str) -> Certified | None:
             try:
@@ -64,29 +64,29 @@ class GrpcPort:
         return grpc_ends.handler(take, certified)
 
     def where(self, peer: str) -> str:
-        """For errors and logs: whose connection that is, and the address of its other end. Behind TLS gRPC's name of it is the
-        front's own end."""
+        """Certificate name and address of the connection, for errors and logs. With TLS, gRPC's own name for it is a loopback
+        address."""
         return (self._front.where(peer) if self._front is not None else "") or peer
 
     def let_go(self, peer: str) -> None:
-        """Hears that connection no more, if it came through TLS, and ends it once the answer under way has had time to arrive.
-        On the event loop."""
+        """Treats a TLS connection as unauthenticated, and closes it after the pending reply had time to arrive. On the event
+        loop."""
         if self._front is not None:
             self._front.unheard(peer)
             event_loop.running().call_later(HEARD_S, self._front.end, peer)
 
     def end(self, peer: str) -> None:
-        """Ends that connection, if it came through TLS."""
+        """Closes that connection, if it came through TLS."""
         if self._front is not None:
             self._front.end(peer)
 
     def drop(self, serials: frozenset[int]) -> None:
-        """Ends all connections of these certificates."""
+        """Closes all connections with these certificates."""
         if self._front is not None:
             self._front.drop(serials)
 
     def close(self) -> None:
-        """Twice is once."""
+        """Idempotent."""
         if self._host is not None:
             self._host.close()
         if self._front is not None:
@@ -94,16 +94,16 @@ class GrpcPort:
 
 
 def stream_port(keys: Keys | None, bind: str, port: int, take: Take, refused: Callable[[str, str], None]) -> GrpcPort:
-    """One for data streams alone. InvalidInput if nothing can listen there."""
+    """A port for data streams only. InvalidInput if the port cannot be opened."""
     check_free(bind, port)
-    made = GrpcPort(keys, bind, port, refused)
-    made.allow(MOST_EACH)
-    made.start(Host({}, [made.streams(take)]))
-    return made
+    opened = GrpcPort(keys, bind, port, refused)
+    opened.allow(MOST_EACH)
+    opened.start(Host({}, [opened.streams(take)]))
+    return opened
 
 
 def check_free(host: str, port: int) -> None:
-    """InvalidInput if nothing can listen there. gRPC's own error does not say why."""
+    """InvalidInput with the reason if the port cannot be opened. gRPC's own error does not give it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

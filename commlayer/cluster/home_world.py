@@ -1,6 +1,6 @@
-"""Makes torch's world of ranks in homes that reach one place alone. Knows torch.distributed; not how that place is reached.
+"""Sets up torch.distributed for ranks in several homes, which reach each other only through the coordinator.
 
-torch then says rank and world as of the whole job, so that scripts shard their data and print as they do in a rack.
+torch reports rank and world size of the whole job, so scripts shard their data and log as on one cluster.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from commlayer.cluster.world_store import Desk, WorldStore
 class _World(NamedTuple):
     desk: Desk
     name: str
-    """The same on all ranks: torch begins to count its groups anew with each world."""
+    """Equal on all ranks. torch counts its groups from 0 in each world, so keys need this prefix."""
     ids: tuple[int, ...]
-    """By rank, how the coordinator knows it."""
+    """The coordinator's rank number of each rank."""
     home: frozenset[int]
-    """Of those, who share this machine."""
+    """Those of these numbers that are on this machine."""
     inside: str
     timeout_s: float
     store: WorldStore
-    """torch keeps its own half of it alone, which calls this one."""
+    """torch keeps only the C++ half of this object, which calls the Python half."""
     without: bool
-    """Whether scripts' collectives go on without who is gone."""
+    """Whether scripts' collectives leave out ranks that are gone."""
     held: str
-    """As of a RelayedGroup, of what scripts ask of all in the default group."""
+    """As in RelayedGroup, for scripts' collectives in the default group."""
     patience_s: float
-    """As of a RelayedGroup."""
+    """As in RelayedGroup."""
 
 
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
 _moved: dict[str, RelayedGroup] = {}
-"""Of those, the default groups of worlds before, which nobody else may hold on to in Python. By the name of their first world,
-which is the same on all ranks, also on those that were not there."""
+"""Default groups of former worlds, kept here because Python may have no other reference to them (DDP holds its group in C++).
+Keyed by the name of a group's first world, which is equal on all ranks, also on ranks that joined later."""
 END_S = 5.0
 
 
 def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
           held: str = "", patience_s: float = 0.0) -> None:
-    """torch's default group. `home`: the numbers of ranks that share this machine, whose own groups are of backend `inside`.
-    `without`: what scripts ask of all goes on without those who are gone. `held`: until `release` it fails with that line.
-    `patience_s`: how long collectives wait behind their limits for a verdict on who has not come."""
+    """Makes torch's default group. `home`: numbers of the ranks on this machine, whose own groups use the backend `inside`.
+    `without`: scripts' collectives leave out ranks that are gone. `held`: until `release` they fail with that line.
+    `patience_s`: how long collectives wait beyond their timeout until a missing rank is evicted."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     if not _worlds:
@@ -62,14 +62,14 @@ def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeou
 
 
 def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
-    """The same for those who go on, in the view of that generation. Groups of the world before are none any more."""
-    former, everybody = _worlds[-1], dist.group.WORLD
-    for group in [group for group in _groups if group is everybody]:
+    """Makes the default group of the remaining ranks in a new view. Other groups of the former world become unusable."""
+    former, default = _worlds[-1], dist.group.WORLD
+    for group in [group for group in _groups if group is default]:
         _moved[former.name] = group
     moved = [*_moved.values()]
     dist.destroy_process_group()
     for group in moved:
-        group.join(END_S)  # what scripts ask of all is without those who are gone, so it ends soon
+        group.join(END_S)  # scripts' collectives leave out ranks that are gone, so they end soon
     former.desk.close()
     for group in [group for group in _groups if group not in moved]:
         group.abort()
@@ -86,7 +86,7 @@ def _make(world: _World, rank: int) -> None:
 
 
 def release() -> None:
-    """What scripts ask of all is carried out from now on."""
+    """Scripts' collectives are carried out from now on."""
     if _worlds and _worlds[-1].held:
         _worlds[-1] = _worlds[-1]._replace(held="")
         for group in _groups:
@@ -95,7 +95,7 @@ def release() -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """What is held meanwhile is answered as if all had what this rank has."""
+    """Collectives on hold succeed locally meanwhile, as if all ranks had this rank's data."""
     groups = [group for group in _groups if group.held]
     for group in groups:
         group.alone = True
@@ -107,7 +107,7 @@ def alone() -> Iterator[None]:
 
 
 def allow(group: Any, timeout: datetime.timedelta) -> None:
-    """So long may collectives take that begin in it from now on."""
+    """Sets the timeout of collectives that begin in the group from now on."""
     if isinstance(group, RelayedGroup):
         group.allow(timeout.total_seconds())
     else:
@@ -115,24 +115,24 @@ def allow(group: Any, timeout: datetime.timedelta) -> None:
 
 
 def desk() -> Desk:
-    """Where the ranks of this world leave bytes for each other."""
+    """The store client of this world's ranks."""
     return _worlds[-1].desk
 
 
 def strict(group: Any) -> Any:
-    """A collective of that group is of all its members, or fails. It is commlayer's own, so nothing is held."""
+    """Marks a group of commlayer's own: its collectives include all members or fail, and are never on hold."""
     if isinstance(group, RelayedGroup):
         group.without, group.held = False, ""
     return group
 
 
 def relayed() -> bool:
-    """Whether torch's world is one of these: its ranks do not reach each other."""
+    """Whether torch's world is of this kind, so that its ranks do not reach each other."""
     return dist.is_initialized() and dist.get_backend() == NAME
 
 
 def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
-    """Of a group of these ranks of the world, where `wanted` would be asked for. Sockets are for those of one machine alone."""
+    """The backend for a group of these ranks, where `wanted` is requested. Sockets are used only within one machine."""
     if not relayed():
         return wanted
     world = _worlds[-1]
@@ -143,15 +143,15 @@ def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
 def _group(options: Any, _: Any) -> RelayedGroup:
     world = _worlds[-1]
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    made = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
+    group = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
                         options.group_rank, options.timeout.total_seconds())
-    made.without, made.held, made.patience_s = world.without, world.held, world.patience_s
-    _groups.add(made)
-    return made
+    group.without, group.held, group.patience_s = world.without, world.held, world.patience_s
+    _groups.add(group)
+    return group
 
 
 def _end() -> None:
-    """A thread that still waits inside gRPC when the interpreter ends would take the process down."""
+    """A thread that still waits inside gRPC would crash the process when the interpreter ends."""
     for group in _groups:
         group.shutdown()
     for world in _worlds:

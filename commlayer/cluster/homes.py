@@ -125,8 +125,8 @@ def heard(state: Homes, home: str, now: float) -> Homes:
 
 def still(state: Homes, now: float) -> Homes:
     """Resets the silence of all homes, for a coordinator that has resumed and could not receive their calls before."""
-    here = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.here.items()}
-    return msgspec.structs.replace(state, here=here)
+    present = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.here.items()}
+    return msgspec.structs.replace(state, here=present)
 
 
 def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
@@ -169,8 +169,8 @@ def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_
 def parts(state: Homes, certificate: str) -> int:
     """Number of workers that sets the store quota of that certificate: those of its present homes, or more if a departed home
     left values. A home that comes back replaces a departed one and counts once."""
-    here = sum(h.asked.workers for h in state.here.values() if h.asked.certificate == certificate)
-    return max(here, state.outlived[certificate].workers if certificate in state.outlived else 0)
+    workers = sum(h.asked.workers for h in state.here.values() if h.asked.certificate == certificate)
+    return max(workers, state.outlived[certificate].workers if certificate in state.outlived else 0)
 
 
 def forget(state: Homes, view: int) -> Homes:
@@ -202,9 +202,9 @@ def missing(state: Homes) -> str:
     """How many workers have not come yet; "" when all have."""
     if state.met:
         return ""
-    here = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
+    homes = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
                      for h in state.here.values())
-    return f"{_count(state)} of {state.workers} workers are here ({here})"
+    return f"{_count(state)} of {state.workers} workers are here ({homes})"
 
 
 def _ranks(home: Home) -> set[int]:

@@ -1,11 +1,11 @@
-"""What a summation server must not forget, in a file that is mapped into memory. Knows places and bytes; no codec, no plan.
+"""File format of the summation server's journal: a memory-mapped file of entries that survive a crash of the process.
 
-Each place has two slots, written in turn: the bytes first, then a head with a number and their checksum. So a process that is
-killed while it writes leaves the entry before whole. The kernel keeps what was written to the mapping, whatever becomes of the
-process; a machine that loses power may lose some of it, which the checksums tell.
+Each place (entry) has two slots, written alternately: first the bytes, then a header with a number and their checksum. If the
+process is killed while it writes, the other slot still holds the former entry. The kernel keeps what was written to the mapping
+when the process dies. After a power failure some of it may be lost, which checksums detect.
 
-The file gets its whole size before it is used, so that a full disk is known then, and appears under its name when the first
-entries are in it: half of a journal is never read.
+The file is allocated completely before use, so that a full disk is noticed then. It gets its final name after the first
+entries are written, so a partial journal is never read.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from commlayer.transport.crc import crc32c
 MAGIC = b"CMLJ0001"
 NAME, LOCK = "server.journal", "lock"
 _FILE = struct.Struct("<8sQQII")
-"""Magic, size of all, place of the first slot, size of what is said of the file, checksum of all but the magic."""
+"""Magic, size of the file, offset of the first slot, size of the file's metadata, checksum of all these except the magic."""
 _SIZES = struct.Struct("<QQI")
 _HEAD = struct.Struct("<QIII")
-"""Of a slot: number, sizes of the entry's two parts, checksum of them behind the number."""
+"""Header of a slot: number, sizes of the entry's two parts, checksum of the header and the parts."""
 _PLACE = struct.Struct("<QQ")
 TRIES, TRY_S = 10, 0.02
-"""Who only looks whether a server holds the lock shares it for an instant."""
+"""Retries for the lock, because a process that checks whether it is free holds it for an instant."""
 ALIGN = 64
 MOST_ABOUT_NBYTES = 256 << 20
 
 
 class Entry(NamedTuple):
-    """The last that was written at a place: a few words, and state."""
+    """The last entry written at a place: metadata and state."""
 
     words: bytes
     state: bytes
 
 
 class Found(NamedTuple):
-    """A file of an earlier process. `entries` lacks the places that hold nothing whole."""
+    """The journal of an earlier process. `entries` lacks places without an intact entry."""
 
     about: bytes
     entries: dict[int, Entry]
@@ -53,8 +53,8 @@ class Found(NamedTuple):
 
 
 def hold(folder: Path, name: str, taken: str) -> int:
-    """Makes the folder, and holds the lock of that name in it, or without one that on itself, as long as the descriptor is
-    open. ValueError where the folder cannot be made, or, with `taken`, where somebody else holds the lock."""
+    """Makes the folder and takes the lock file `name` in it (empty: the folder itself). The lock lasts while the returned
+    descriptor is open. ValueError if the folder cannot be made or, with the text `taken`, if another process holds the lock."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / name, (os.O_RDWR | os.O_CREAT if name else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
@@ -74,7 +74,7 @@ def hold(folder: Path, name: str, taken: str) -> int:
 
 
 class Folder:
-    """Where one server keeps its journal. One process at a time: another one is refused while this holds it."""
+    """A server's journal folder, locked against other processes."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -85,7 +85,7 @@ class Folder:
         return self.path / NAME
 
     def find(self) -> Found | None:
-        """What is there; None for nothing. CorruptFrame if not even what the file is about can be read."""
+        """Reads the journal; None if there is none. CorruptFrame if its metadata cannot be read."""
         try:
             with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return _read(memoryview(bytes(mapped)))
@@ -95,7 +95,7 @@ class Folder:
             raise CorruptFrame(f"journal {self.file} cannot be read: {error}", code="E-JOURNAL") from None
 
     def forget(self) -> None:
-        """The job is over, or goes on without a journal: nobody may take it up."""
+        """Removes the journal: the job is over or continues without one, so it must not be resumed."""
         with contextlib.suppress(OSError):
             self.file.unlink()
 
@@ -104,10 +104,10 @@ class Folder:
 
 
 class Journal:
-    """A new file, which takes the place of the former one at `publish`. Writes of one place come from one thread at a time."""
+    """A new file, which replaces the former one at `publish`. Writes to one place must come from one thread at a time."""
 
     def __init__(self, folder: Folder, about: bytes, sizes: Mapping[int, int]) -> None:
-        """`sizes`: of each place, the most bytes of an entry. OSError if there is no room, and nothing has changed."""
+        """`sizes`: by place, the most bytes of an entry. OSError if there is no space; nothing has changed then."""
         self._folder, self._published = folder, False
         first = _FILE.size + len(about) + 4 + _PLACE.size * len(sizes)
         at = -(-first // ALIGN) * ALIGN
@@ -119,7 +119,7 @@ class Journal:
         self._path = folder.path / f"{NAME}.new"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, at)  # a mapping of a file with holes would end the process on a full disk
+            os.posix_fallocate(descriptor, 0, at)  # writing to a hole of a mapped file on a full disk would kill the process
             self._map = mmap.mmap(descriptor, at)
         except BaseException:
             self._path.unlink()
@@ -127,15 +127,15 @@ class Journal:
         finally:
             os.close(descriptor)
         table = b"".join(_PLACE.pack(place, nbytes) for place, nbytes in sizes.items())
-        said = struct.pack("<I", len(about)) + about + table
-        check = crc32c(said, crc32c(_SIZES.pack(at, self._first(), len(said))))
-        self._map[: _FILE.size + len(said)] = _FILE.pack(MAGIC, at, self._first(), len(said), check) + said
+        metadata = struct.pack("<I", len(about)) + about + table
+        check = crc32c(metadata, crc32c(_SIZES.pack(at, self._first(), len(metadata))))
+        self._map[: _FILE.size + len(metadata)] = _FILE.pack(MAGIC, at, self._first(), len(metadata), check) + metadata
 
     def _first(self) -> int:
         return min((at for at, _ in self._places.values()), default=0)
 
     def write(self, place: int, words: bytes, state: bytes | memoryview) -> None:
-        """When it returns, this is what a process that comes after this one finds there."""
+        """When this returns, a later process will find this entry."""
         at, nbytes = self._places[place]
         if len(words) + len(state) > nbytes:
             raise InvalidInput("E-JOURNAL",
@@ -150,26 +150,26 @@ class Journal:
         self._number[place] = number
 
     def publish(self) -> None:
-        """From now on this is the journal. OSError, and the former one is."""
+        """Replaces the former journal. OSError: the former one is still valid."""
         os.replace(self._path, self._folder.file)
         self._published = True
 
     def close(self) -> None:
         self._map.close()
-        if not self._published:  # else the name is that of the one that comes next
+        if not self._published:  # else the next journal may use the temporary name
             with contextlib.suppress(FileNotFoundError):
                 self._path.unlink()
 
 
 def _read(data: memoryview) -> Found:
     magic, size, first, nbytes, check = _FILE.unpack_from(data)
-    said = data[_FILE.size : _FILE.size + nbytes]
-    if magic != MAGIC or size != len(data) or nbytes > MOST_ABOUT_NBYTES or len(said) != nbytes:
+    metadata = data[_FILE.size : _FILE.size + nbytes]
+    if magic != MAGIC or size != len(data) or nbytes > MOST_ABOUT_NBYTES or len(metadata) != nbytes:
         raise InvalidInput("E-JOURNAL", "its beginning is not whole")
-    if crc32c(said, crc32c(_SIZES.pack(size, first, nbytes))) != check:
+    if crc32c(metadata, crc32c(_SIZES.pack(size, first, nbytes))) != check:
         raise InvalidInput("E-JOURNAL", "the checksum of its beginning does not match")
-    (length,) = struct.unpack_from("<I", said)
-    about, table = bytes(said[4 : 4 + length]), said[4 + length :]
+    (length,) = struct.unpack_from("<I", metadata)
+    about, table = bytes(metadata[4 : 4 + length]), metadata[4 + length :]
     places = list(_PLACE.iter_unpack(table))
     entries: dict[int, Entry] = {}
     at = first

@@ -1,4 +1,4 @@
-"""The end of a process's part in a job: it leaves, then stays as long as others need its servers. Knows no training."""
+"""The end of a process's part in a job: it leaves, then waits while others need the servers that it started."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from commlayer.cluster.uplink import Uplink
 log = logging.getLogger("commlayer")
 
 SAID_S = 5.0
-"""After so long it is said whom the end waits for."""
+"""After this time a warning names the workers that the process waits for."""
 
 
 def end(
     link: Uplink | None, children: Sequence[Embedded], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
 ) -> None:
-    """Without a `reason` the end is an orderly one: what this process has sent arrives, and its servers outlive the last
-    worker, for `stay_s` at most. With one they stay for `notice_s`, until the others have heard who left.
-    The others hear of how many `exchanges` it has made.
+    """Without a `reason` the process leaves in order: what it has sent arrives, and its servers outlive the last worker, for
+    `stay_s` at most. With a `reason` the servers stay for `notice_s`, so that the others learn the reason.
+    `exchanges`: how many it has contributed to, for the others.
     """
     until = time.monotonic() + (notice_s if reason else stay_s)
-    heard = link is None or link.close(reason, stay_s, exchanges)
-    if not heard:
-        until = time.monotonic() + notice_s  # the coordinator is gone, so nobody is waited for
+    delivered = link is None or link.close(reason, stay_s, exchanges)
+    if not delivered:
+        until = time.monotonic() + notice_s  # without a coordinator it cannot know whether others still need it
     try:
-        if children and heard and not reason and not children[0].over(min(SAID_S, stay_s)):
+        if children and delivered and not reason and not children[0].over(min(SAID_S, stay_s)):
             names = ", ".join(link.staying) if link is not None and link.staying else "others"
             log.warning("this process has ended, but it hosts a server that %s may still need: it stays until they have ended, "
                         "for %.0f s at most (deadline_s)", names, stay_s)

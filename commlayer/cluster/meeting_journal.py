@@ -1,8 +1,8 @@
-"""What homes have told a coordinator, in a file: who they are, what they left for each other. Knows no network and no clock.
+"""Journal of the homes and their key-value store, so that a restarted coordinator can resume them.
 
-Each change is a record behind those before it, given to the kernel ahead of the answer to whoever made it. So a process that is
-killed loses nothing that anybody was told of; a machine that loses power may lose the last of it. Behind one that is not
-whole nothing is read. From time to time the file is written anew, with what there is then.
+Each change is appended as a record and handed to the kernel before the caller gets its reply. A crash of the process therefore
+loses nothing that was acknowledged; a power failure may lose the last records. Reading stops at the first damaged record. When
+the file has grown too much it is rewritten with the current contents.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ log = logging.getLogger("commlayer")
 NAME = "meeting.log"
 MAGIC = b"CMLM0001"
 _HEAD = struct.Struct("<II")
-"""Of a record: its size, and the checksum of size and contents."""
+"""Header of a record: its size, and the checksum of size and contents."""
 _SIZE = struct.Struct("<I")
 SLACK_NBYTES = 64 << 20
-"""The file is written anew when it has so much more than twice what it had behind the last time."""
+"""The file is rewritten when it exceeds twice its size after the last rewrite by this much."""
 CHUNK_NBYTES = 1 << 20
 
 
 class Known(Record, frozen=True, tag=True):
-    """Who the homes are from now on. It holds no times."""
+    """The homes from now on, without times."""
 
     homes: Homes
 
 
 class MeetingJournal:
-    """Of one process, whose CoordinatorJournal holds the folder."""
+    """Of one process, whose CoordinatorJournal holds the folder's lock."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
@@ -52,7 +52,7 @@ class MeetingJournal:
         self._whole: Callable[[], Iterable[Known | Change]] = tuple
 
     def read(self) -> Iterator[Known | Change]:
-        """What an earlier process has left, as far as it is whole; nothing is nothing."""
+        """The intact records of an earlier process; none if there is no file."""
         try:
             with self._path.open("rb") as file:
                 left_nbytes = os.fstat(file.fileno()).st_size - len(MAGIC)
@@ -75,7 +75,7 @@ class MeetingJournal:
             log.warning("journal %s cannot be read on: %s", self._path, one_line(error))
 
     def begin(self, whole: Callable[[], Iterable[Known | Change]]) -> None:
-        """Written anew, with the `whole` of what there is, now and whenever it has grown too large."""
+        """Rewrites the file with the records of `whole`, now and whenever it has grown too much."""
         with self._lock:
             if self._closed:
                 return
@@ -83,7 +83,7 @@ class MeetingJournal:
             former, self._file, self._nbytes = self._file, -1, 0
             try:
                 with contextlib.suppress(FileNotFoundError):
-                    part.unlink()  # of an earlier process, with another mode
+                    part.unlink()  # left by an earlier process, possibly with another mode
                 self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 data = bytearray(MAGIC)
                 for record in whole():
@@ -101,7 +101,7 @@ class MeetingJournal:
             self._most_nbytes = 2 * self._nbytes + SLACK_NBYTES
 
     def note(self, record: Known | Change) -> None:
-        """When it returns, whoever comes after this process finds it."""
+        """Appends a record. When it returns, a later process will find it."""
         with self._lock:
             if self._file < 0:
                 return
@@ -114,23 +114,23 @@ class MeetingJournal:
                 self.begin(self._whole)
 
     def wait(self) -> None:
-        """Until what is being written is: a disk that blocks holds up what the coordinator hears, and is nobody's silence."""
+        """Returns after a pending write: a disk that blocks also delays calls, and homes must not count as silent then."""
         with self._lock:
             return
 
     def forget(self) -> None:
-        """Nobody may take it up."""
+        """Removes the file, so that it cannot be resumed."""
         for path in (self._path, self._path.with_name(f"{NAME}.new")):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def close(self) -> None:
-        """The job is over, or goes on without: as `forget`, and nothing is written any more."""
+        """As `forget`, and stops writing: the job is over, or continues without a journal."""
         with self._lock:
             self._closed = True
             self.forget()
             if self._file >= 0:
-                with contextlib.suppress(OSError):  # where its name cannot be taken away
+                with contextlib.suppress(OSError):  # in case its name could not be removed
                     os.ftruncate(self._file, 0)
                 os.close(self._file)
                 self._file = -1
@@ -142,7 +142,7 @@ class MeetingJournal:
         self._nbytes += len(data)
 
     def _fail(self, error: OSError) -> None:
-        """What has a gap is worth nothing."""
+        """Gives up the journal, since one with a gap is useless."""
         self.close()
         log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends its homes", self._path,
                     error.strerror)

@@ -1,4 +1,4 @@
-"""The ranks that take part: all of torch's world, or some of it. Knows torch.distributed and its store; nothing of nodes."""
+"""The ranks that train together (all of torch's world, or a subgroup): their process groups, and exchange of bytes by store."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 from commlayer.transport.pending import GROUP, named
 
 _told: dict[str, int] = {}
-"""How often these ranks have told each other something. They do so together, so they count alike."""
+"""By ranks: how many exchanges they have made. All of them take part in each, so their counts agree."""
 _named: dict[tuple[int, ...], int] = {}
-"""The highest number that a group of these ranks was named by."""
+"""By ranks: the highest number used in the name of a group of these ranks."""
 
 
 def begin_anew() -> None:
-    """Ranks are others now, and so is their store."""
+    """Resets the counts, after the ranks and their store were replaced."""
     _told.clear()
     _named.clear()
 
 
 def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
-    """Everyone's bytes, in rank order; DeadlineExceeded names who said nothing. All of `ranks` call it together.
+    """All ranks' bytes, in rank order. DeadlineExceeded names the ranks that sent nothing. A collective call of all `ranks`.
 
-    By the store that made the process group: it works before there is a group, whatever its collectives would do, and it knows
-    who is missing.
+    It uses the store that the process group was made with. The store needs no working collectives, and knows which ranks are
+    missing.
     """
     return bounded(lambda: _exchange(store, ranks, rank, data, deadline_s, what), deadline_s, what, "the launcher")
 
@@ -58,10 +58,10 @@ def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline
 
 
 def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Tensor]:
-    """Begins to give every member's `x`, which is small, to all: the work, and where they will be, in member order.
+    """Starts gathering a small tensor of every member on all. Returns the work and the result, in member order.
 
-    Over Gloo each sends its own to all others at once, so that it takes one way of a link. Gloo's all-gather is a ring, which
-    takes one for every member but one.
+    Over Gloo this is an all-to-all, which takes one latency of the link. Gloo's all-gather is a ring and takes one latency for
+    every member but one.
     """
     rows = x.new_empty((world, *x.shape))
     if x.device.type == "cpu" and x.numel() and "cpu:gloo" in dist.get_backend_config(group):
@@ -70,10 +70,10 @@ def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Ten
 
 
 class Members:
-    """Members are counted from 0 among themselves; `ranks` says who they are in the world."""
+    """Members are numbered from 0; `ranks` gives their ranks in the world."""
 
     def __init__(self, group: Any = None) -> None:
-        """`group`: a process group that this rank is in, None for the world."""
+        """`group`: a process group that contains this rank; None for the world."""
         if not dist.is_initialized():
             raise InvalidInput("E-PROCESS-GROUP",
                                "torch.distributed is not initialised: call init_process_group or start under torchrun")
@@ -83,20 +83,20 @@ class Members:
             raise InvalidInput("E-PROCESS-GROUP",
                                f"process_group: {what}, allowed: a group of torch.distributed that this rank is in, on those "
                                "ranks alone")
-        # In the order that our own groups have.
+        # Sorted, as in the groups made below.
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._all = self.world == dist.get_world_size()
         self.reachable = not home_world.relayed()
-        """Whether they reach each other. Between homes they do not: what is asked of all of them goes through the coordinator,
-        and is for what is small or rare."""
+        """Whether members can connect to each other. Ranks in different homes cannot: their collectives pass through the
+        coordinator, and are for small or rare data."""
 
     def tell(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:
-        """Everyone's bytes, in rank order."""
+        """All ranks' bytes, in rank order."""
         return exchange(distributed_c10d._get_default_store(), self.ranks, self.rank, data, deadline_s, what)
 
     def group(self, members: Iterable[int] | None = None, *, timeout_s: float, backend: str | None = None) -> Any:
-        """A process group of these, None for all; None for who is not among them. All members call it, in one order."""
+        """Makes a process group of these members (None: all); None on ranks outside it. All members call it in one order."""
         chosen = range(self.world) if members is None else list(members)
         ranks = [self.ranks[m] for m in chosen]
         backend = home_world.backend_for(ranks, backend)
@@ -108,14 +108,14 @@ class Members:
                 return bounded(lambda: dist.new_group(ranks, timeout=timeout, backend=backend, **how), timeout_s, what, GROUP)
 
         if self._all:
-            made = home_world.strict(make())
-            return made if self.rank in chosen else None
+            group = home_world.strict(make())
+            return group if self.rank in chosen else None
         with self._numbered(timeout_s, what):
             return make(use_local_synchronization=True)
 
     @contextlib.contextmanager
     def all_there(self, deadline_s: float) -> Iterator[None]:
-        """Around groups that are made before anybody's heartbeats are heard: who says nothing more is named."""
+        """For groups made before heartbeats start: if that fails, raises an error that names the missing ranks."""
         try:
             yield
         except CommError as error:
@@ -124,19 +124,20 @@ class Members:
             raise
 
     def allow(self, group: Any, timeout_s: float) -> None:
-        """So long may collectives take that begin in that group from now on. It is of CPUs."""
+        """Sets the timeout of collectives that begin in that group from now on. Only for groups on CPUs."""
         home_world.allow(group, datetime.timedelta(seconds=timeout_s))
 
     @contextlib.contextmanager
     def _numbered(self, timeout_s: float, what: str) -> Iterator[None]:
-        """Where others of the world take no part, torch names a group by its ranks and by how many groups this process is in.
+        """For groups of part of the world, which torch names by their ranks and by the number of groups in this process.
 
-        That may differ between members, and would repeat a name whose keys are in the store from a group that was closed. So
-        all go to a number that none has used; groups of one, which talk to nobody, fill up to it.
+        That number may differ between members. It could also repeat the name of a closed group, whose keys are still in the
+        store. So all members agree on an unused number, and raise their own to it with groups of one rank, which do not
+        communicate.
         """
         mine = max(len(distributed_c10d._world.pg_names), _named.get(self.ranks, 0) + 1)
-        told = self.tell(str(mine).encode(), timeout_s, what)
-        number = _named[self.ranks] = max(int(row) for row in told)
+        counts = self.tell(str(mine).encode(), timeout_s, what)
+        number = _named[self.ranks] = max(int(row) for row in counts)
         alone = [dist.get_rank()]
         fillers = [dist.new_group(alone, backend="gloo", use_local_synchronization=True)
                    for _ in range(number - len(distributed_c10d._world.pg_names))]

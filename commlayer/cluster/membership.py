@@ -286,12 +286,12 @@ def missing(state: State) -> str:
     """Which processes have not joined yet, and why if known; empty when all have joined."""
     parts = []
     for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
-        here = _ranks(state, kind)
-        absent = total - len(here)
+        joined = _ranks(state, kind)
+        absent = total - len(joined)
         if absent or (kind == "worker" and not total):
-            first = itertools.islice((rank for rank in range(total) if rank not in here), LISTED)
+            first = itertools.islice((rank for rank in range(total) if rank not in joined), LISTED)
             names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
-            parts.append(f"{len(here)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
+            parts.append(f"{len(joined)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.places.values()}
     parts += [f"{peer} was refused: {problem}" for peer, problem in state.refused if parts and peer not in seated]
     return "; ".join(parts)

@@ -1,6 +1,6 @@
-"""What a child process hears from its parent by its standard input: a first line, and the end. Knows pipes; no job.
+"""How a parent controls a child process: over the child's standard input, with a first line and an end message.
 
-Secrets go this way: a command line and an environment are everybody's to read.
+Secrets are passed this way, since command lines and environments can be read by others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 
 END = b"end\n"
-"""What the parent says when the child is to end."""
+"""Sent by the parent when the child is to end."""
 LOOK_S = 1.0
 GRACE_S = 5.0
 
 
 def tell(process: subprocess.Popen[bytes], line: bytes) -> None:
-    """In the parent. To a child that has ended it says nothing: who watches that child will see."""
+    """Sends a line to the child. Ignores a child that has ended, which other code detects."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line + b"\n")
@@ -28,7 +28,7 @@ def tell(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def hear(descriptor: int = 0) -> bytes:
-    """In the child, before anything else is read there; nothing more is taken. Empty if the parent has ended before it told."""
+    """In the child: reads the first line and no byte more. Empty if the parent ended before it sent the line."""
     line = b""
     while not line.endswith(b"\n"):
         more = os.read(descriptor, 1)
@@ -39,18 +39,17 @@ def hear(descriptor: int = 0) -> bytes:
 
 
 def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
-    """In the child: sets `stop` when the parent says so or, after a call of `orphaned`, has ended. Leaves the process if that
-    is not heeded.
-    """
+    """In the child: sets `stop` when the parent requests it, or has ended; `orphaned` is called first in that case. Exits the
+    process if it has not stopped after GRACE_S."""
 
     def follow() -> None:
-        told = b""
+        message = b""
         while os.getppid() == parent:
             readable, _, _ = select.select([0], [], [], LOOK_S)
             if readable:
-                told = os.read(0, len(END))
+                message = os.read(0, len(END))
                 break
-        if not told and not stop.is_set():
+        if not message and not stop.is_set():
             orphaned()
         stop.set()
         time.sleep(GRACE_S)

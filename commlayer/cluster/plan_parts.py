@@ -1,4 +1,4 @@
-"""Plans as they come up in parts, until they are whole. Knows digests and bytes; not what a plan is."""
+"""Collects the parts of uploaded plans until a plan is complete."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from commlayer.cluster.messages import MAX_PLAN_NBYTES, Part, digest_of
 from commlayer.errors import CorruptFrame
 
 MOST = 2
-"""Plans kept at once, the latest: a job has one."""
+"""Most plans kept; the oldest is dropped. A job has one."""
 
 
 class _Coming:
@@ -16,14 +16,14 @@ class _Coming:
 
 
 class Plans:
-    """By digest."""
+    """Plans by digest."""
 
     def __init__(self) -> None:
         self._coming: dict[str, _Coming] = {}
         self._whole: dict[str, bytes] = {}
 
     def take(self, part: Part) -> None:
-        """CorruptFrame, and nothing changed, for one that fits no plan."""
+        """Adds a part. CorruptFrame if it fits no plan; nothing has changed then."""
         end = part.begin + len(part.data)
         if part.plan_digest in self._whole:
             return
@@ -50,5 +50,5 @@ class Plans:
                 del self._whole[next(iter(self._whole))]
 
     def whole(self, digest: str) -> bytes:
-        """Empty if it is not all here."""
+        """The plan; empty if parts are missing."""
         return self._whole.get(digest, b"")

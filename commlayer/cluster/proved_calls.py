@@ -1,8 +1,8 @@
-"""Calls to the coordinator, each proved: who asks knows the job's secret, and so does who answers. Knows bytes; no gRPC.
+"""Mutual authentication of calls to the coordinator: both ends prove that they know the job's secret.
 
-The coordinator's challenge belongs to one connection and is computed again for each call, so that whoever has proved nothing
-costs it no memory. A call's proof covers the challenge, the method, the body and, where there is one, the asker's certificate:
-who passes on what another proved shows a certificate of its own. The answer's covers the call's.
+The coordinator derives its challenge from the connection's name, so unauthenticated clients cost it no memory. The proof of a
+call covers the challenge, the method, the body and the caller's certificate, if any: a relay has another certificate, so it
+cannot use the proof. The proof of the reply covers the call's proof.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, nonce, proof,
 
 CHALLENGE = "Challenge"
 FRESH = 3
-"""So often a refused proof is made again with a fresh challenge: the connection may have been made anew meanwhile."""
+"""How often a refused call is repeated with a new challenge, since the connection may have been replaced in the meantime."""
 Call = Callable[[str, bytes, float], bytes]
-"""Method, body, seconds: the answer."""
+"""Method, body, timeout in seconds: returns the reply."""
 
 
 class Unproved(Exception):
-    """The other end does not know the secret, or not this one."""
+    """The other end does not know the secret, or knows another one."""
 
 
 class Judge:
@@ -30,33 +30,33 @@ class Judge:
         self._secret, self._key = secret, nonce()
 
     def challenge(self, peer: str) -> bytes:
-        """Of that connection, as the carrier names it."""
+        """The challenge of the connection that the transport calls `peer`."""
         return hmac.digest(self._key, peer.encode(), "sha256")[:NONCE_NBYTES]
 
     def opened(self, peer: str, method: str, data: bytes, channel: bytes = b"") -> bytes:
-        """The body of a call that is proved, else Unproved. `channel`: the fingerprint of the asker's certificate."""
+        """Verifies a call and returns its body, or raises Unproved. `channel`: fingerprint of the caller's certificate."""
         given, body = data[:PROOF_NBYTES], data[PROOF_NBYTES:]
         if not proves(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *_bound(channel)):
             raise Unproved
         return body
 
     def sealed(self, data: bytes, answer: bytes) -> bytes:
-        """What goes back for the call that came as `data`."""
+        """The reply to the call `data`, with its proof."""
         return proof(self._secret, b"answer", data[:PROOF_NBYTES], answer) + answer
 
 
 class Asker:
-    """A client's end of one channel. `refused` says whether an error of `call` means that a proof was not taken."""
+    """A client's end of one channel. `refused`: whether an error of `call` means that the proof was refused."""
 
     def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool], channel: bytes = b"") -> None:
         self._secret, self._call, self._refused, self._channel = secret, call, refused, channel
         self._challenge = b""
 
     def ask(self, method: str, body: bytes, timeout_s: float) -> bytes:
-        """The proved answer. Any number of threads may ask at once.
+        """Makes a call and returns its verified reply. Thread-safe.
 
-        A connection that was made anew has another challenge, so a refused proof is tried again with a fresh one; where that
-        is the one that was refused, it is the secret that does not fit.
+        A new connection has a new challenge, so a refused call is repeated with a fresh one. If the challenge is still the
+        same, the secret is wrong.
         """
         challenge, refused, why = self._challenge, b"", None
         for _ in range(1 + FRESH):

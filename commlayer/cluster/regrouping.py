@@ -159,9 +159,9 @@ def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s
     if view is None:
         return Door()
     seated = [workers[m.rank] for m in view.members]
-    there = sum(p.here for p in seated)
-    return msgspec.structs.replace(_shut(state, view, there), there=there, generation=view.generation,
-                                   all_here=there == len(seated), wait=_wait(state, seated, now - noticed_s, patience_s))
+    present = sum(p.here for p in seated)
+    return msgspec.structs.replace(_shut(state, view, present), there=present, generation=view.generation,
+                                   all_here=present == len(seated), wait=_wait(state, seated, now - noticed_s, patience_s))
 
 
 def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: float) -> str:

@@ -1,9 +1,9 @@
-"""torch's process group for ranks that reach one place alone, where they leave tensors for each other. Knows torch's contract.
+"""A process group for torch whose members exchange tensors through the coordinator's key-value store, not directly.
 
-So whatever speaks to torch.distributed (this package, DistributedDataParallel, a script) does so between homes behind NAT as in
-a rack, and nobody opens a socket to another home. Every collective is one thing: each member leaves its bytes, in parts, and
-takes everybody's; reductions add them in member order, so all have the same bits. It is for what is small or rare. Gradients go
-over servers.
+It serves ranks in homes behind NAT: whatever uses torch.distributed (this package, DistributedDataParallel, a script) works
+between homes without connections between them. Every collective is an all-gather: each member writes its bytes, in parts,
+and reads all others'. Reductions add them in member order, so all results are equal bit for bit. It is meant for small or rare
+data; gradients are sent through servers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from commlayer.cluster.world_store import Desk
 from commlayer.errors import CommError, InvalidState
 
 NAME = "homes"
-"""Of the backend, as torch.distributed.get_backend() tells it."""
+"""Backend name, as torch.distributed.get_backend() returns it."""
 PART_NBYTES = 160 << 10
-"""Below what one call to a coordinator may bring."""
+"""Less than the limit of one call to the coordinator."""
 AHEAD = 8
-"""Parts under way at once: so much of a long way is filled, and so much is kept for each member."""
+"""Parts in flight at once: enough to fill a long link. It bounds what is kept for each member."""
 NOTICE_S = 5.0
-"""Who waits for a collective without a deadline of its own leaves it so much time to say whom it has waited for."""
+"""A wait without a timeout of its own waits this much longer than the collective, so that the error can name missing ranks."""
 Rows = list[bytes | None]
-"""By member; None of those who are left out."""
+"""By member; None for members that are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class Work(_Work):  # type: ignore[misc]
-    """One collective under way."""
+    """A collective in flight."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
         super().__init__()
@@ -75,35 +75,35 @@ class Work(_Work):  # type: ignore[misc]
 
 
 class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
-    """Calls are carried out one after the other, in the order in which they are made; all members make them in one order."""
+    """Collectives run one after the other in call order; all members must call them in the same order."""
 
     def __init__(self, desk: Desk, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        """`ranks`: the members' numbers in the world; `rank`: this one's place among them."""
+        """`ranks`: world ranks of the members. `rank`: this process's index among them."""
         super().__init__(rank, len(ranks))
         self._desk, self._place, self._ranks, self._mine, self._timeout_s = desk, name, list(ranks), rank, timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._next = 0
-        """The number of the next part. Whoever begins one has ended the one AHEAD before it, hence all have begun that one, and
-        ended the one AHEAD before that: nobody asks for it any more."""
+        """Number of the next part. A member that begins a part has finished the one AHEAD before it, so all have begun that
+        one and finished the one AHEAD before that. Parts older than 2 * AHEAD can therefore be dropped."""
         self._failed = self._name = ""
         self.without = False
-        """Whether those who are gone are left out, alike by all who are left. Else that is an error."""
+        """Whether collectives leave out lost members, the same ones on all ranks. If not, a lost member is an error."""
         self.patience_s = 0.0
-        """How long it waits behind its limit: where one that hangs is done without, by then somebody has judged that."""
+        """Extra seconds to wait after the timeout. By then a member that hangs has been evicted, if the job allows that."""
         self.held = ""
-        """Why nothing is carried out for now: then every call fails with this line."""
+        """Why collectives are on hold: every call fails with this line. Empty: they are not."""
         self.alone = False
-        """Whether a call that is held is answered here in place of that, as if all members had what this one has."""
+        """While on hold: whether calls succeed locally instead, as if every member had this rank's data."""
 
     @property
     def place(self) -> str:
-        """Where its members leave what they have: it has a name of its own, the same for all of them."""
+        """Key prefix of the group's values, unique to it and equal on all its members."""
         return self._place
 
     def allow(self, timeout_s: float) -> None:
-        """So long may collectives take that begin from now on."""
+        """Sets the timeout of collectives that begin from now on."""
         self._timeout_s = timeout_s
 
     # ---- torch's names
@@ -113,7 +113,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._name
 
     def _set_group_name(self, name: str) -> None:
-        """torch's own half of a group in Python forgets it."""
+        """Stored here, because torch's part of a group implemented in Python does not keep it."""
         self._name = name
 
     def getBackendName(self) -> str:
@@ -153,24 +153,24 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
-        whole = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
-        return self._gather("scatter", [x], lambda rows: [_read(self._of(rows, root), whole)[self._mine]],
-                            whole, only=root)
+        stacked = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
+        return self._gather("scatter", [x], lambda rows: [_read(self._of(rows, root), stacked)[self._mine]],
+                            stacked, only=root)
 
     def barrier(self, opts: Any = None) -> Work:
         return self._gather("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:
-        """What is under way is still carried out."""
+        """Ends the thread after the collectives that were called so far."""
         self._jobs.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its thread, once it was shut down."""
+        """Waits for its thread to end, after shutdown()."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def move(self, desk: Desk, place: str, ranks: Sequence[int], rank: int) -> None:
-        """It has been shut down, and goes on among others: DDP holds on to the group that it was made with."""
+        """After shutdown(): continues with other members. DDP keeps the group object that it was made with."""
         self._thread, self._pool, self._jobs = None, None, queue.SimpleQueue()
         self._desk, self._place, self._ranks, self._mine = desk, place, list(ranks), rank
         self._next, self._failed = 0, ""
@@ -185,8 +185,9 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
         only: int | None = None, heirs: bool = False, every: bool = False,
     ) -> Work:
-        """`made` of everybody's bytes goes to `outputs`. `only`: the one member that has any to leave. `heirs`: if it is gone,
-        the first who is left does it in its place. `every`: without a member's bytes there is none, on all who are left."""
+        """Starts the collective; `made` computes the `outputs` from all members' bytes. `only`: the one member that
+        contributes. `heirs`: if that member is gone, the first remaining one contributes instead. `every`: fails on all
+        remaining ranks if a member's bytes are missing."""
         work, nbytes = Work(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
         if self.held and self.alone:
             for output, value in zip(outputs, made([_bytes(x)] * self.size()) if outputs else (), strict=True):
@@ -201,7 +202,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             try:
                 rows = self._exchanged(data, nbytes)
                 if every and (gone := [str(rank) for rank, row in zip(self._ranks, rows, strict=True) if row is None]):
-                    # Zeros would be taken for what they had. The group goes on: all who are left read this line.
+                    # Zeros would look like that member's data. The group stays usable: all remaining ranks get this error.
                     work.end(f"{what} between homes: rank {', '.join(gone)} is gone, and has left no row: call it again behind "
                              "the next step, which is of those who are left")
                     return
@@ -232,7 +233,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             self._pool.shutdown(wait=False)
 
     def _exchanged(self, data: bytes, nbytes: int) -> Rows:
-        """Everybody's. `nbytes`: what one member has at most; all know it, so all count the same parts."""
+        """All members' bytes. `nbytes`: the most that one member has; equal on all, so that all count the same parts."""
         if self._failed:
             raise CommError(self._failed)
         begins = range(0, max(nbytes, 1), PART_NBYTES)
@@ -247,12 +248,12 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             if number >= AHEAD:
                 parts[number - AHEAD].result()
             parts.append(self._pool.submit(one, number))
-        # Who left some parts and not the others has gone meanwhile.
+        # A member that has written only some of the parts is gone.
         return [None if None in rows else b"".join(row or b"" for row in rows)
                 for rows in zip(*(part.result() for part in parts), strict=True)]
 
     def _part(self, data: bytes, first: int, number: int) -> Rows:
-        """One part of everybody's."""
+        """One part of all members."""
         piece = data[number * PART_NBYTES : (number + 1) * PART_NBYTES]
         limit_s = self._timeout_s
         at, until = first + number, time.monotonic() + limit_s + self.patience_s
@@ -277,11 +278,11 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         return row
 
     def _reduced(self, op: Any, x: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
-        there = [row for row in rows if row is not None]
-        total = _read(there[0], x).clone()
-        for row in there[1:]:
+        present = [row for row in rows if row is not None]
+        total = _read(present[0], x).clone()
+        for row in present[1:]:
             _REDUCE[op](total, _read(row, x))
-        return [total.div_(len(there)) if op == dist.ReduceOp.AVG else total]
+        return [total.div_(len(present)) if op == dist.ReduceOp.AVG else total]
 
 
 _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -298,10 +299,10 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 def _op(opts: Any) -> Any:
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-    found = next((known for known in _REDUCE if op == known), None)
-    if found is None:
+    match = next((known for known in _REDUCE if op == known), None)
+    if match is None:
         raise InvalidState("E-PROCESS-GROUP", f"{op} between homes: not offered, allowed: {', '.join(str(o) for o in _REDUCE)}")
-    return found
+    return match
 
 
 def _one(tensors: Any) -> torch.Tensor:
@@ -309,8 +310,8 @@ def _one(tensors: Any) -> torch.Tensor:
         return tensors
     if len(tensors) != 1:
         raise InvalidState("E-PROCESS-GROUP", f"a collective of {len(tensors)} tensors between homes, allowed: one")
-    found: torch.Tensor = tensors[0]
-    return found
+    tensor: torch.Tensor = tensors[0]
+    return tensor
 
 
 def _bytes(x: torch.Tensor) -> bytes:
@@ -319,7 +320,7 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
-    """On the CPU."""
+    """A tensor on the CPU from a member's bytes."""
     assert data is not None
     if len(data) != like.numel() * like.element_size():
         raise InvalidState("E-PROCESS-GROUP",

@@ -1,7 +1,6 @@
-"""A gRPC server of unary calls that are bytes both ways, and of others' handlers. Knows no call's meaning, and no seat.
+"""A gRPC server for unary calls with bytes as request and reply, and for further handlers.
 
-It runs on the event loop, so that a call whose bytes do not come holds no thread; what it answers must not block, but may be
-something to await.
+It runs on the event loop, so an incomplete call occupies no thread. Answers must not block, but may be awaitables.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from commlayer.transport import event_loop
 from commlayer.transport.grpc_stream import FRAME_OPTION
 
 settings.quiet_grpc()
-import grpc  # noqa: E402  (after its settings, which it reads once)
+import grpc  # noqa: E402  (after quiet_grpc: it reads its settings once)
 import grpc.aio  # noqa: E402
 
 MAX_CALLS = 1024
-"""Under way at once, each member's stream among them; more are told to come again. With MAX_NBYTES it bounds what strangers can
-make this process hold."""
+"""Concurrent calls, including one stream per member; gRPC refuses more. With MAX_NBYTES this bounds the memory that
+unauthenticated clients can use."""
 WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
-"""What one call or stream may have in flight: a link of 1 Gb/s and 30 ms. gRPC's own guess grows with what strangers send, by
+"""Flow-control window of a call or stream: enough for 1 Gb/s at 30 ms. gRPC's own estimate grows with unauthenticated input, by
 100 MB and more on a busy machine."""
 START_S = 30.0
 STOP_S = 0.5
 Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
-"""The body of a call and the connection that it came by: the answer. Unproved or CorruptFrame refuse it."""
+"""Takes the body and the connection's name, returns the reply. Unproved or CorruptFrame refuse the call."""
 Broke = Callable[[str, CorruptFrame], str]
-"""Told of a connection by which a call came that breaks the protocol: the line that goes back."""
+"""Called when a call breaks the protocol, with the connection's name. Returns the line to send back."""
 
 
 class Host:
-    """Of these calls by name. Twice closed is once."""
+    """Serves these calls by name. close() is idempotent."""
 
     def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
                  broke: Broke = lambda _, error: str(error)) -> None:
@@ -45,7 +44,7 @@ class Host:
         self._server: Any = None
 
     def start(self, address: str) -> int:
-        """The port that it listens on."""
+        """Returns the port that it listens on."""
         return int(event_loop.run(self._start(address), START_S))
 
     def close(self) -> None:
@@ -55,10 +54,10 @@ class Host:
 
     async def _start(self, address: str) -> int:
         self._server = grpc.aio.server(
-            # Without the first a second coordinator could share the port and split the job.
+            # With so_reuseport, a second coordinator could share the port and split the job.
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_NBYTES),
                      ("grpc.max_send_message_length", MAX_REPLY_NBYTES), FRAME_OPTION, *WINDOW,
-                     # Streams may be silent for as long as a step takes, and their ends ask meanwhile.
+                     # A stream may be silent for as long as a step takes; its ends send pings meanwhile.
                      ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.keepalive_time_ms", 20_000),
                      ("grpc.keepalive_timeout_ms", 20_000)],
             maximum_concurrent_rpcs=MAX_CALLS,
@@ -73,8 +72,8 @@ class Host:
         async def call(data: bytes, context: Any) -> bytes:
             peer = context.peer()
             try:
-                made = answer(data, peer)
-                return await made if inspect.isawaitable(made) else made
+                reply = answer(data, peer)
+                return await reply if inspect.isawaitable(reply) else reply
             except Unproved:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the secret")
             except TooMany as error:

@@ -1,6 +1,6 @@
-"""What members write of themselves, fit for logs and for all who hear of them: in one line, and no longer than it need be.
+"""Sanitizes text in requests: one line, bounded length.
 
-It stands in errors, in the log and in what everybody is told with each heartbeat. So it is made fit once, where calls come in.
+Such text appears in errors, in logs and in the replies to all heartbeats, so it is sanitized once, when a call arrives.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from commlayer.records import Record
 REASON_CHARS = 1000
 MOST_CHARS = {"token": 64, "home": 64, "name": 255, "version": 64, "address": 300, "streams": 300, "reason": REASON_CHARS,
               "leave": REASON_CHARS}
-"""By field, in whichever request it is."""
+"""Most characters by field name, in any request."""
 R = TypeVar("R", bound=Record)
 
 
 def fit(request: R) -> R:
-    """The same, for all that commlayer itself writes.
+    """The request with sanitized text. Text that commlayer itself writes does not change.
 
     >>> from commlayer.cluster.messages import Leave
     >>> fit(Leave("token", "no room\\nworker 0: forged")).reason
@@ -29,8 +29,8 @@ def fit(request: R) -> R:
     """
     changed: dict[str, object] = {}
     for field, most in MOST_CHARS.items():
-        said = getattr(request, field, "")
-        if said != (line := short_line(said, most)):
+        text = getattr(request, field, "")
+        if text != (line := short_line(text, most)):
             changed[field] = line
     if isinstance(request, Join) and request.alike:
         changed["alike"] = {short_line(name, REASON_CHARS): short_line(value, REASON_CHARS)

@@ -1,4 +1,4 @@
-"""Gives codecs to the summation service: a bucket's codec, accumulators and server state as its `Ops`. Knows no network."""
+"""Codecs for the summation service: each bucket's codec, accumulators and server state, as its `Ops`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from commlayer.records import Bucket, Plan
 
 UNDONE = "_undone"
 MEMORY_SLACK_NBYTES = 1024
-"""Of the names of tensors that are not always there."""
+"""For the names of tensors that are not always present."""
 SLACK_NBYTES = 16 << 20
-"""Of headers, plans and probes."""
+"""For headers, plans and probes."""
 
 
 class CodecOps:
-    """See transport.service.Ops."""
+    """Implements summation_ops.Ops and GivesBack for one bucket."""
 
     def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False, buffers: bool = False) -> None:
-        """`weights`: what is summed are changes of weights. `buffers`: it holds a model's buffers, whose mean is wanted."""
+        """`weights`: the sums are weight updates. `buffers`: the bucket holds model buffers, which are averaged."""
         self._codec, self._spec, self._bucket, self._job = codec, bucket.spec, bucket, job
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
         self.unit = (in_updates(codec), weights)
-        """What was summed is coded in."""
+        """Unit of the sums. Residuals can be carried over only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.in_means = codec.keeps
         self.means = buffers and of_means(codec)
         self._undone = 0
         self._alone: dict[int, Any] = {}
-        """By round, an accumulator for one payload by itself."""
+        """By round: an accumulator for a single payload."""
         self._mean: _Mean | None = None
 
     def zeros(self, r: int) -> Any:
@@ -70,13 +70,13 @@ class CodecOps:
         return self._codec.emit(r, acc, self._state, out)
 
     def undo(self, slices: int) -> None:
-        """Of the last result. A slice that is named twice is taken back once."""
+        """Rolls back slices of the last result. Idempotent for each slice."""
         if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
             self._codec.undo_server(self._state, cut_of(self._bucket.slices, fresh))
 
     def skip(self) -> None:
-        """Nothing was emitted, so nothing can be taken back."""
+        """The step was aborted: nothing was emitted, so nothing can be rolled back."""
         self._mean = None
         self._undone = (1 << len(self._bucket.slices)) - 1
 
@@ -96,12 +96,12 @@ class CodecOps:
         return acc
 
     def debts(self) -> list[Debt]:
-        """What this server still owes, by tensor elements."""
+        """The server's residuals, by tensor elements."""
         values = owed(self._state, self._spec.numel)
         return [] if values is None else list(spread(self._bucket.slices, 0, values))
 
     def take_over(self, debts: Sequence[Debt]) -> None:
-        """Before the first step: owes from now on what these say of its elements."""
+        """Adds inherited residuals of this bucket's elements. Only before the first step."""
         mine, paid = owed(self._state, self._spec.numel), pay(debts, self._bucket.slices)
         if mine is not None and paid is not None:
             mine += paid
@@ -114,16 +114,16 @@ class CodecOps:
 
     @property
     def memory_nbytes(self) -> int:
-        """At most, of what `remember` returns."""
+        """Upper bound of the size of remember()."""
         return len(self.remember()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
 
     def remember(self) -> bytes:
-        """Beyond a snapshot, how the last result can be taken back."""
+        """A snapshot, with what is needed to roll back the last result."""
         tensors = remembered(self._state) | {UNDONE: number(self._undone - (1 << 63))}
         return safetensors.numpy.save({path: value.numpy() for path, value in tensors.items()})
 
     def recall(self, data: bytes, sent: memoryview) -> None:
-        """The reverse; `sent` is the last result."""
+        """The reverse of remember(). `sent`: the last result."""
         tensors = _loaded(data)
         undone = tensors.pop(UNDONE, None)
         if undone is None:
@@ -132,14 +132,14 @@ class CodecOps:
         self._undone = int(undone.item()) + (1 << 63)
 
     def begin_anew(self) -> None:
-        """As before the first step: what was owed is not known."""
+        """Resets to the state before the first step; residuals are lost."""
         self._state = self._codec.init_server(self._spec)
         seed(self._state, self._job, self._bucket.id, SERVER)
         self._undone, self._mean = 0, None
 
 
 class _Mean(NamedTuple):
-    """A mean under way. A product of two float32 is whole in float64: equal values come back to the bit under any weights."""
+    """A mean under way. A product of two float32 is exact in float64, so the mean of equal values is exact for any weights."""
 
     total: Any
     weight: float
@@ -157,25 +157,25 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
 def ops_of(
     plan: Plan, server: int, before: Iterable[CodecOps] = (), worth: float = 1.0, *, gradients: int = -1,
 ) -> dict[int, CodecOps]:
-    """What server number `server` sums under that plan. It goes on owing what it owed `before` on the same elements.
+    """The ops of server number `server` under that plan. They inherit the residuals of `before` on the same elements.
 
-    `worth`: what a debt of then is now. Debts are parts of a sum, which so many workers' mean is a part of.
-    `gradients`: so many of the job's tensors are gradients, and those behind them are buffers; -1: there are none.
+    `worth`: factor on inherited residuals, which are part of a sum, when the number of workers in the mean changes.
+    `gradients`: how many of the job's tensors, in order, are gradients; the others are buffers. -1: there are no buffers.
     """
     mine = (b for b in plan.buckets if b.served and b.server == server)
-    made = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally,
-                           buffers=b.path == "service" and 0 <= gradients <= b.slices[0].tensor) for b in mine}
+    ops = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally,
+                          buffers=b.path == "service" and 0 <= gradients <= b.slices[0].tensor) for b in mine}
     olds = list(before)
-    for ops in made.values():
-        # In other units they are worth another rate, or whatever an optimizer makes of them, which only workers know.
-        ops.take_over([debt._replace(values=debt.values * worth) if worth != 1.0 else debt
-                       for old in olds if old.unit == ops.unit for debt in old.debts()])
-    return made
+    for new in ops.values():
+        # Residuals in other units would need a learning rate, or an optimizer's state, which only workers have.
+        new.take_over([debt._replace(values=debt.values * worth) if worth != 1.0 else debt
+                       for old in olds if old.unit == new.unit for debt in old.debts()])
+    return ops
 
 
 def expected_nbytes(plan: Plan, server: int) -> int:
-    """So much at most a worker and that server have reason to send each other ahead: of each bucket a payload of two steps,
-    since either may be a step ahead, and one saved state at a time."""
+    """Most bytes that a worker and that server may send each other before the other end asks: payloads of two steps for each
+    bucket, since either end may be a step ahead, and one saved state."""
     mine = [b for b in plan.buckets if b.served and b.server == server]
     payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
     kept = max((named(text).kept_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text), default=0)
@@ -183,6 +183,6 @@ def expected_nbytes(plan: Plan, server: int) -> int:
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:
-    """Per bucket the ranks that contribute, in the order of their sum: the owner on each node."""
+    """By bucket, the ranks that contribute: the bucket's owner on each node, in the order of summation."""
     nodes = range(world // plan.ranks_per_node)
     return {b.id: tuple(n * plan.ranks_per_node + b.owner for n in nodes) for b in plan.buckets if b.served}

@@ -1,7 +1,6 @@
-"""A summation server's journal: what it is about, and whether what is found belongs to this job. Knows no sums, no codec.
+"""A summation server's journal: identity, plan and sums, so that a restarted server can resume.
 
-A server that was killed and is started again with the same folder finds who it was: its seat, its address, the job's secret
-if it was made there, the plan in force, and each bucket's sum.
+A server that is restarted with the same folder finds its registration, its address, the plan in use and each bucket's sum.
 """
 
 from __future__ import annotations
@@ -20,44 +19,44 @@ log = logging.getLogger("commlayer")
 
 
 class About(Record, frozen=True):
-    """Whose journal it is."""
+    """The server that wrote the journal."""
 
     token: str
-    """Of its seat."""
+    """Of its registration."""
     number: int
     address: str
     """Where it listens."""
     view: View
     plan: bytes
     generation: int
-    """Of that plan, which may be a later one than the view's."""
+    """Of the plan; may be later than the view's."""
     streams: str = ""
-    """Where its gRPC streams come in, if they may."""
+    """Its address for gRPC streams; empty for none."""
 
 
 class ServerJournal:
-    """Of one process. `found` is what an earlier one has left, None for nothing."""
+    """`found`: what an earlier process recorded; None for nothing."""
 
     def __init__(self, path: str, *, required: bool) -> None:
-        """`required`: without room for it nothing is served, else the job goes on without."""
+        """`required`: without space for the journal the server refuses to run; if not, it continues without one."""
         self._folder, self._required = Folder(path), required
         self._path = path
         self._journal: Journal | None = None
         self._next: Journal | None = None
-        """Not yet in force."""
+        """The new journal until `publish`."""
         self.found: About | None = None
         self.entries: Mapping[int, Entry] = {}
         try:
-            if (found := self._folder.find()) is not None:
-                self.found, self.entries = _about(found), found.entries
+            if (former := self._folder.find()) is not None:
+                self.found, self.entries = _about(former), former.entries
         except CorruptFrame as error:
             log.warning("%s: nothing of it is used", without_code(error))
 
     def begin(self, about: About, sizes: Mapping[int, int]) -> Keep | None:
-        """A new one, not yet in force: see `publish`. None if there is no room, and then there is none at all; RecordError
-        where it is required, and the former one stays.
+        """Makes a new journal, which replaces the former one at `publish`. If there is no space: RecordError if it is
+        required, and the former one stays; if not, returns None, and the server has no journal from now on.
 
-        `sizes`: by bucket, the most bytes of words and state together.
+        `sizes`: by bucket, the most bytes of metadata and state together.
         """
         self._discard()
         try:
@@ -68,7 +67,7 @@ class ServerJournal:
         return self._next.write
 
     def publish(self) -> bool:
-        """All of it has been written, and it takes the place of the former one. False if it cannot: as in `begin`."""
+        """Replaces the former journal, after everything was written. False if that fails; handled as in `begin`."""
         if self._next is None:
             return False
         try:
@@ -94,7 +93,7 @@ class ServerJournal:
         self.found, self.entries = None, {}
 
     def close(self, *, over: bool) -> None:
-        """`over`: the job is, so nobody is to take it up; else the file stays for who comes next."""
+        """`over`: the job is over, so the journal is removed; if not, it stays for a restart."""
         self._discard()
         self._end()
         if over:

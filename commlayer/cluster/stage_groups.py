@@ -1,7 +1,7 @@
-"""Collectives in a group of some ranks; for staged paths, one for every stage and scope. Knows tensors; nothing of buckets.
+"""Collectives within subgroups of the ranks; staged paths have one group for every stage and scope.
 
-Within a group calls keep one order on all ranks; between groups there is none to keep, so the stages of several buckets
-overlap.
+All ranks of a group make its calls in the same order. Calls of different groups need no common order, so the stages of several
+buckets overlap.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from commlayer.cluster.members import Members
 from commlayer.transport.pending import Pending, named
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Newer versions of torch have renamed it."""
+"""Newer versions of torch renamed it."""
 
 
 class Channel:
-    """One group, as this rank sees it: members are counted from 0 within it."""
+    """One process group; members are numbered from 0 within it."""
 
     def __init__(self, group: Any, ranks: Sequence[int], what: str) -> None:
         self._group, self._ranks, self._what = group, ranks, what
 
     def allreduce(self, x: torch.Tensor, *, largest: bool = False) -> Pending:
-        """Sums, or elementwise maxima, in place."""
+        """Sums, or takes elementwise maxima, in place."""
         return self._start("all-reduce", dist.all_reduce, x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
 
     def alltoall(self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
-        """Run i of x goes to member i; without sizes all runs are equal."""
+        """Sends the i-th run of `x` to member i; without sizes all runs are equal."""
         return self._start("all-to-all", dist.all_to_all_single, out, x, out_sizes, sizes)
 
     def allgather(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
-        """out holds every member's x, in their order."""
+        """Fills `out` with every member's `x`, in member order."""
         return self._start("all-gather", _all_gather, out, x)
 
     def reduce(self, x: torch.Tensor, root: int) -> Pending:
-        """Sum into member root; elsewhere x is undefined afterwards."""
+        """Sums into member `root`; elsewhere `x` is undefined afterwards."""
         return self._start("reduce", dist.reduce, x, self._ranks[root])
 
     def gather(self, x: torch.Tensor, rows: list[torch.Tensor] | None, root: int) -> Pending:
-        """Every member's x into root's rows; None elsewhere."""
+        """Gathers every member's `x` into the root's `rows`; None elsewhere."""
         return self._start("gather", dist.gather, x, rows, self._ranks[root])
 
     def broadcast(self, x: torch.Tensor, root: int) -> Pending:
         return self._start("broadcast", dist.broadcast, x, self._ranks[root])
 
     def close(self) -> None:
-        self._group = None  # as in Rows
+        self._group = None  # as in RowChannel.close
 
     def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> Pending:
         what = f"{name} {self._what}"
@@ -58,7 +58,7 @@ class Channel:
 
 
 class Channels:
-    """The channels of all stages. Every rank makes the same ones together."""
+    """The channels of all stages. All ranks make it together."""
 
     def __init__(self, wanted: Iterable[tuple[int, str]], members: Members, per_node: int, timeout_s: float) -> None:
         """`wanted`: pairs (stage, scope)."""

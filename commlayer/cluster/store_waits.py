@@ -1,7 +1,7 @@
-"""Calls that wait in torch's store, each with a limit. Knows no store, and not what is asked of it.
+"""Deadlines for calls that wait in torch's store.
 
-A store's own deadline is none where its server falls silent: behind it the client says that it waits no longer, and waits for
-the answer to that without a limit, as it does for every answer.
+The store's own timeout does not work if its server stops responding: after the timeout the client sends a cancellation and
+waits for the reply to it without a limit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from commlayer.errors import DeadlineExceeded
 T = TypeVar("T")
 
 GRACE_S = 1.0
-"""The call's own deadline comes first, whose error says more."""
+"""The call's own deadline should come first, since its error says more."""
 
 
 def bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) -> T:
-    """call(), which has that deadline itself; DeadlineExceeded of `peer` where it has not come back behind it.
+    """Runs call(), which has that deadline itself. DeadlineExceeded of `peer` if it does not return by then.
 
-    It runs in a thread of its own, which then stays where it waits, and keeps no process from its end.
+    The call runs in a daemon thread, which is left behind after a timeout and does not keep the process alive.
     """
     over: Future[T] = Future()
 

@@ -1,7 +1,7 @@
-"""What a sum is after a server that was killed: how it is written down, and taken up again. Knows sums; no files, no codec.
+"""Journal entries of a bucket's sum: encoding and decoding.
 
-It is written whenever something is out of a server's hands: a result, a word to code again, a state that was asked for. What
-has happened since then, members bring again, since nobody has answered them.
+An entry is written before the server sends something that depends on it: a result, a request to code again, or a state.
+Members repeat everything after that, since they have no reply to it yet.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from commlayer.records import Record
 from commlayer.transport.protocol import Header
 
 WORDS_NBYTES = 1024
-"""More than an entry's words have beside the result."""
+"""Upper bound of an entry's metadata without the result."""
 
 
 class Memory(Record, frozen=True):
-    """Of one bucket's sum: which step and round is next, and the last result. Headers as tuples."""
+    """State of one bucket's sum: the next step and round, and the last result. Headers are tuples."""
 
     step: int | None
     round: int
     open: bool
     told: tuple[int | float, ...] | None = None
-    """How members were told to code again, if they were."""
+    """The header that asked members to code again, if there was one."""
     result: tuple[int | float, ...] | None = None
     body: bytes = b""
 
 
 class Recalled(NamedTuple):
-    """The same with headers."""
+    """The same with decoded headers."""
 
     memory: Memory
     told: Header | None
@@ -43,7 +43,7 @@ def words_of(memory: Memory) -> bytes:
 
 
 def read(words: bytes) -> Recalled:
-    """CorruptFrame for what is none."""
+    """CorruptFrame if the entry is malformed."""
     try:
         memory = msgspec.msgpack.decode(words, type=Memory)
         return Recalled(memory, *(None if row is None else _header(row) for row in (memory.told, memory.result)))

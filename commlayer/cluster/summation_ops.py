@@ -1,4 +1,4 @@
-"""What the summation service asks of whoever knows codecs, for each bucket. Knows no codec itself."""
+"""The interface between the summation service and codecs, for each bucket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class Ops(Protocol):
-    """What the codec side does for one bucket. One instance belongs to one bucket and holds its server state."""
+    """A bucket's codec operations and its server state."""
 
     @property
     def rounds(self) -> int: ...
@@ -19,12 +19,12 @@ class Ops(Protocol):
 
     @property
     def in_means(self) -> bool:
-        """Whether payloads must be coded as parts of all workers' weight: see `Header.total`."""
+        """Whether payloads must be coded for the total weight of all workers: see `Header.total`."""
         ...
 
     @property
     def means(self) -> bool:
-        """Whether payloads count in a mean, by `weigh`, in place of being parts of a sum."""
+        """Whether payloads are averaged with `weigh`, instead of summed with `add`."""
         ...
 
     def zeros(self, r: int) -> Any: ...
@@ -32,7 +32,7 @@ class Ops(Protocol):
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
 
     def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
-        """In place of `add`, where it is of `means`: counts so much in the mean that `emit` gives then."""
+        """Used instead of `add` if `means`: adds the payload with this weight to the mean that `emit` returns."""
         ...
 
     def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
@@ -48,19 +48,20 @@ class Ops(Protocol):
 
 @runtime_checkable
 class GivesBack(Protocol):
-    """Ops whose sums can be made again of the payloads."""
+    """Ops whose sums can be computed again from the payloads."""
 
     def worth_giving_back(self, members: int) -> bool:
-        """Whether the payloads of so many take half as much as their sum at most, which `undo` needs until the next step."""
+        """Whether the payloads of that many members take at most half the memory of their sum. `undo` needs one of the two
+        until the next step."""
         ...
 
     def give_back(self, acc: Any) -> None:
-        """The memory of a sum, which is made again if it is needed."""
+        """Frees the memory of a sum, which is computed again if needed."""
         ...
 
 
 class Lasting(Ops, Protocol):
-    """Ops whose state outlasts the process."""
+    """Ops whose state can be journaled."""
 
     @property
     def memory_nbytes(self) -> int: ...

@@ -217,9 +217,9 @@ class SumServer:
     def _echo(self, message: Message) -> Reply:
         h = message.header
         under_way = [(handle, nbytes) for handle, nbytes in self._probes.get(message.peer, []) if not handle.done()]
-        asked = h.used + sum(nbytes for _, nbytes in under_way)
-        if asked > MAX_PROBE_NBYTES or len(under_way) >= MAX_PROBES:
-            raise CorruptFrame(f"asks for probes of {asked} bytes with {len(under_way)} under way, allowed {MAX_PROBE_NBYTES} "
+        nbytes = h.used + sum(n for _, n in under_way)
+        if nbytes > MAX_PROBE_NBYTES or len(under_way) >= MAX_PROBES:
+            raise CorruptFrame(f"asks for probes of {nbytes} bytes with {len(under_way)} under way, allowed {MAX_PROBE_NBYTES} "
                                f"bytes and {MAX_PROBES}", peer=peer_name(message.peer))
         self._probes[message.peer] = under_way
         return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))

@@ -1,5 +1,4 @@
-"""Asks an address what is wrong between its certificate and ours, or with the port. Knows TLS and greetings, and no gRPC, which
-does not tell."""
+"""Diagnoses a failed connection to the coordinator, which gRPC does not explain: certificates of either end, or wrong port."""
 
 from __future__ import annotations
 
@@ -26,9 +25,10 @@ HANDSHAKE = b"\x16\x03"
 
 
 def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Certified | None:
-    """Refused, with the reason, where either end does not take the other's certificate, one has none, or it is a data port.
+    """Connects to the address. Refused with the reason if either end rejects the other's certificate, if one end has none, or
+    if the address is a data port.
 
-    Whose certificate it is, if all is well with it; None where nobody answers, which may change, and without keys.
+    Returns the other end's certificate if all is well. None without keys, or if there is no answer, which may be temporary.
     """
     where = who or f"coordinator {address}"
     try:
@@ -41,13 +41,13 @@ def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Ce
             if not _plain(sock, deadline):
                 _no_frames(address, deadline)
             return None
-        made = TlsSocket(sock, keys, CONTROL, server=False)
+        tls = TlsSocket(sock, keys, CONTROL, server=False)
         drop(sock)
-        sock = watch(made)
-        good = made.handshake(deadline)  # by our list; what follows is what the other end thinks of us
-        made.settimeout(max(0.001, deadline - time.monotonic()))
+        sock = watch(tls)
+        good = tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
+        tls.settimeout(max(0.001, deadline - time.monotonic()))
         first = bytearray(2 * MOST_NBYTES)
-        n = made.recv_into(first)  # the other end judges last: either gRPC says something first, or it refuses
+        n = tls.recv_into(first)  # the other end decides last: either gRPC sends its settings, or it refuses
         if why := reason_of(bytes(first[:n])):
             raise Refused(why)
     except Refused as error:
@@ -60,7 +60,7 @@ def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Ce
 
 
 def _plain(sock: socket.socket, deadline: float) -> bool:
-    """Whether anything comes back: of a TLS server its part of a handshake, which is refused; of gRPC its settings."""
+    """Whether the peer sends anything: a TLS server sends its part of a handshake, which is an error; gRPC sends settings."""
     sock.settimeout(max(0.001, deadline - time.monotonic()))
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
@@ -77,7 +77,7 @@ def _plain(sock: socket.socket, deadline: float) -> bool:
 
 
 def _no_frames(address: str, deadline: float) -> None:
-    """Only a data port answers the beginning of a greeting with a frame; to all else it says nothing."""
+    """Detects a data port, the only one that answers the beginning of a handshake with a frame."""
     body = msgspec.msgpack.encode(Hello("", 0, nonce=nonce()))
     with watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic()))) as sock:
         sock.sendall(framing.encode(Header(Kind.HELLO), len(body), crc32c(body)) + body)

@@ -1,7 +1,8 @@
-"""TLS in front of the coordinator's gRPC server, which then listens on loopback. Knows connections and certificates; no calls.
+"""A TLS terminator in front of the coordinator's gRPC server, which listens on loopback.
 
-gRPC can do TLS by itself, but not tell whom it refused, nor why, nor heed a list of the revoked. So connections of both kinds,
-control and data, meet the same checks, the same limits ahead of them and the same log. Bytes pass through one thread each way.
+gRPC's own TLS does not report which connection it refused or why, and has no revocation list. With this, control and data
+connections have the same checks, the same limits before the handshake and the same log. Each connection has one thread for
+each direction.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from commlayer.transport.unproved_connections import HURRY_S, Hall
 
 HANDSHAKE_S = 5.0
 MOST_EACH = 256
-"""Connections of one certificate at a time, unless more are allowed: a machine with one may have many workers."""
+"""Connections per certificate, unless allow() raises it: a machine with one certificate may run many workers."""
 PIECE_NBYTES = 64 << 10
 KEEPALIVE_S, SILENT_S = 10, 60.0
-"""A machine that is gone without a word keeps no connection, of which each has two threads."""
+"""Keepalive, so that a machine that vanished does not occupy a connection with its two threads."""
 CONNECT_S = 5.0
 
 
 class Known(NamedTuple):
-    """A connection whose certificate is a good one."""
+    """An authenticated connection."""
 
     certified: Certified
     sock: TlsSocket
     where: str
-    """Whose it is, and the other end's address: that which gRPC sees is this end's own."""
+    """Certificate name and address of the other end, for logs. gRPC sees only this end's loopback address."""
 
 
 class Front:
-    """Listens from construction on; passes on once started. `refused` is told where a dialler came from, and why it may not."""
+    """Listens from construction on; forwards after start(). `refused` is called with the address of a refused peer and why."""
 
     def __init__(self, keys: Keys, host: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._refused = keys, refused
         self._hall = Hall(hurry_s=2 * HURRY_S)
         self._lock = threading.Lock()
-        self._known: dict[str, Known] = {}  # by what gRPC calls the connection
+        self._known: dict[str, Known] = {}  # by gRPC's name of the connection
         self._unheard: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._most = MOST_EACH
@@ -58,41 +59,41 @@ class Front:
         self.port = int(self._listener.getsockname()[1])
 
     def start(self, target: int) -> None:
-        """The port of loopback that plain text goes to."""
+        """`target`: the loopback port that plaintext is forwarded to."""
         self._target = ("127.0.0.1", target)
         threading.Thread(target=self._accept, name="commlayer-control-accept", daemon=True).start()
 
     def allow(self, most: int) -> None:
-        """So many connections of one certificate, if that is more than before."""
+        """Raises the limit of connections per certificate; never lowers it."""
         self._most = max(self._most, most)
 
     def caller(self, peer: str) -> Certified | None:
-        """Whose connection it is that gRPC calls by that name; None for one that did not come this way, or is let go."""
+        """The certificate of the connection that gRPC calls `peer`; None if unknown or revoked by `unheard`."""
         with self._lock:
-            found = None if peer in self._unheard else self._known.get(peer)
-        return found.certified if found else None
+            known = None if peer in self._unheard else self._known.get(peer)
+        return known.certified if known else None
 
     def where(self, peer: str) -> str:
-        """Whose connection that is, and where it comes from, for errors and logs; empty for one that did not come this way."""
+        """Certificate name and address of that connection, for errors and logs; "" if unknown."""
         with self._lock:
-            found = self._known.get(peer)
-        return found.where if found else ""
+            known = self._known.get(peer)
+        return known.where if known else ""
 
     def unheard(self, peer: str) -> None:
-        """From now on it is nobody's, until end() ends it: what is on its way back still arrives."""
+        """Treats the connection as unauthenticated from now on. Replies on their way are still delivered, until end()."""
         with self._lock:
             if peer in self._known:
                 self._unheard.add(peer)
 
     def end(self, peer: str) -> None:
-        """Of the connection that gRPC calls so."""
+        """Closes the connection that gRPC calls `peer`."""
         with self._lock:
-            found = self._known.get(peer)
-        if found:
-            _end(found.sock)
+            known = self._known.get(peer)
+        if known:
+            _end(known.sock)
 
     def drop(self, serials: frozenset[int]) -> list[Certified]:
-        """Ends all connections of these certificates, which are returned."""
+        """Closes all connections with these certificates and returns the certificates."""
         with self._lock:
             over = [one for one in self._known.values() if one.certified.serial in serials]
         for one in over:
@@ -116,18 +117,18 @@ class Front:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.1)  # the system is short of something: others may free it
+                time.sleep(0.1)  # out of a system resource, for example descriptors: retry
                 continue
             try:
-                made = TlsSocket(sock, self._keys, CONTROL, server=True)
+                tls = TlsSocket(sock, self._keys, CONTROL, server=True)
             except (RecordError, OSError) as error:
                 self._refused(join_host(*address[:2]), str(error))
                 drop(sock)
                 continue
-            watch(made)
-            self._hall.enter(made)
+            watch(tls)
+            self._hall.enter(tls)
             where = join_host(*address[:2])
-            threading.Thread(target=self._greet, args=(made, where), name=f"control {where}", daemon=True).start()
+            threading.Thread(target=self._greet, args=(tls, where), name=f"control {where}", daemon=True).start()
 
     def _greet(self, sock: TlsSocket, where: str) -> None:
         certified = None
@@ -150,7 +151,7 @@ class Front:
         except CommError as error:
             self._refused(where, self._hall.why(sock, error))
         except OSError:
-            pass  # it, or this process, has ended the connection
+            pass  # either end closed the connection
         finally:
             if certified is not None:
                 with self._lock:
@@ -159,7 +160,7 @@ class Front:
             drop(sock)
 
     def _pass_on(self, known: Known) -> None:
-        """Both ways, until either end is over."""
+        """Forwards both directions until either end closes."""
         certified, sock, _ = known
         with socket.create_connection(self._target, CONNECT_S) as inner:
             watch(inner)
@@ -171,7 +172,7 @@ class Front:
             with self._lock:
                 self._known[name] = known
                 closed = self._closed
-            # The list may have changed behind the handshake, and drop() has passed by who was not known yet.
+            # The list may have changed after the handshake, when drop() did not know this connection yet.
             if closed or certified.serial in self._keys.revoked():
                 _end(sock)
             back = threading.Thread(target=_pump, args=(inner, sock), name=f"control to {certified.name}", daemon=True)
@@ -187,7 +188,7 @@ class Front:
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """What comes goes on, until either is over; then both are."""
+    """Copies bytes until either socket ends, then ends both."""
     piece = memoryview(bytearray(PIECE_NBYTES))
     with contextlib.suppress(OSError, CommError):
         while n := source.recv_into(piece):
@@ -197,13 +198,13 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _say(sock: TlsSocket, reason: str) -> None:
-    """Hears out for a while what the other end still sends: a connection that is closed over unread bytes loses the reason."""
-    until, heard = time.monotonic() + LINGER_S, bytearray(1024)
+    """Sends the reason, then drains input for a while: closing with unread bytes would reset the connection and lose it."""
+    until, unread = time.monotonic() + LINGER_S, bytearray(1024)
     with contextlib.suppress(OSError, CommError):
         sock.settimeout(LINGER_S)
         sock.sendall(goaway(reason))
         sock.shutdown(socket.SHUT_WR)
-        while time.monotonic() < until and sock.recv_into(heard):
+        while time.monotonic() < until and sock.recv_into(unread):
             pass
 
 
@@ -211,4 +212,4 @@ def _end(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it has ended by itself
+        pass  # already closed

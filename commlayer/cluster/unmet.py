@@ -1,4 +1,4 @@
-"""Who waits for whose part where homes meet, and for how long. Knows no clock, no view, and not what names mean."""
+"""Tracks which ranks wait in the homes' store, for which other ranks, and since when."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 STALE_S = 10.0
-"""Who waits asks every MAX_WAIT_S; who has not asked for so long waits no more. A call that is lost without a word is made anew
-after up to home.BYTES_S: who made it seems to wait for nobody meanwhile, and its waits begin anew then."""
+"""A waiting rank calls every MAX_WAIT_S; without a call for this long it no longer waits. A rank may repeat a lost call as late
+as after home.BYTES_S: it does not count as waiting meanwhile, and its wait begins again then."""
 MOST_NAMES = 4096
-"""That one rank waits for at once: a part for each member, and some parts at once in each group."""
+"""Most keys that one rank may wait for at once: one part for each member, several parts in flight, in each process group."""
 
 
 class Unmet(NamedTuple):
-    """A name under which one rank is to leave its part, and has not."""
+    """A key that one rank is to write and has not written, with the ranks that wait for it."""
 
     rank: int
     waited_s: Mapping[int, float]
-    """By rank that waits for it: for how long."""
+    """Seconds that each rank has waited, by rank."""
     limit_s: float
-    """The longest that any of those may wait, as they say."""
+    """The longest limit that one of them gave."""
 
 
 class _Wait(NamedTuple):
@@ -30,15 +30,15 @@ class _Wait(NamedTuple):
 
 
 class Meetings:
-    """Any thread may call it."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._names: dict[str, dict[int, dict[int, _Wait]]] = {}
-        """By name, and by whose part it is as they say who wait: those, by rank."""
+        """By key and by the rank that is to write it, as readers report it: the waits, by waiting rank."""
 
     def waits(self, rank: int, want: Iterable[tuple[str, int]], limit_s: float, now: float) -> None:
-        """For each name, which is that rank's to leave."""
+        """Records that the rank waits for these keys, each given with the rank that is to write it."""
         with self._lock:
             many = len(self._names) > MOST_NAMES
             mine = sum(rank in by for owners in self._names.values() for by in owners.values()) if many else 0
@@ -51,7 +51,7 @@ class Meetings:
                 self._names.setdefault(name, {}).setdefault(of, {})[rank] = _Wait(begin_s, now, limit_s)
 
     def ends(self, rank: int, names: Iterable[str]) -> None:
-        """It waits for these no more, though they have not come."""
+        """The rank no longer waits for these keys, although they were not written."""
         with self._lock:
             for name in names:
                 for by in self._names.get(name, {}).values():
@@ -63,16 +63,16 @@ class Meetings:
                 self._names.pop(name, None)
 
     def unmet(self, now: float) -> list[Unmet]:
-        found = []
+        pending = []
         with self._lock:
             for name, owners in list(self._names.items()):
                 for of, by in list(owners.items()):
                     owners[of] = {rank: wait for rank, wait in by.items() if now - wait.seen_s < STALE_S}
                     if by := owners[of]:
-                        found.append(Unmet(of, {rank: now - wait.begin_s for rank, wait in by.items()},
+                        pending.append(Unmet(of, {rank: now - wait.begin_s for rank, wait in by.items()},
                                            max(wait.limit_s for wait in by.values())))
                     else:
                         del owners[of]
                 if not owners:
                     del self._names[name]
-        return found
+        return pending

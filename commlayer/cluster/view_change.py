@@ -1,4 +1,4 @@
-"""What a worker tells a server when the members of a job change in the middle of a step. Knows bytes; no plan, no codec."""
+"""The message by which a worker switches a server to other members in the middle of a step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class ViewChange(Record, frozen=True):
     """Body of a PLAN frame with the flag ABANDON."""
 
     view: View
-    """Its members go on: they alone contribute from now on, in this order, those who join behind the others."""
+    """Only its members contribute from now on, in this order; members that join come last."""
     step: int
-    """Under way: no member has it whole, and all do it again. What was summed of it is taken back, or thrown away."""
+    """The step under way. No member has received it completely, and all repeat it; the server rolls it back."""
     undone: dict[int, int]
-    """By bucket, what of the step before was not applied, as a PUSH of this one says it."""
+    """By bucket, what was not applied of the step before, as in a PUSH of this step."""
     plan: bytes
-    """In force with them."""
+    """The plan to use with this view."""
 
 
 def wire_generation(view: View) -> int:
-    """The first of a view: plans that follow each other under it count on from there.
+    """The first wire generation of a view; later plans under the same view continue the count.
 
     >>> from commlayer.records import View
     >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
@@ -34,7 +34,7 @@ def wire_generation(view: View) -> int:
 
 
 def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
-    """Why that cannot be what follows `view`, whoever says it; "" if it can."""
+    """Why the change cannot follow `view`, whichever worker sends it; "" if it can."""
     new = change.view
     if generation != wire_generation(new) or new.generation <= view.generation:
         return f"view {new.generation} in generation {generation}, while view {view.generation} is in force"
@@ -42,7 +42,7 @@ def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
         return "its servers or its plan are not those of the job"
     stay = tuple(m for m in view.members if m in new.members)
     joined = new.members[len(stay):]
-    numbers = {m.rank for m in (*view.members, *joined)}  # given as homes come, and they take their seats as they are ready
+    numbers = {m.rank for m in (*view.members, *joined)}  # unordered: workers join later than their homes get these numbers
     if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
         return "its members are none of those in force, or not in their order and ahead of who joins"
     if sender not in {m.rank for m in new.members}:

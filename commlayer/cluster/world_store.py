@@ -1,4 +1,4 @@
-"""torch's store for a world whose ranks reach one place alone, and leave bytes for each other there. Knows keys; no sockets."""
+"""A torch.distributed Store on top of the coordinator's key-value store, for ranks in several homes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Found(Protocol):
 
     @property
     def over(self) -> bool:
-        """What is not there will not come: its writers are gone."""
+        """The missing values will not come: their writers are gone."""
         ...
 
 
 class Desk(Protocol):
-    """That place; cluster/home.py has the one there is."""
+    """Client of the key-value store; cluster/home.py implements it."""
 
     def ask(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
@@ -43,10 +43,10 @@ class Desk(Protocol):
 
 
 class WorldStore(_Store):  # type: ignore[misc]
-    """What torch itself needs of one. It calls these by name, from C++ too."""
+    """The methods that torch needs. It calls them by name, also from C++."""
 
     def __init__(self, desk: Desk, timeout_s: float, rank: int = ANY) -> None:
-        """`rank`: how that place knows who waits here."""
+        """`rank`: the coordinator's number of the rank that waits here."""
         super().__init__()
         self.desk, self._timeout_s, self._rank = desk, timeout_s, rank
 
@@ -74,33 +74,33 @@ class WorldStore(_Store):  # type: ignore[misc]
         return int(self._asked(lambda until: self.desk.ask(until, add=(key, value))).sum)
 
     def check(self, keys: list[str]) -> bool:
-        found = self._asked(lambda until: self.desk.ask(until, want=[(key, ANY) for key in keys], wait=False)).found
-        return None not in found
+        values = self._asked(lambda until: self.desk.ask(until, want=[(key, ANY) for key in keys], wait=False)).found
+        return None not in values
 
     def delete_key(self, key: str) -> bool:
-        there = self.check([key])
+        present = self.check([key])
         self._asked(lambda until: self.desk.ask(until, drop=[key]))
-        return there
+        return present
 
     deleteKey = delete_key
-    """As torch's C++ calls it."""
+    """The name that torch's C++ code calls."""
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         self._all(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
     def _all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
         until = time.monotonic() + timeout_s
-        want = [(key, ANY) for key in keys]  # whose they are nobody knows, but who waits for them waits for somebody
-        found: tuple[bytes | None, ...] = self._asked(
+        want = [(key, ANY) for key in keys]  # torch does not say which rank writes a key
+        values: tuple[bytes | None, ...] = self._asked(
             lambda _: self.desk.ask(until, want=want, rank=self._rank, limit_s=timeout_s)).found
-        if None in found:
-            missing = [key for key, value in zip(keys, found, strict=True) if value is None]
+        if None in values:
+            missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             raise InvalidState("E-PROCESS-GROUP",
                                f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
-        return found
+        return values
 
     def _asked(self, call: Callable[[float], Any]) -> Any:
-        """torch knows RuntimeErrors only."""
+        """Converts errors to RuntimeErrors, the only ones that torch handles."""
         try:
             return call(time.monotonic() + self._timeout_s)
         except CommError as error:
