@@ -30,7 +30,6 @@ ASK_S = 0.05
 OnSilence = Callable[[float], None]
 """Called with the seconds without an answer from the coordinator, once they reach dead_after_s, after every attempt."""
 OnLeft = Callable[[messages.Gone], None]
-"""Called for each peer that has left."""
 OnView = Callable[[View], None]
 """Called for a newer view, whose members continue without the others."""
 

@@ -1,6 +1,6 @@
 """Starts and stops servers as a child process of a training process.
 
-The child ends with its parent. Its standard input is a pipe that closes when the parent ends, and it also checks its parent's
+The child ends with its parent. Its standard input is a pipe that closes when the parent ends. It also checks its parent's
 process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called
 attach() ends.) The pipe first carries the job's secret. An orderly end is announced on it, so the child recognizes a crash.
 """

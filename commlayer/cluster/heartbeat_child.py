@@ -1,9 +1,9 @@
 """A child process that sends a worker's heartbeats while the worker holds Python's GIL. Imports neither torch nor numpy.
 
-A heartbeat thread stops while another thread holds the GIL, and a C call that holds it for half a minute must not count as
+A heartbeat thread stops while another thread holds the GIL. A C call that holds it for half a minute must not count as
 death. A C++ thread would need a compiler and could not speak gRPC, the coordinator's protocol. So a child process sends
 heartbeats in addition to that thread, under the same registration. It reports the parent's state from the kernel: running,
-stopped, or ended (its last message). With silence alone, these could not be told from a cut network. Without /proc there is
+stopped, or ended (its last message). Silence alone could also mean a cut network. Without /proc there is
 no child, and only the thread sends heartbeats.
 """
 

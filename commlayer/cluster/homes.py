@@ -1,9 +1,9 @@
 """Homes and their ranks: which homes take part in a job, as functions of (state, request, now).
 
 A home is a machine that only dials out. Its launcher registers it before its workers start, and gets their ranks once the
-homes have as many workers as the job. Homes are ordered by arrival, except those that request an index. If a home leaves after
-all got their ranks and before the job begins, the meeting ends with an error for all homes, since their ranks are no longer
-valid. While the job runs, a new home may replace one that is gone, under new rank numbers, if the job admits workers.
+homes have as many workers as the job. Homes are ordered by arrival, except those that request an index. A home that leaves
+between the assignment of ranks and the begin of the job makes all ranks invalid: the meeting fails for all homes. While the job
+runs, a new home may replace one that is gone, under new rank numbers, if the job admits workers.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def forget(state: Homes, view: int) -> Homes:
 
 
 def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Homes:
-    """Removes silent homes. After the job has begun, only those whose workers have all `ended`: before, the workers' heartbeats
+    """Removes silent homes. After the job has begun, only those whose workers have all `ended`, since the heartbeats of workers
     detect failures better. Such a home may have left while no coordinator was running. `view`: newest generation."""
     for token, home in state.here.items():
         if now - home.seen_s < max(silence_s, SILENCE_S):

@@ -170,8 +170,8 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
 
 def unjudged(state: State, place: Place) -> bool:
     """Whether the process left because of a peer that is neither dead nor known to be alive. The peer may be lost, or only the
-    link between the two. Such a departure is reported only when the peer is dead or sends a heartbeat, so that the first
-    process to miss the peer is not named as the cause."""
+    link between the two. Such a departure is not reported until the peer is dead or sends a heartbeat. Otherwise the first
+    process to miss the peer would be named as the cause."""
     return bool(place.blames) and any(p.here and p.peer == place.blames for p in state.places.values())
 
 

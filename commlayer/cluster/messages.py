@@ -178,7 +178,6 @@ class Attend(Record, frozen=True):
     protocol: int
     version: str
     workers: int
-    """How many workers this home starts."""
     place: int = ANY
     """Requested index among the homes. Ranks are assigned in the order of these indices."""
     leave: str = ""
@@ -270,7 +269,7 @@ class Told(Record, frozen=True):
     """Digest of the plan, once there is one."""
     data: bytes = b""
     free: int = 0
-    """Of a running job: how many workers it would admit in place of workers that are gone."""
+    """Of a running job: how many workers it would admit to replace those that are gone."""
     shut: str = ""
     """Of a running job: why it admits no workers; "" if it does."""
     full: bool = False

@@ -52,8 +52,8 @@ def _kept(places: Mapping[str, Place], settled: int) -> dict[str, Place]:
 def waited(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
     """Stores a server's report of waiting sums, and evicts workers that hang, if the others can continue.
 
-    A worker is blamed only if it is missing in the earliest step for which any server waits, since without that step's sums it
-    cannot contribute to a later one. Two successive reports are needed: contributions that the server had not read at the
+    A worker is blamed only if it is missing in the earliest step for which any server waits: without that step's sums it cannot
+    contribute to a later one. Two successive reports are needed: contributions that the server had not read at the
     first are added by the second. `patience_s`: how long the view's first worker may hold back its part after all others have
     sent theirs.
     """
@@ -126,8 +126,8 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
     """Workers that let others wait in the homes' store, by rank with the reason. A caller evicts those that a later call
     returns again.
 
-    Such a worker does not wait itself, and at least half of the present workers have waited for it for `limit_s`, or for
-    their own limit if that is longer. While a sum waits, the worker that it lacks may be what delays the others. The result
+    Such a worker does not wait itself. At least half of the present workers have waited for it for `limit_s`, or for their own
+    limit if that is longer. While a sum waits, the worker that it lacks may be what delays the others. The result
     is then empty, unless all workers except those to be blamed wait in the store: then none of them is in that sum.
     `ago_s`: how long ago a worker waited itself, if it did. Others delayed it until then, so it gets `patience_s` to come.
     """
@@ -256,7 +256,6 @@ def explained(state: State, pulse: Pulse) -> Pulse:
 
 
 def _there(state: State) -> set[int]:
-    """Workers of the view that are present."""
     workers = _workers(state)
     return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].here}
 

@@ -38,8 +38,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class Work(_Work):  # type: ignore[misc]
-    """A collective in flight."""
-
     def __init__(self, what: str, timeout_s: float) -> None:
         super().__init__()
         self._what, self._timeout_s = what, timeout_s
@@ -85,8 +83,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._next = 0
-        """Number of the next part. A member that begins a part has finished the one AHEAD before it, so all have begun that
-        one and finished the one AHEAD before that. Parts older than 2 * AHEAD can therefore be dropped."""
+        """Number of the next part. A member that begins part n has finished part n - AHEAD. So all members have begun that one
+        and finished n - 2 * AHEAD, which can be dropped."""
         self._failed = self._name = ""
         self.without = False
         """Whether collectives leave out lost members, the same ones on all ranks. If not, a lost member is an error."""

@@ -196,7 +196,7 @@ def _stop(end: threading.Event, stopped: threading.Event) -> None:
 
 
 def _goes_on(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
-    """Whether the job is not over, as far as this process knows, and has a journal to resume from."""
+    """Whether the job has a journal to resume from, and its end is not known here."""
     return bool(config.journal) and (stopped.is_set() or not end.is_set())
 
 

@@ -59,7 +59,7 @@ class Uplink:
         """The same object as `transport`, with the state of its reconnects."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
-        """Limits the bytes per server that are kept here without a posted receive."""
+        """Limits, per server, the bytes in flight or kept here without a posted receive."""
         self.pace: Callable[[float], None]
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
 
