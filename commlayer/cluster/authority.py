@@ -124,7 +124,7 @@ def issued(folder: Path) -> list[Issued]:
     """All certificates, sorted by name, the revoked ones first."""
     _, listed = _revocations(folder)
     rows = [_parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
-             for path in (folder / ISSUED).glob("*.pem")]
+            for path in (folder / ISSUED).glob("*.pem")]
     return sorted(rows, key=lambda one: (one.name, not one.revoked, one.until))
 
 

@@ -78,7 +78,7 @@ class CoordinatorJournal:
 def packed(kept: Kept) -> bytes:
     """The file's contents, without times."""
     timeless = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
-             for token, place in kept.state.places.items()}
+                for token, place in kept.state.places.items()}
     state = msgspec.structs.replace(kept.state, places=timeless, ticked_s=None, held=None)
     return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
 

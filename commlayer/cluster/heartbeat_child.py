@@ -71,7 +71,7 @@ def start(
     if not Path("/proc/self/stat").exists():
         return None
     setup = {"address": address, "secret": secret, "bodies": [body.hex() for body in bodies], "options": options,
-            "every_s": every_s, "call_s": call_s, "shown": shown, "channel": channel.hex()}
+             "every_s": every_s, "call_s": call_s, "shown": shown, "channel": channel.hex()}
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", RUN, str(ROOT), str(os.getpid())],

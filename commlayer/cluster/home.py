@@ -52,7 +52,7 @@ class Desk:
         """
         once = None if add is None else (*add, secrets.token_hex(8))
         request = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view, rank=rank,
-                             limit_s=limit_s)
+                               limit_s=limit_s)
         lost_s = math.inf  # since when connections are refused
         while True:
             if self._closed:

@@ -144,7 +144,7 @@ def _group(options: Any, _: Any) -> RelayedGroup:
     world = _worlds[-1]
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     group = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
-                        options.group_rank, options.timeout.total_seconds())
+                         options.group_rank, options.timeout.total_seconds())
     group.without, group.held, group.patience_s = world.without, world.held, world.patience_s
     _groups.add(group)
     return group

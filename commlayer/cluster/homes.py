@@ -203,7 +203,7 @@ def missing(state: Homes) -> str:
     if state.met:
         return ""
     homes = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
-                     for h in state.here.values())
+                      for h in state.here.values())
     return f"{_count(state)} of {state.workers} workers are here ({homes})"
 
 

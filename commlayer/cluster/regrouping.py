@@ -147,8 +147,8 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
         most_s = max(limit_s, one.limit_s)
         if waited_s[half - 1] >= most_s and ago_s.get(one.rank, most_s) >= min(patience_s, most_s):
             late[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
-                               "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
-                               "deadline_s")
+                              "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
+                              "deadline_s")
     summing = any(p.here and p.overdue is not None for p in state.places.values())
     return {} if summing and free - late.keys() else late
 

@@ -70,7 +70,7 @@ class Meetings:
                     owners[of] = {rank: wait for rank, wait in by.items() if now - wait.seen_s < STALE_S}
                     if by := owners[of]:
                         pending.append(Unmet(of, {rank: now - wait.begin_s for rank, wait in by.items()},
-                                           max(wait.limit_s for wait in by.values())))
+                                             max(wait.limit_s for wait in by.values())))
                     else:
                         del owners[of]
                 if not owners:
