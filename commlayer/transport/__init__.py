@@ -1,1 +1,1 @@
-"""Links between peers: carriers, wrappers, the summation service and groups. Knows bytes and peers; no codec, plan or model."""
+"""Point-to-point transport between peers: frames, connections, TLS, reconnect, TCP and gRPC carriers."""

@@ -1,7 +1,4 @@
-"""What the frames of a connection travel on: bytes in order, both ways, to an end. Knows no frames, and not who is there.
-
-Three things are one: a socket, a TlsSocket, a GrpcStream. All above it is the same code: greeting, frames, parts, ends.
-"""
+"""Byte channel under a connection: ordered bytes in both directions, over a socket, a TlsSocket or a GrpcStream."""
 
 from __future__ import annotations
 
@@ -12,19 +9,20 @@ if TYPE_CHECKING:
 
 
 class ByteChannel(Protocol):
-    """As a stream socket: one thread at a time may read and one write, and what one of them waits for any thread may end.
+    """Behaves like a stream socket: one thread at a time may read and one may write, and any thread may shut it down.
 
-    Nothing is queued without a bound: who writes faster than the other end reads waits, or gets BlockingIOError.
+    Buffering is bounded: a writer faster than the peer's reader blocks, or gets BlockingIOError.
     """
 
     def recv_into(self, buffer: Any, nbytes: int = ..., flags: int = ..., /) -> int:
-        """At least one byte; 0 at the end of what the other end sends. TimeoutError after that of settimeout(): over then."""
+        """Reads at least one byte; 0 at end of stream. After a TimeoutError (see settimeout) the channel cannot be used."""
         ...
 
     def sendmsg(self, buffers: Any, ancdata: Any = ..., flags: int = ..., /) -> int:
-        """How many of these bytes are taken, 0 where the same ones must be given again. OSError when the other end is gone.
+        """Returns how many bytes were accepted. After 0 the caller must pass the same bytes again. OSError if the peer is
+        gone.
 
-        `flags`: with MSG_DONTWAIT BlockingIOError instead of waiting.
+        With MSG_DONTWAIT in `flags` it raises BlockingIOError instead of blocking.
         """
         ...
 
@@ -33,25 +31,25 @@ class ByteChannel(Protocol):
     def settimeout(self, value: float | None, /) -> None: ...
 
     def shutdown(self, how: int, /) -> None:
-        """SHUT_WR: an end behind what was written; SHUT_RDWR: over, now, and whoever waits wakes."""
+        """SHUT_WR: end of stream after the written bytes. SHUT_RDWR: ends the channel now and wakes blocked threads."""
         ...
 
     def close(self) -> None: ...
 
 
 def binding_of(channel: ByteChannel) -> bytes:
-    """What a proof over that channel is bound to; nothing on plain text."""
+    """The bytes that bind a proof to this channel; empty without TLS."""
     bound: bytes = getattr(channel, "channel", b"")
     return bound
 
 
 def tells_ends(channel: ByteChannel) -> bool:
-    """Whether its end without a word means that the other machine is there, and has ended it; else it may be a cut link."""
-    told: bool = getattr(channel, "tells_ends", True)
-    return told
+    """Whether an end of stream without BYE shows that the peer's machine ended it. If False, the link may have been cut."""
+    shown: bool = getattr(channel, "tells_ends", True)
+    return shown
 
 
 def certified_of(channel: ByteChannel) -> Certified | None:
-    """Whose certificate the other end has shown."""
+    """The certificate that the peer has shown, if any."""
     peer: Certified | None = getattr(channel, "peer", None)
     return peer

@@ -1,4 +1,4 @@
-"""One byte channel after the greeting: sender, receiver, order on the wire. Knows one peer, not how it was reached."""
+"""An established connection to one peer: sender and receiver threads, and the priority order of frames on the wire."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from commlayer.transport.protocol import MAY_LACK_ZEROS, Flag, Header, Kind, Mes
 from commlayer.transport.zero_chunks import left_out
 
 INLINE_NBYTES = 64 << 10
-"""On an idle wire, bodies up to this go out on the caller's thread, as far as they go without blocking."""
+"""On an idle connection, the caller's thread writes bodies up to this size, as far as it can without blocking."""
 _LAST = 1 << 32
-"""After every step: where BYE waits its turn."""
+"""Sorts after every step, so that BYE goes out last."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
 _sockets: set[socket.socket] = set()
-"""All open ones. A forked child (a DataLoader worker) closes its copies, else a dead trainer would seem connected."""
+"""All open sockets. A forked child (a DataLoader worker) closes its copies; otherwise peers would see a dead trainer as
+connected."""
 
 
 def watch(sock: socket.socket) -> socket.socket:
@@ -45,7 +46,7 @@ def drop(channel: ByteChannel) -> None:
 
 
 def tune(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
-    """Small pieces go at once, and the kernel ends what is silent: see Settings of stream_transport.py."""
+    """Disables Nagle's algorithm and lets the kernel end silent connections: see `Settings` in stream_transport.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)
@@ -65,17 +66,17 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def _on_one_machine(sock: ByteChannel) -> bool:
-    """Its two ends, which then have no link to share; where nobody knows, they may have one."""
+    """Whether both ends are on one machine, so that no link is shared. False if unknown."""
     if not isinstance(sock, socket.socket):
         return False
     try:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
-    except OSError:  # the peer is gone already, as its reader will say
+    except OSError:  # the peer is gone; the receiver thread reports it
         return True
 
 
 class _Outgoing:
-    """A frame that is queued or partly on the wire; a large one goes in parts, once `cut` has said how large these are."""
+    """A frame that is queued or partly sent. A large frame is sent in parts, after `cut` has set the size of a part."""
 
     def __init__(self, operation: Operation, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
@@ -91,7 +92,7 @@ class _Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Of the body, as it travels."""
+        """Bytes of the body as sent, possibly without its zeros."""
         return len(self._body)
 
     @property
@@ -99,7 +100,7 @@ class _Outgoing:
         return self._next == len(self._parts)
 
     def cut(self, part_nbytes: int) -> None:
-        """Once, before the first part."""
+        """Called before every part; only the call before the first part has an effect."""
         if self._next == 0 and self._left is None:
             self._parts = cut(len(self._body), part_nbytes)
 
@@ -108,7 +109,7 @@ class _Outgoing:
         return stop - start
 
     def write(self, sock: ByteChannel, flags: int) -> bool:
-        """One system call's worth of a part. Whether that part is out."""
+        """Makes one system call. Returns whether the current part is complete."""
         if self._left is None:
             self._left = self._pieces()
         n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
@@ -131,22 +132,22 @@ class _Outgoing:
 
 
 _Item = tuple[int, int, int, _Outgoing]
-"""A frame behind what it is sorted by."""
+"""A frame after its sort keys: step, order, sequence number."""
 
 
 class Connection:
-    """Made connected; start() begins. `ended` is called once, when it is over."""
+    """A connection whose handshake is done. start() starts its threads; `ended` is called once, when the connection is over."""
 
     def __init__(
         self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
         session: bytes = b"", *, resumes: bool = False,
     ) -> None:
-        """`session`: as in the hello. `resumes`: the peer may come back when this one breaks, so what waits for it goes on."""
+        """`session` is the one in the hello. With `resumes` the peer may reconnect, so pending receives survive a break."""
         self.peer, self.session = peer, session
         self.broken = False
-        """Whether it ended without a word of the peer or of this end,"""
+        """Whether the connection was lost without a BYE, abort or close(), and may be re-established."""
         self.by_peer = False
-        """and, if so, whether the peer's machine did it: then its process may have ended. Of a gRPC stream nobody knows."""
+        """Whether the peer's machine ended it, so that the peer's process may have died. Always False for a gRPC stream."""
         self._tells_ends = tells_ends(sock)
         self._resumes = resumes
         self.certified = certified_of(sock)
@@ -160,9 +161,9 @@ class Connection:
         self._work = threading.Condition()
         self._queue: list[_Item] = []
         self._seq = 0
-        self._busy = False  # somebody is writing a frame
-        self._rest: _Item | None = None  # a frame that a caller began and the sender thread must finish
-        self._users = 2  # threads that may be inside a system call on the socket; the last one out closes it
+        self._busy = False  # a thread is writing a frame
+        self._rest: _Item | None = None  # a frame that a caller's thread began and the sender thread must finish
+        self._users = 2  # threads that may be in a system call on the socket; the last one closes it
         self._over: CommError | None = None
         name = peer_name(peer)
         self._threads = [
@@ -248,7 +249,7 @@ class Connection:
             pass
 
     def _hold_s(self) -> float:
-        """How long the most urgent frame had better wait for what is under way. Under the lock."""
+        """How long the most urgent frame should wait until earlier bytes have drained. Called under the lock."""
         if self._credit is None or self._queue[0][-1].nbytes <= credit.LEAST_NBYTES:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
@@ -258,7 +259,7 @@ class Connection:
                 if self._paced is not None:
                     pacer, sock = self._paced
                     pacer.bound(sock, self._credit.nbytes_s)
-            except (OSError, struct.error):  # a kernel that does not tell: then nothing is held back
+            except (OSError, struct.error):  # the kernel does not report it: then no frame is delayed
                 self._credit = None
                 return 0.0
         return self._credit.wait_s(credit.waiting_nbytes(self._sock))
@@ -309,7 +310,7 @@ class Connection:
         except CommError as error:
             named = error.located(what=error.what + self._name, peer=peer_name(self.peer))
             self.end(named, broken=isinstance(error, Damaged))
-            mailbox.bare(error)  # it may be what ended this one, which outlives this thread
+            mailbox.bare(error)  # `error` may be the reason that is kept after this thread ends
         except OSError as error:
             self.end(self._lost(error), broken=True)
         except Exception as error:
@@ -321,7 +322,7 @@ class Connection:
     def _take(self, frame: Frame) -> None:
         kind = frame.header.kind
         if self._over is not None:
-            raise self._over  # what was read ahead must not mix with a new connection of this peer
+            raise self._over  # buffered frames must not mix with a new connection of this peer
         if kind == Kind.BYE:
             raise PeerEnded("closed its end")
         if kind in _ONCE:
@@ -334,11 +335,11 @@ class Connection:
 
     @property
     def over(self) -> CommError | None:
-        """What ended it."""
+        """The error that ended the connection, or None."""
         return self._over
 
     def end(self, reason: CommError, *, broken: bool = False) -> None:
-        """Over, now. Everything under way with this peer fails with `reason`; the first one stays."""
+        """Ends the connection. All operations in progress with this peer fail with `reason`; later calls have no effect."""
         with self._work:
             if self._over is not None:
                 return
@@ -348,26 +349,26 @@ class Connection:
             self._work.notify_all()
         if not self.broken:
             self._mailbox.end(reason, self.peer)
-        self._ended(self)  # after the mailbox: from here the peer may connect anew
+        self._ended(self)  # after the mailbox: from here on the peer may reconnect
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads out of their system calls
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads from their system calls
         except OSError:
-            pass  # the other side was faster
+            pass  # the peer closed it first
         for frame in frames:
             frame.operation.fail(reason)
 
     def _leave(self) -> None:
         with self._work:
             self._users -= 1
-            left = self._users
-        if left == 0:
+            remaining = self._users
+        if remaining == 0:
             if self._paced is not None:
                 pacer, sock = self._paced
                 pacer.lift(sock)
             drop(self._sock)
 
     def join(self, deadline: float) -> bool:
-        """Whether both threads are through, at the latest at `deadline` of time.monotonic()."""
+        """Whether both threads have ended by `deadline` (time.monotonic())."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))

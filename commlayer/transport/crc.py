@@ -1,6 +1,6 @@
-"""CRC-32C (Castagnoli): the native one, or a portable twin where there is no native core. Knows bytes only.
+"""CRC-32C (Castagnoli): the native implementation, or a portable one if there is no native core.
 
-Loads numpy when the twin meets long data: a coordinator, which starts in the way of attach(), does without.
+The portable one imports numpy at the first long input: the coordinator, which starts during attach(), must not load numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from commlayer import native
 
 POLYNOMIAL = 0x82F63B78
 LANE_NBYTES = 256
-"""The twin cuts long data into lanes of this length and walks all lanes at once; shorter data goes byte by byte."""
+"""The portable version splits long data into lanes of this length and advances all lanes at once; short data goes byte by
+byte."""
 MIN_LANES = 32
 
 
@@ -31,7 +32,7 @@ _TABLE = _byte_table()
 
 @functools.cache
 def _lane_shift() -> list[list[int]]:
-    """The register advanced by one lane of zeros, as four tables, one for each byte of the register."""
+    """The register after one lane of zeros, as four tables, one for each byte of the register."""
     import numpy as np
 
     table = np.array(_TABLE, np.uint32)
@@ -43,7 +44,7 @@ def _lane_shift() -> list[list[int]]:
 
 
 def _walk_lanes(register: int, data: memoryview) -> int:
-    """`data` is a whole number of lanes. The register is linear: a lane's own, begun at 0, adds to the former, shifted."""
+    """`data` is a whole number of lanes. The CRC is linear: the CRC of a lane begun at 0 is XORed with the shifted register."""
     import numpy as np
 
     table = np.array(_TABLE, np.uint32)

@@ -1,7 +1,7 @@
-"""How much may be on its way on one connection: about what the link holds. Knows numbers of the kernel; no frames, no order.
+"""Congestion credit of a connection: limits bytes in flight to slightly above rate times round trip.
 
-What this end has handed to the kernel cannot be overtaken by anything more urgent, and what stands in the link's queue holds up
-every other connection, heartbeats among them. So bytes under way have a limit, a little above rate times round trip.
+Bytes handed to the kernel cannot be overtaken by more urgent frames. A long queue at the link also delays all other
+connections, including heartbeats.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from typing import NamedTuple, Protocol, cast
 from commlayer.transport.byte_channel import ByteChannel
 
 PART_S = 0.004
-"""A part is what the link takes in about that time: so long an urgent frame waits for it."""
+"""The link sends one part in about this time, which is therefore the longest wait of an urgent frame."""
 LEAST_NBYTES, FIRST_NBYTES, MOST_NBYTES = 8 << 10, 64 << 10, 4 << 20
-"""Of a part."""
+"""Size of a part: minimum, initial, maximum."""
 WINDOW_S = 0.05
-"""The kernel is asked that often, or every two round trips."""
+"""Interval between readings of tcp_info; at least two round trips."""
 WINDOWS = 16
-"""The highest of so many answers counts."""
+"""The rate is the highest of this many readings."""
 GROWTH, PATIENCE = 1.25, 3
-"""There is no limit while the rate grows; it has stopped growing when so many answers brought no such growth."""
+"""There is no limit while the rate grows. Growth has ended after PATIENCE readings without a factor of GROWTH."""
 QUEUE_S, MOST_QUEUE_S = 0.01, 0.1
-"""What may wait behind what the link holds, in seconds of it: room for a sender that wakes late, as much as that needs."""
+"""Queue beyond the rate-delay product, in seconds: minimum and maximum. It grows for a sender thread that wakes late."""
 QUEUE_SHARE = 1 / 3
-"""As much at least, as a part of the round trip: a link that has become faster is seen by that."""
+"""Minimum queue as a share of the round trip, so that a link that has become faster is noticed."""
 LATER, EARLIER = 1.5, 0.995
-"""Factors for each time that the sender came too late, or had to wait."""
+"""Factors of the queue after the sender came too late, and after it had to wait."""
 
 _INFO = struct.Struct("=148xI8xQ")
-"""Of tcp_info: smallest round trip in microseconds, delivery rate in bytes a second."""
+"""Fields of tcp_info: shortest round trip in microseconds, delivery rate in bytes per second."""
 
 
 class Seen(NamedTuple):
-    """What the kernel says of a connection."""
+    """The kernel's measurements of a connection."""
 
     rate: float
-    """Bytes a second that arrived while there was something to send; that a sender fell asleep does not lower it."""
+    """Bytes per second delivered while data was waiting; a sender that pauses does not lower it."""
     round_trip_s: float
-    """The shortest."""
+    """The shortest round trip."""
 
 
 class Credit:
-    """Of one connection that has much to send. Time and the kernel's numbers are arguments."""
+    """The credit of one connection. The caller passes the time and the kernel's measurements."""
 
     def __init__(self) -> None:
         self.part_nbytes = FIRST_NBYTES
         self.due_s = 0.0
-        """From when on `see` has something to learn."""
+        """Earliest time at which a new `see` is useful."""
         self._rates: deque[float] = deque(maxlen=WINDOWS)
         self._best, self._without = 0.0, 0
         self._round_trip_s = 0.0
@@ -75,19 +75,20 @@ class Credit:
 
     @property
     def nbytes(self) -> float:
-        """That may be under way; 0: no limit yet."""
+        """Limit of the bytes in flight; 0 means no limit yet."""
         room_s = self._round_trip_s + max(self._queue_s, QUEUE_SHARE * self._round_trip_s)
         return max(2 * self.part_nbytes, self._best * room_s) if self.settled else 0.0
 
     @property
     def nbytes_s(self) -> float:
-        """What that lets through in a second; 0: no limit yet."""
+        """The rate that this limit allows; 0 means no limit yet."""
         return self.nbytes / self._round_trip_s if self._round_trip_s else 0.0
 
     def wait_s(self, waiting_nbytes: int) -> float:
-        """How long the next part had better wait, with so much under way.
+        """How long the next part should wait with this many bytes in flight.
 
-        It may go beyond the limit: a part that is much of it would else keep the rate, and so the limit, below the link's.
+        The part may exceed the limit: otherwise a part that is a large share of the limit would hold the rate below the
+        link's.
         """
         if not self.settled or not self._best:
             return 0.0
@@ -95,19 +96,19 @@ class Credit:
         if over > 0:
             self._full, self._queue_s = True, max(QUEUE_S, EARLIER * self._queue_s)
         elif self._full and waiting_nbytes < self._best * self._round_trip_s:
-            self._full, self._queue_s = False, min(MOST_QUEUE_S, LATER * self._queue_s)  # the link has stood idle
+            self._full, self._queue_s = False, min(MOST_QUEUE_S, LATER * self._queue_s)  # the link was idle
         return max(0.0, over / self._best)
 
     def idle(self) -> None:
-        """There was nothing to send: that little is under way is not this sender's doing."""
+        """Records that nothing was waiting to be sent: an idle link is then not a late sender."""
         self._full = False
 
 
 SUPPORTED = sys.platform == "linux"
 TCP_NOTSENT_LOWAT = 25
-"""Linux; Python has no name for it before 3.12."""
+"""A Linux constant without a name in Python before 3.12."""
 UNSENT_PARTS = 4
-"""That the kernel may hold and not send yet, while there is no limit on what is under way."""
+"""Parts that the kernel may hold unsent while there is no limit on bytes in flight."""
 
 
 def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
@@ -116,7 +117,7 @@ def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
 
 
 class Telling(Protocol):
-    """What knows by itself how fast it is."""
+    """A channel that measures its own rate."""
 
     def seen(self) -> Seen: ...
 
@@ -129,7 +130,7 @@ def look(sock: ByteChannel) -> Seen:
 
 
 def waiting_nbytes(sock: ByteChannel) -> int:
-    """In the kernel or on its way; 0 of a connection that is over, and where another protocol limits it."""
+    """Bytes in the kernel or in flight; 0 for a closed connection, and for channels with their own flow control."""
     if not isinstance(sock, socket.socket):
         return 0
     try:

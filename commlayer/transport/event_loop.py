@@ -1,6 +1,6 @@
-"""The event loop of this process's gRPC servers and streams, on a thread of its own. Knows no calls.
+"""The process's event loop for gRPC servers and streams, on its own thread.
 
-There is one, whoever uses it: grpc.aio wakes every loop that it knows of for what concerns one of them.
+There is a single loop: grpc.aio wakes every loop it knows for the events of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _loops: list[asyncio.AbstractEventLoop] = []
 def running() -> asyncio.AbstractEventLoop:
     with _lock:
         if not _loops:
-            # An epoll would be shared with forked children, which take its entries out as they end.
+            # Not epoll: forked children would share it and remove its entries when they exit.
             loop = asyncio.SelectorEventLoop(selectors.PollSelector())
             threading.Thread(target=loop.run_forever, name="commlayer-grpc", daemon=True).start()
             _loops.append(loop)
@@ -27,8 +27,8 @@ def running() -> asyncio.AbstractEventLoop:
 
 
 def run(what: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """Its result. Not to be called on the loop itself."""
+    """Runs a coroutine and returns its result. Must not be called on the loop itself."""
     return asyncio.run_coroutine_threadsafe(what, running()).result(timeout_s)
 
 
-os.register_at_fork(after_in_child=_loops.clear)  # the thread is the parent's
+os.register_at_fork(after_in_child=_loops.clear)  # the thread exists only in the parent

@@ -1,7 +1,4 @@
-"""Frames, sans I/O: headers to bytes, bytes to messages. The only reader and writer of docs/wire.md, "Frames".
-
-Knows no sockets, peers or threads. After an error a Reader stays in ERROR and raises the same error for ever.
-"""
+"""Frame format: encodes headers to bytes and decodes bytes to frames, without I/O. Implements "Frames" in docs/wire.md."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ MAGIC = b"CML2"
 VERSION = 8
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
-"""A reader takes in so much at once: small frames need one system call, and of a large body no more than this is copied."""
+"""Size of one read into the staging buffer. Small frames need one system call; at most this much of a large body is copied."""
 
 _LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
 _CRC = struct.Struct("<I")
@@ -44,7 +41,7 @@ class State(enum.Enum):
     BODY = "reads a body"
     ERROR = "has failed"
 
-    __hash__ = object.__hash__  # a name's costs more, and there is one of each
+    __hash__ = object.__hash__  # faster than hashing the name, and each member is a singleton
 
 
 class Event(enum.Enum):
@@ -53,7 +50,7 @@ class Event(enum.Enum):
     WHOLE = "a whole body"
     FAULT = "bytes that break the format"
 
-    __hash__ = object.__hash__  # a name's costs more, and there is one of each
+    __hash__ = object.__hash__  # faster than hashing the name, and each member is a singleton
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
@@ -63,7 +60,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.BODY, Event.WHOLE): State.HEADER,
     (State.BODY, Event.FAULT): State.ERROR,
 }
-"""All there are. What is not in the table cannot happen; nothing leaves ERROR."""
+"""All transitions; other combinations cannot occur. ERROR has none."""
 
 
 class Frame(NamedTuple):
@@ -72,12 +69,12 @@ class Frame(NamedTuple):
 
 
 def encode(header: Header, body_nbytes: int, crc: int) -> bytes:
-    """The header's bytes for a body of that size with that CRC-32C (0 if it is empty)."""
+    """Returns the header bytes for a body of that size and CRC-32C (0 if the body is empty)."""
     return seal(pack(header, body_nbytes), crc)
 
 
 def pack(header: Header, body_nbytes: int) -> bytes:
-    """The same without checksums. Raises ValueError for a number that does not fit its field."""
+    """Like `encode`, without checksums. Raises InvalidInput if a number does not fit its field."""
     h = header
     try:
         fixed = _LAYOUT.pack(
@@ -96,7 +93,8 @@ def seal(packed: bytes, crc: int) -> bytes:
 
 
 def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[Header, int, int]:
-    """The header in HEADER_NBYTES bytes, its body's size and CRC. Raises CorruptFrame. `begun`: behind other frames."""
+    """Decodes HEADER_NBYTES bytes to a header, the body's size and its CRC. Raises CorruptFrame. `begun`: other frames came
+    before this one."""
     _check_magic(data, begun=begun)
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise Damaged("the header's checksum does not match")
@@ -135,18 +133,19 @@ def fresh(nbytes: int) -> memoryview:
 
 
 class Reader:
-    """Bytes in, frames out. A carrier reads into wanted(), says filled(n), takes next() until it is None: more bytes needed.
+    """Bytes in, frames out. The transport reads into wanted(), calls filled(n), then next() until it returns None.
 
-    All of a large body but its beginning is so read straight into memory from `allocate`. feed() is all three, for bytes.
+    Large bodies are read directly into memory from `allocate`, except for their beginning. feed() does all three steps for
+    bytes in memory. After an error a Reader stays in ERROR and raises the same error again.
     """
 
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = fresh) -> None:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
-        """Where a body belongs. May raise CorruptFrame: nothing has been allocated for it then."""
+        """Returns the memory for a body. May raise CorruptFrame before any memory is allocated."""
         self.state = State.HEADER
         self._staging = memoryview(bytearray(STAGING_NBYTES))
-        self._start = self._stop = 0  # what of the staging is filled and not yet used
+        self._start = self._stop = 0  # the filled and unused part of the staging buffer
         self._header, self._crc = Header(0), 0
         self._body = memoryview(b"")
         self._got = self._running = 0  # bytes of the body so far, and their checksum
@@ -155,24 +154,24 @@ class Reader:
 
     @property
     def between(self) -> bool:
-        """Whether the bytes so far end with a whole frame, so that a connection may end here."""
+        """Whether the bytes so far end with a complete frame, so that the connection may close here."""
         return self.state is State.HEADER and self._start == self._stop
 
     def wanted(self) -> memoryview:
-        """Where the next bytes belong. Never empty, if next() was taken until it was None."""
+        """Where to write the next bytes. Not empty if next() has returned None."""
         if self.state is State.BODY:
             return self._body[self._got :]
         return self._staging[self._stop :]
 
     def filled(self, nbytes: int) -> None:
-        """The carrier wrote so many bytes at the beginning of wanted()."""
+        """The transport wrote this many bytes at the beginning of wanted()."""
         if self.state is State.BODY:
             self._take(self._body[self._got : self._got + nbytes])
         else:
             self._stop += nbytes
 
     def next(self) -> Frame | None:
-        """A whole frame, or None while bytes are missing. Raises CorruptFrame, now and from then on."""
+        """A complete frame, or None if bytes are missing. After CorruptFrame every later call raises it again."""
         try:
             return _STEPS[self.state](self)
         except CorruptFrame as error:
@@ -182,7 +181,7 @@ class Reader:
             raise
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """All frames that are whole with these bytes."""
+        """Returns all frames that these bytes complete."""
         rest, frames = memoryview(data), []
         while True:
             while (frame := self.next()) is not None:
@@ -201,9 +200,9 @@ class Reader:
     def _in_header(self) -> Frame | None:
         have = self._stop - self._start
         if have < HEADER_NBYTES:
-            if have >= len(MAGIC):  # a stranger may say less than a header and close
+            if have >= len(MAGIC):  # another protocol may send less than a header and close
                 _check_magic(self._staging[self._start : self._stop], begun=self._begun)
-            if self._start:  # to the front: the room behind must hold a whole header
+            if self._start:  # moves to the front: the rest of the buffer must hold a whole header
                 self._staging[:have] = bytes(self._staging[self._start : self._stop])
                 self._start, self._stop = 0, have
             return None
@@ -233,7 +232,7 @@ class Reader:
         return Frame(self._header, body)
 
     def _take(self, piece: memoryview) -> None:
-        """The next bytes of the body. Their checksum is taken now, while they are in the cache and the next are under way."""
+        """Adds bytes of the body to its checksum now, while they are in the cache and the next bytes are in transit."""
         self._got += len(piece)
         self._running = crc32c(piece, self._running)
 
@@ -244,7 +243,7 @@ class Reader:
 
     def _in_error(self) -> Frame | None:
         assert self._error is not None
-        raise self._error.with_traceback(None)  # else each raise would add frames to it, and keep their buffers
+        raise self._error.with_traceback(None)  # otherwise each raise adds frames to the traceback, which keep buffers alive
 
 
 _STEPS: dict[State, Callable[[Reader], Frame | None]] = {

@@ -1,4 +1,4 @@
-"""The two ends of a gRPC data stream: a server's handler and a client's dialling. Knows gRPC and addresses; no frames."""
+"""The two ends of a gRPC data stream: the server's handler and the client's dial."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from commlayer.transport.grpc_stream import FRAME_OPTION, MESSAGE_NBYTES, GrpcSt
 from commlayer.transport.key_folder import Certified
 
 settings.quiet_grpc()
-import grpc  # noqa: E402  (after its settings, which it reads once)
+import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
 SERVICE, METHOD = "commlayer.Data", "Frames"
 TAKEN = ("commlayer-frames", "1")
-"""What a server says first. Who writes ahead of it would not hear why a stream is not taken."""
+"""The server's initial metadata. A client that writes before it would not receive the reason of a refusal."""
 OPTIONS = [
     FRAME_OPTION,
     ("grpc.max_receive_message_length", MESSAGE_NBYTES), ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000), ("grpc.http2.max_pings_without_data", 0),
-    # Else it would share the connection of the calls to the same address, and hold them up.
+    # Otherwise it would share the connection of the control calls to the same address, and delay them.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Of a client's channel."""
+"""Options of a client's channel."""
 AGAIN_S = 0.1
-"""Behind an answer that there is no room just now: who greets makes room soon, or has to."""
+"""Pause after RESOURCE_EXHAUSTED: pending handshakes end soon."""
 Take = Callable[[GrpcStream, str], bool]
-"""Takes a stream that somebody has opened from there; False if there is no room, LookupError if there is nobody to take any."""
+"""Accepts a stream that was opened from an address. Returns False if too many are pending; LookupError if none are accepted."""
 
 _dialled: set[tuple[str, int]] = set()
-"""Where streams of this process lead. A forked child (a DataLoader worker) closes its copies of their sockets, which gRPC does
-not show, by these addresses: else a dead trainer would seem connected."""
+"""Addresses that this process has dialed. A forked child (a DataLoader worker) closes its copies of their sockets; gRPC
+does not expose them, so the child finds them by address. Otherwise peers would see a dead trainer as connected."""
 
 
 def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.GenericRpcHandler:
-    """A server's end, for streams by the names that gRPC gives their connections. `certified` raises PermissionError for one
-    that must have shown a certificate, and has not."""
+    """The server's handler. `certified` maps gRPC's peer name to a certificate; it raises PermissionError if a required one
+    is missing."""
 
     async def frames(_: Any, context: Any) -> None:
         name = context.peer()
@@ -57,7 +57,7 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
             over.set()
 
         async def write(data: bytes) -> None:
-            await begun.wait()  # a message on top of the metadata that begin the answer would end the stream
+            await begun.wait()  # a message written before the initial metadata would end the stream
             await context.write(data)
 
         stream = GrpcStream(context.read, write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
@@ -70,7 +70,7 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
             await context.send_initial_metadata((TAKEN,))
             begun.set()
-            await over.wait()  # or this is cancelled: the other end is gone
+            await over.wait()  # or cancelled: the peer is gone
         finally:
             stream.close()
 
@@ -79,7 +79,7 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
 
 
 def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, channel: bytes = b"") -> GrpcStream:
-    """A client's end, over the grpc.aio channel that `opened` makes. PeerLost or DeadlineExceeded with the address."""
+    """Dials over the grpc.aio channel that `opened` returns. Raises PeerLost or DeadlineExceeded with the address."""
     begin, where = time.monotonic(), f"{host}:{port} over gRPC"
 
     async def made() -> GrpcStream:
@@ -89,7 +89,7 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
             async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
                 await call.wait_for_connection()
                 if TAKEN not in ((key, value) for key, value in await call.initial_metadata()):
-                    await call.read()  # whose end has the reason
+                    await call.read()  # raises the server's reason
                     raise Refused(f"{where} answers, and is no server of commlayer's: check the address", code="E-ADDRESS")
         except BaseException:
             call.cancel()
@@ -104,14 +104,14 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
         return stream
 
     with contextlib.suppress(OSError):
-        _dialled.update(found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
+        _dialled.update(info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
     refusal: CommError | None = None
     while True:
         try:
             stream: GrpcStream = event_loop.run(made(), deadline - begin + 5.0)
             return stream
         except TimeoutError:
-            # An answer that came is the better reason than a last try that time ran out on.
+            # A reason from the server is more useful than the timeout of a later attempt.
             raise refusal or DeadlineExceeded(
                 f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, and the firewalls "
                 "between") from None
@@ -132,15 +132,15 @@ def _refusal(error: Any, where: str) -> CommError:
 
 
 def _close_copies() -> None:
-    """In a forked child, whose gRPC is not used: its fork support is off."""
+    """Runs in a forked child, where gRPC is not used: its fork support is off."""
     for name in os.listdir("/proc/self/fd") if _dialled and os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError, ValueError):
             copy = socket.socket(fileno=int(name))
-            found = None
+            address = None
             with contextlib.suppress(OSError):
-                found = copy.getpeername()
-            # gRPC takes sockets of IPv6 for either.
-            if isinstance(found, tuple) and (found[0].removeprefix("::ffff:"), found[1]) in _dialled:
+                address = copy.getpeername()
+            # gRPC uses IPv6 sockets for IPv4 as well.
+            if isinstance(address, tuple) and (address[0].removeprefix("::ffff:"), address[1]) in _dialled:
                 copy.close()
             else:
                 copy.detach()

@@ -1,7 +1,7 @@
-"""A gRPC stream as a channel of bytes, whose messages are pieces of them. Knows bytes and calls; no frames, no addresses.
+"""A gRPC stream as a byte channel, for networks that pass only HTTP/2.
 
-For networks that pass HTTP/2 alone. One message waits at each end behind the one that gRPC has: beyond that HTTP/2's own flow
-control holds the writer until the reader reads. Both ends are the same code; a call and a context have the same verbs.
+At each end at most one message waits in addition to gRPC's own. Beyond that, HTTP/2 flow control blocks the writer until
+the reader reads. Client and server use the same code, since a call and a context have the same methods.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from commlayer.transport.credit import Seen
 from commlayer.transport.key_folder import Certified
 
 settings.quiet_grpc()
-import grpc  # noqa: E402  (after its settings, which it reads once)
+import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
 MESSAGE_NBYTES = 256 << 10
-"""Of a message at most. Calls of strangers to the same port have the same limit."""
+"""Largest message. Other calls to the same port have the same limit."""
 FRAME_OPTION = ("grpc.http2.max_frame_size", 2 * MESSAGE_NBYTES)
-"""For both ends: a message is one frame of HTTP/2 then. In frames of 16 KiB, the default, two thirds as much got through."""
+"""For both ends: each message is one HTTP/2 frame. With the default of 16 KiB the throughput was two thirds."""
 IDLE_S = 20.0
-"""After so long without a word an empty message goes out: proxies end streams that are silent for a minute."""
+"""After this silence an empty message is sent, because proxies end streams that are silent for a minute."""
 GONE = "the gRPC stream has ended"
 
 
 class GrpcStream:
-    """A ByteChannel. `channel` and `peer` as of a TlsSocket; after a TimeoutError it is of no more use."""
+    """A ByteChannel. `channel` and `peer` are as in TlsSocket. Cannot be used after a TimeoutError."""
 
     tells_ends = False
-    """gRPC ends a call for a cut link, and for a proxy's reasons, as it does for a process that was killed."""
+    """False: gRPC ends a call in the same way for a cut link, a proxy's timeout and a killed process."""
 
     def __init__(
         self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[Any]],
         finish: Callable[[], Awaitable[Any]], cancel: Callable[[], Any], *, channel: bytes = b"", peer: Certified | None = None,
     ) -> None:
-        """On the loop. `finish` says that no more is written, `cancel` ends the call; both are called there."""
+        """Called on the loop, as are `finish`, which ends the writing side, and `cancel`, which ends the call."""
         self.channel, self.peer = channel, peer
         self._read, self._write, self._finish, self._cancel = read, write, finish, cancel
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps none alive
+        self._tasks: set[asyncio.Task[Any]] = set()  # the loop does not keep tasks alive
         self._changed = threading.Condition()
         self._over = False
         self._limit_s: float | None = None
-        # What comes in: the rest of a message, the one behind it, and how it ended.
+        # Incoming: the rest of the current message, the next message, and whether the stream has ended.
         self._rest, self._ahead = memoryview(b""), b""
         self._reading = self._ended = False
-        # What goes out: pieces of the next message, and whether there is an end behind it.
+        # Outgoing: pieces of the next message, and whether the writing side ends after them.
         self._pieces: list[bytes] = []
         self._nbytes = 0
         self._writing = self._finishing = False
@@ -66,7 +66,7 @@ class GrpcStream:
         self._limit_s = value
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
-        """As with sockets a peer that is gone without a word is an end of the stream."""
+        """Like a socket, it reads 0 bytes if the peer is gone."""
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
@@ -78,7 +78,7 @@ class GrpcStream:
         return n
 
     def _next(self) -> bytes:
-        """A message; empty at the end."""
+        """The next message; empty at end of stream."""
         with self._changed:
             if not (self._reading or self._ahead):
                 self._ask()
@@ -102,7 +102,7 @@ class GrpcStream:
         return len(piece)
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
-        """On return gRPC has taken all of it: an end that follows comes behind it."""
+        """On return gRPC has accepted all bytes, so that an end of stream comes after them."""
         rest = memoryview(data)
         while rest:
             rest = rest[self.sendmsg([rest], (), flags) :]
@@ -135,7 +135,7 @@ class GrpcStream:
     # ---- what a connection asks of the kernel about a socket
 
     def seen(self) -> Seen:
-        """Of the rate: what gRPC took in the time that something waited for it. Of the round trip nothing is known."""
+        """The rate is bytes accepted by gRPC per second of writing. The round trip is unknown."""
         with self._changed:
             if self._wrote_in_s > 0:
                 self._rate = self._wrote_nbytes / self._wrote_in_s
@@ -150,7 +150,7 @@ class GrpcStream:
         task.add_done_callback(self._tasks.discard)
 
     def _ends(self) -> None:
-        """Whoever keeps the stream, or would have called back, keeps neither the call nor its connection."""
+        """Releases the call and its connection, also if a reference to the stream remains."""
         self._silence.cancel()
         self._cancel()
         self._read = self._finish = self._write = self._cancel = _gone
@@ -168,7 +168,7 @@ class GrpcStream:
     async def _reads(self) -> None:
         data = b""
         try:
-            # Empty ones only say that the other end is there.
+            # Empty messages are keepalives.
             while not data and data is not grpc.aio.EOF:
                 data = await self._read()
         except (Exception, asyncio.CancelledError):
@@ -191,7 +191,7 @@ class GrpcStream:
             try:
                 await self._finish()
             except (Exception, asyncio.CancelledError):
-                pass  # the call is over already
+                pass  # the call has ended
 
     async def _writes_one(self, data: bytes) -> None:
         begin, broken = time.monotonic(), None
@@ -224,7 +224,7 @@ async def _gone(*_: Any) -> None:
 
 
 def _joined(buffers: Any, nbytes: int) -> bytes:
-    """The beginning of them. gRPC takes bytes: this is the one copy that is made of what is sent."""
+    """The first `nbytes` of the buffers. gRPC needs bytes: this is the only copy on the sending side."""
     pieces, room = [], nbytes
     for one in buffers:
         piece = memoryview(one).cast("B")[:room]

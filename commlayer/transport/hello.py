@@ -1,7 +1,7 @@
-"""The first four frames of a connection: who dials, that both ends know the job's secret, and whether the other end takes them.
+"""Connection handshake: four frames that identify the dialer, prove the job's secret to both ends, and admit or refuse.
 
-HELLO and CHALLENGE bring a random number each, PROOF and WELCOME what only who knows the secret can make of both: so nothing
-said here is of use on another connection. Until then nobody is told anything of the job. Knows channels that block, no threads.
+HELLO and CHALLENGE carry random nonces. PROOF and WELCOME carry proofs over both nonces that only a holder of the secret
+can compute, so a recorded handshake is useless on another connection. Nothing about the job is revealed before the proof.
 """
 
 from __future__ import annotations
@@ -23,57 +23,57 @@ from commlayer.transport.protocol import Header, Kind, peer_name
 from commlayer.transport.secret import nonce, proof, proves, unproved
 
 MAX_NBYTES = 4096
-"""Of a hello or welcome: whoever has not been admitted makes us allocate no more."""
+"""Limit of a handshake frame: an unauthenticated peer cannot cause a larger allocation."""
 
 
 class Hello(Record, frozen=True):
-    """What the dialler says of itself."""
+    """The dialer's description of itself."""
 
     job: str
     rank: int
     plan: str = ""
-    """Digest of the plan that it follows; empty if it has none yet."""
+    """Digest of the plan that the dialer follows; empty if it has none yet."""
     version: str = ""
-    """Of the package, for the reader of a refusal."""
+    """Version of the package, for the message of a refusal."""
     protocol: int = framing.VERSION
     nonce: bytes = b""
-    """Random; set for each connection."""
+    """Random for each connection."""
     session: bytes = b""
-    """Random; of one end's process, the same on each connection that follows a broken one. Empty: there will be none."""
+    """Random for each process; stays the same when a process reconnects. Empty if it never will."""
 
 
 class Challenge(Record, frozen=True):
-    """The acceptor's random number."""
+    """The acceptor's nonce."""
 
     nonce: bytes
 
 
 class Proof(Record, frozen=True):
-    """The dialler's."""
+    """The dialer's proof."""
 
     proof: bytes
 
 
 class Welcome(Record, frozen=True):
-    """The answer: who answers, and why not, in one line, or nothing."""
+    """The acceptor's answer. `error` is empty, or the reason of a refusal in one line."""
 
     rank: int
     error: str = ""
     proof: bytes = b""
-    """The acceptor's; empty for who has not proved itself."""
+    """The acceptor's proof; empty if the dialer has not proved the secret."""
     later: bool = False
-    """Whether the reason passes, so that it is worth dialling again."""
+    """Whether the reason is temporary, so that dialing again may succeed."""
 
 
 UNPROVED = "does not prove that it knows the job's secret"
 
 
 class Later(str):
-    """A reason of an Admit that passes."""
+    """A temporary reason returned by an Admit."""
 
 
 class Met(NamedTuple):
-    """Who dialled and has proved itself, and what proves this end to it."""
+    """A dialer that has proved the secret, and this end's proof for it."""
 
     hello: Hello
     proof: bytes
@@ -84,7 +84,8 @@ T = TypeVar("T", bound=Record)
 
 
 def same_job(mine: Hello) -> Admit:
-    """Admits who trains the same job by the same protocol, and the same plan where both have one. Tells no digest of mine."""
+    """Admits dialers of the same job and protocol, and of the same plan if both ends have one. Reveals no digest of this
+    end."""
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
@@ -103,18 +104,18 @@ def greet(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
     answer_by: float = math.inf,
 ) -> None:
-    """The dialler's half. Raises Refused with the other side's reason. `channel`: what both ends know of it, and no third.
-    `answer_by`: when its first word must be here; the last one may take longer, since it waits for a plan."""
+    """The dialer's side. Raises Refused with the acceptor's reason. `channel` binds the proof to this channel. `answer_by`
+    limits the wait for the CHALLENGE; the WELCOME may take longer, since it may wait for a plan."""
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=nonce())
-    said = msgspec.msgpack.encode(mine)
+    hello_bytes = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
     theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who).nonce
-    _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, said, *_bound(channel))), who, deadline)
+    _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, hello_bytes, *_bound(channel))), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == UNPROVED:
         raise Refused(unproved(secret), peer=who, code="E-SECRET")
-    if not proves(welcome.proof, secret, b"accept", theirs, said, *_bound(channel)):
+    if not proves(welcome.proof, secret, b"accept", theirs, hello_bytes, *_bound(channel)):
         raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who, code="E-ADDRESS")
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
@@ -125,22 +126,22 @@ def greet(
 def meet(
     sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
 ) -> Met:
-    """The acceptor's half, to be answered with `welcome`. Refused, on both sides, for who does not know the secret."""
+    """The acceptor's side; the caller then calls `welcome`. A dialer without the secret is refused and this raises Refused."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
-    said, hello = bytes(frame.body), _decode(frame, Hello, who)
+    hello_bytes, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
         raise CorruptFrame(f"says it is peer {hello.rank}, allowed 0 to 65535", peer=who)
     mine = nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
     given = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
-    if not proves(given, secret, b"dial", mine, said, *_bound(channel)):
+    if not proves(given, secret, b"dial", mine, hello_bytes, *_bound(channel)):
         welcome(sock, rank, UNPROVED, b"", who, deadline)
         raise Refused(UNPROVED, peer=who, code="E-SECRET")
-    return Met(hello, proof(secret, b"accept", mine, said, *_bound(channel)))
+    return Met(hello, proof(secret, b"accept", mine, hello_bytes, *_bound(channel)))
 
 
 def _bound(channel: bytes) -> tuple[bytes, ...]:
-    """The last part of a proof where there is a channel to bind it to: what was proved here proves nothing on another one."""
+    """The last part of a proof on a channel with a binding: the proof is then valid only on this channel."""
     return (channel,) if channel else ()
 
 
@@ -161,19 +162,19 @@ def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, d
 
 
 def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
-    heard = kind != Kind.HELLO  # which is the first that an acceptor reads
+    received = kind != Kind.HELLO  # HELLO is the acceptor's first frame
     try:
         while (frame := reader.next()) is None:
             _wait_until(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
-                raise PeerLost("connection closed in the greeting", peer=who) if heard else Unsaid()
-            heard = True
+                raise PeerLost("connection closed in the greeting", peer=who) if received else Unsaid()
+            received = True
             reader.filled(n)
     except TimeoutError:
         raise DeadlineExceeded(f"no {kind.name} before the deadline", peer=who) from None
     except OSError as error:
-        if not heard:
+        if not received:
             raise Unsaid() from None
         raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
@@ -184,7 +185,8 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
 
 
 def _wait_until(sock: ByteChannel, deadline: float) -> None:
-    """TimeoutError once it has passed: bytes that trickle in keep nothing alive."""
+    """Sets the socket's timeout. Raises TimeoutError after the deadline, so that a peer cannot extend it by sending single
+    bytes."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""A socket that listens, or a line that says why it cannot. Knows addresses; nobody who dials."""
+"""Opens a listening socket, with an error message that names the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlayer.errors import InvalidInput
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """ValueError with what to do about it; port 0 lets the system choose one."""
+    """Port 0 lets the system choose one. Raises InvalidInput with a remedy."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(where[:2], family=family, backlog=128)
@@ -18,7 +18,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def wake(listener: socket.socket) -> None:
-    """The thread in accept() returns."""
+    """Makes the thread blocked in accept() return."""
     try:
         listener.shutdown(socket.SHUT_RDWR)
     except OSError:

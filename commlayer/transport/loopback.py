@@ -1,4 +1,4 @@
-"""The carrier inside one process: peers are threads. Knows mailboxes and wire order; no sockets, no threads of its own."""
+"""In-process transport: peers are threads of one process, without sockets. For tests and jobs with a single process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name
 
 _LAST = 1 << 32
-"""After every step: where the end of a wire waits its turn."""
+"""Sorts after every step, so that the end of a wire is delivered last."""
 
 
 class _Wire:
-    """One direction between two peers. Whoever finds it idle delivers until it is empty; who finds it busy only queues."""
+    """One direction between two peers. A thread that finds the wire idle delivers until the queue is empty; others only
+    enqueue."""
 
     def __init__(self, source: int, target: Mailbox) -> None:
         self._source, self._target = source, target
@@ -26,7 +27,7 @@ class _Wire:
         self._busy = False
 
     def put(self, operation: Operation | None, header: Header, body: memoryview) -> None:
-        """Without an operation it is the end of the wire."""
+        """Without an operation the item is the end of the wire."""
         with self._lock:
             self._seq += 1
             step = _LAST if operation is None else header.step
@@ -52,7 +53,7 @@ class _Wire:
 
 
 class Hub:
-    """Where peers of one process meet: each is connected to all others from its first moment."""
+    """Connects the peers of one process. A new peer is connected to all existing ones at once."""
 
     def __init__(self, max_nbytes: int = framing.DEFAULT_MAX_NBYTES) -> None:
         self.max_nbytes = max_nbytes
@@ -80,7 +81,7 @@ class Hub:
 
 
 class Loopback:
-    """A Transport; made by a Hub."""
+    """A Transport; created by a Hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
@@ -105,11 +106,11 @@ class Loopback:
         self._mailbox.admit(other.rank)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        data = bytes(body)  # a copy, as a socket makes
+        data = bytes(body)  # copies, as a socket does
         if len(data) > self._hub.max_nbytes:
             raise InvalidInput("E-TRANSPORT-USE",
                                f"a body of {len(data)} bytes for {peer_name(peer)}, allowed {self._hub.max_nbytes}")
-        framing.pack(header, len(data))  # refuses what a socket would refuse
+        framing.pack(header, len(data))  # raises the errors that a socket transport raises
         operation = mailbox.sending(peer, header)
         with self._lock:
             wire = self._wires.get(peer)
@@ -130,9 +131,9 @@ class Loopback:
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         with self._lock:
-            cut = [other for rank, other in self._others.items() if peer in (None, rank)]
+            peers = [other for rank, other in self._others.items() if peer in (None, rank)]
         self._mailbox.abort(reason, peer)
-        for other in cut:
+        for other in peers:
             other._mailbox.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
 
     def close(self, flush_s: float | None = None) -> None:

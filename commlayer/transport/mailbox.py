@@ -1,4 +1,4 @@
-"""Operations under way, and the matching of arrivals with posted receives. Knows peers and keys; no carrier."""
+"""Operations in progress, and the matching of received messages with posted receives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger("commlayer")
 
 DEFAULT_MAX_KEPT_NBYTES = 4 << 30
 KEPT_OVERHEAD_NBYTES = 512
-"""What a kept arrival is charged beside its body, so that a flood of empty ones meets the cap too."""
+"""Charged for each kept message in addition to its body, so that a flood of empty messages also reaches the limit."""
 
 _NO_BODY = memoryview(b"")
 
 
 class Operation:
-    """The one Handle. Ends once, by complete() or fail(); whichever comes second changes nothing."""
+    """The only Handle class. It ends once, by complete() or fail(); later calls have no effect."""
 
     __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
 
@@ -41,7 +41,8 @@ class Operation:
 
     def message(self) -> Message:
         if self._error is not None:
-            raise self._error.with_traceback(None)  # else each raise would add frames to it, and keep their locals
+            # otherwise each raise adds frames to the traceback, which keep their locals alive
+            raise self._error.with_traceback(None)
         if self._message is None:
             raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still under way: wait for it first")
         return self._message
@@ -90,7 +91,7 @@ def sent(operation: Operation, header: Header) -> None:
 
 
 def follow(operation: Operation, handle: Handle) -> None:
-    """Ends the operation as `handle` ends."""
+    """Ends `operation` when `handle` ends, with the same result."""
 
     def ended(inner: Handle) -> None:
         error = inner.error()
@@ -103,7 +104,7 @@ def follow(operation: Operation, handle: Handle) -> None:
 
 
 def wait(handle: Handle, deadline: float) -> Message:
-    """Transport.wait for every carrier. Ctrl-C interrupts it on the main thread."""
+    """Transport.wait for every transport. Ctrl-C interrupts it on the main thread."""
     if not isinstance(handle, Operation):
         raise TypeError(f"wait for {handle!r}: give it what send or recv returned")
     return handle.wait(deadline)
@@ -121,30 +122,30 @@ def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
 
 
 def bare(error: CommError) -> CommError:
-    """The same, to be kept: the frames that it came through would live as long, with the bodies and connections in them."""
+    """Clears the traceback and context of an error that is kept: its frames would keep bodies and connections alive."""
     error.__traceback__ = error.__context__ = None
     return error
 
 
 class Mailbox:
-    """Where a carrier puts arrivals and a transport asks for them. Any number of threads may call it.
+    """Matches received messages with receives. Thread-safe.
 
-    Whoever is earliest comes first: of the receives that fit an arrival, and of the arrivals that fit a receive.
+    First in, first out: an arrival goes to the oldest matching receive, a receive takes the oldest matching arrival.
     """
 
     def __init__(self, max_kept_nbytes: int = DEFAULT_MAX_KEPT_NBYTES) -> None:
         self._lock = threading.Lock()
         self._seq = 0
         self._posted: dict[tuple[int | None, Key | None], deque[tuple[int, Operation]]] = {}
-        self._kept: OrderedDict[int, Message] = OrderedDict()  # by order of arrival
-        self._index: dict[tuple[int, Key], deque[int]] = {}  # the same, by peer and key
+        self._kept: OrderedDict[int, Message] = OrderedDict()  # in order of arrival
+        self._index: dict[tuple[int, Key], deque[int]] = {}  # the same messages, by peer and key
         self._kept_nbytes: dict[int, int] = {}
         self.max_kept_nbytes = max_kept_nbytes
         self._failed: dict[int | None, CommError] = {}
         self._generation = 0
 
     def failure(self, peer: int | None) -> CommError | None:
-        """What ended this peer, or everything."""
+        """The error that ended this peer, or all peers."""
         return self._failed.get(None) or self._failed.get(peer)
 
     def recv(self, peer: int | None, match: Key | None) -> Operation:
@@ -164,7 +165,7 @@ class Mailbox:
         return operation
 
     def deliver(self, message: Message) -> None:
-        """An arrival, whole and checked. Raises CorruptFrame if its sender has sent too much that nobody asked for."""
+        """Accepts a checked message. Raises CorruptFrame if its sender exceeds the limit on unrequested bytes."""
         peer, k = message.peer, key(message.header)
         with self._lock:
             if self.failure(peer) is not None or message.header.generation < self._generation:
@@ -176,7 +177,7 @@ class Mailbox:
         operation.complete(message)
 
     def end(self, reason: CommError, peer: int) -> None:
-        """The connection is over: what arrived can still be received, what has not will not. The first reason stays."""
+        """Ends a peer. Messages that have arrived can still be received; other receives fail. The first reason stays."""
         with self._lock:
             reason = self._failed.setdefault(peer, bare(reason))
             operations = self._unpost(peer)
@@ -184,7 +185,7 @@ class Mailbox:
             operation.fail(reason)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Like end, for one peer or for all, and forgets what arrived."""
+        """Like `end`, for one peer or for all, and drops the messages that have arrived."""
         with self._lock:
             reason = self._failed.setdefault(peer, bare(reason))
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
@@ -194,7 +195,7 @@ class Mailbox:
             operation.fail(reason)
 
     def end_generations(self, reason: CommError, generation: int) -> None:
-        """Nobody receives what names an earlier one, also if it is still to come."""
+        """Fails receives of earlier generations and drops their messages, also those that arrive later."""
         with self._lock:
             self._generation = generation
             places = [place for place in self._posted if place[1] is not None and place[1][1] < generation]
@@ -205,7 +206,7 @@ class Mailbox:
             operation.fail(reason)
 
     def admit(self, peer: int) -> None:
-        """A new connection of this peer: a former one's end no longer counts."""
+        """Clears the error of a peer that has connected again."""
         with self._lock:
             self._failed.pop(peer, None)
 
@@ -243,7 +244,7 @@ class Mailbox:
         return None
 
     def _forget(self, seq: int) -> Message:
-        """Takes a kept arrival out. It is the earliest of its peer and key, or all of them go."""
+        """Removes a kept message. It must be the oldest of its peer and key, unless the caller removes all of them."""
         message = self._kept.pop(seq)
         place = (message.peer, key(message.header))
         queue = self._index[place]

@@ -1,4 +1,4 @@
-"""By which address and interface this machine reaches another, and which machine this is. Knows sockets; no settings."""
+"""Finds this machine's own address and interface towards another host, and an identity of the machine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import struct
 from pathlib import Path
 
 FAR = ("203.0.113.1", "2001:db8::1")
-"""Addresses of documentation, which nobody has: the way to them is the default route."""
+"""Documentation addresses that no host has: the route to them is the default route."""
 PORT = 9
 SIOCGIFADDR = 0x8915
 
 
 def address_to(host: str) -> str:
-    """This machine's address on the way to that host, as others see it; empty if there is no way. Sends nothing.
+    """This machine's address on the route to `host`; empty if there is no route. Sends nothing.
 
-    Of a name the first address that is not loopback counts: many systems give a machine's own name 127.0.1.1.
+    The first address that is not loopback counts: many systems resolve a machine's own name to 127.0.1.1.
     """
-    found = ""
+    first = ""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, where in socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(where)
                 address = str(probe.getsockname()[0])
-                found = found or address
+                first = first or address
                 if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                     return address
-    return found
+    return first
 
 
 def default_address() -> str:
-    """On the default route."""
+    """This machine's address on the default route."""
     return next((address for far in FAR if (address := address_to(far))), "")
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has that address; empty where it cannot be told."""
+    """The network interface that has the address; empty if unknown."""
     if ":" in address:
         wanted = ipaddress.ip_address(address.partition("%")[0]).exploded.replace(":", "")
         with contextlib.suppress(OSError):
@@ -57,10 +57,10 @@ def interface_of(address: str) -> str:
 
 
 def machine() -> str:
-    """Equal for processes that share a network stack, and for no others: names of machines in several homes may be equal."""
-    told = [socket.gethostname()]
+    """An identity that is equal only for processes that share a network stack. Host names at different sites may coincide."""
+    parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        told.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        told.append(os.readlink("/proc/self/ns/net"))
-    return " ".join(told)
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)

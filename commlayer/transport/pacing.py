@@ -1,10 +1,11 @@
-"""Says how fast a connection may send: its part of the link, and no more than its credit. Knows sockets; no frames, no peers.
+"""Pacing of connections: sets the kernel's pacing rate to a share of the link, and to at most the credit.
 
-TCP connections that start together each send at the rate that they last had alone. What the link's queue cannot hold is lost,
-and sending again took a third of the time where four nodes pushed dense gradients to each other.
+TCP connections that start together each send at the rate that they last had alone, and overflow the link's queue. With four
+nodes pushing dense gradients to each other, a third of the time went to retransmissions.
 
-BBR begins at 2.89 times the rate that it knows, until a round with enough to send brings no more. Behind a credit no round has
-enough: there it stayed, and over 100 Mb/s and 150 ms a quarter of the rate was lost to its bursts in every third run.
+BBR starts at 2.89 times the rate it knows, until a round with enough data brings no increase. A credit leaves no round
+enough data, so BBR stayed at that factor. Over 100 Mb/s and 150 ms, its bursts lost a quarter of the rate in every third
+run.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import weakref
 from commlayer.transport.credit import waiting_nbytes
 
 MUCH_NBYTES = 16 << 10
-"""Waiting in the kernel or on its way. Less fits any queue."""
+"""Bytes in the kernel or in flight above which a connection counts as busy; any queue holds less."""
 SLACK = 1.1
-"""Rates are measured in a second or so: rather a little lost than a link that is never filled."""
+"""Rates are measured over about a second: a few losses are better than a link that is never filled."""
 SO_MAX_PACING_RATE = 47
-"""Linux; Python has no name for it."""
+"""A Linux constant without a name in Python."""
 UNLIMITED, LEAST, MOST = -1, 1 << 12, 2**31 - 1
-"""Bytes a second, as the kernel takes them; 0 would stop a connection."""
+"""Bytes per second, as the kernel takes them; 0 would stop a connection."""
 SLOW_BPS = 20e6
-"""On slower links connections leave BBR. A burst there is few round trips long. Whenever BBR has looked for the shortest round
-trip, every ten seconds, it has forgotten the link's rate over such bursts, and takes seconds to find it."""
+"""On slower links connections switch away from BBR. Every ten seconds BBR probes for the shortest round trip; a burst here
+lasts few round trips, over which BBR forgets the rate and takes seconds to recover."""
 LEFT, TAKEN = (b"bbr",), (b"cubic", b"reno")
-"""Congestion controls, as the kernel spells them; of the latter the first that this process may use."""
+"""Congestion controls, as the kernel spells them; of TAKEN the first that this process may use."""
 NAME_NBYTES = 16
 
 
 class Pacer:
-    """Of the connections of one transport. Does nothing until it is told a rate."""
+    """Paces the connections of one transport. Does nothing before `follow` sets a rate."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,20 +45,20 @@ class Pacer:
         self._told = weakref.WeakKeyDictionary[socket.socket, int]()
 
     def follow(self, bps: float) -> None:
-        """From now on the link carries that; 0: nobody knows."""
+        """Sets the link's rate; 0 means unknown."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
             for sock in list(self._shares):
                 self._lift(sock)
 
     def sends(self, sock: socket.socket) -> None:
-        """Something goes out there now."""
+        """Called before a frame is sent."""
         if 0.0 < self._bps < SLOW_BPS and sock not in self._calmed:
             self._calmed.add(sock)
             _calm(sock)
 
     def begins(self, sock: socket.socket) -> None:
-        """Much goes out there now."""
+        """Called before a large frame is sent: divides the link among the busy connections."""
         if not self._bps:
             return
         with self._lock:
@@ -69,14 +70,14 @@ class Pacer:
                 self._tell(one)
 
     def bound(self, sock: socket.socket, nbytes_s: float) -> None:
-        """Its credit lets that through in a second; 0: it has no limit."""
+        """Sets the rate that the connection's credit allows; 0 means no limit."""
         if sys.platform == "linux":
             with self._lock:
                 self._bounds[sock] = _bytes_s(nbytes_s) if nbytes_s else UNLIMITED
                 self._tell(sock)
 
     def lift(self, sock: socket.socket) -> None:
-        """What goes out there now finds out how fast the link is; or the connection is over."""
+        """Ends the link's share of a connection: it sends a probe that measures the link, or it is over."""
         if sock in self._shares:
             with self._lock:
                 self._lift(sock)
@@ -102,11 +103,11 @@ def _bytes_s(rate: float) -> int:
 
 
 def _calm(sock: socket.socket) -> None:
-    """For good."""
+    """Switches the connection from BBR permanently."""
     for name in TAKEN:
         try:
             if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in LEFT:
                 return
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
         except OSError:
-            pass  # it may not be used here, or the connection is ending
+            pass  # not allowed for this process, or the connection is ending

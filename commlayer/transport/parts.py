@@ -1,7 +1,7 @@
-"""Large bodies in parts: where they are cut, where a part belongs, when a body is whole. Knows headers; no sockets, no codecs.
+"""Chunking: splits large bodies into several frames and reassembles them.
 
-On a connection a body may travel as several frames, so that a more urgent one can go between them. What goes between is more
-urgent than all that is under way; so what is under way is a stack, and a part belongs to its top.
+A body is sent in parts so that a more urgent frame can go between them. Such a frame is always more urgent than all
+unfinished bodies, so the unfinished bodies form a stack and each part belongs to its top.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from commlayer.transport.zero_chunks import put_back
 
 MOST_PARTS = 0xFFFF
 UNDER_WAY_NBYTES = 512
-"""What a body under way is charged beside its size."""
+"""Charged for each unfinished body in addition to its size."""
 
 
 def cut(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
-    """Parts of one size, none above part_nbytes where MOST_PARTS allow it; only the last may be smaller."""
+    """Parts of equal size, at most part_nbytes unless that needs more than MOST_PARTS; only the last may be smaller."""
     parts = min(MOST_PARTS, max(1, -(-nbytes // part_nbytes)))
     size = max(1, -(-nbytes // parts))
     return [(start, min(start + size, nbytes)) for start in range(0, max(nbytes, 1), size)]
 
 
 class _Body:
-    """One of which some parts are here."""
+    """An unfinished body."""
 
     def __init__(self, header: Header, room: memoryview, part_nbytes: int) -> None:
         self.header, self.room, self.part_nbytes = header, room, part_nbytes
@@ -34,18 +34,18 @@ class _Body:
 
 
 class Assembly:
-    """Bodies of one connection. `place` is asked for each frame's memory before its body is read; `whole` is given each frame
-    when it is checked."""
+    """Reassembles the bodies of one connection. `place` returns the memory for each frame before its body is read; `whole`
+    takes each frame after its check."""
 
     def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[], int], kept: Callable[[], int]) -> None:
-        """`max_nbytes` of a body; `kept` of all that are under way together."""
+        """`max_nbytes` limits one body; `kept` limits all unfinished bodies together."""
         self._take, self._max_nbytes, self._kept = take, max_nbytes, kept
         self._stack: list[_Body] = []
         self._held = 0
 
     @property
     def between(self) -> bool:
-        """Whether no body is under way."""
+        """Whether no body is unfinished."""
         return not self._stack
 
     def place(self, header: Header, nbytes: int) -> memoryview:
@@ -73,8 +73,7 @@ class Assembly:
         self._stack.append(_Body(header, self._take(total), nbytes))
 
     def whole(self, frame: Frame) -> Frame | None:
-        """The frame itself, or the body that it was the last part of, as it was given to be sent; None while parts are
-        missing."""
+        """The frame itself, or the body that it completes, as its sender passed it; None while parts are missing."""
         if frame.header.parts == 1:
             return self._as_given(frame)
         body = self._stack[-1]

@@ -1,4 +1,4 @@
-"""A collective of torch.distributed under way: waits with a deadline, and errors in one line. Knows no groups and no ranks."""
+"""A torch.distributed collective in progress: waits with a deadline, and one-line errors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from commlayer.errors import CommError, DeadlineExceeded
 
 GROUP = "a peer of the process group"
-"""A collective does not say which: the heartbeats do."""
+"""A collective does not report which peer failed; the heartbeats do."""
 LOOK_S = 0.5
 POLL_S = 2e-4
 
 
 class Pending:
-    """A collective under way."""
+    """A collective in progress. On CUDA, work is ordered by streams."""
 
     def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
         self._work, self._what, self._on_device = work, what, on_device
 
     def is_over(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return at once."""
         work = self._work
         return work is None or bool(work.is_completed())
 
     def over(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
-        """As `wait`, with the host waiting on CUDA, too: what others queue on the current stream meanwhile does not wait."""
+        """Like `wait`, but on CUDA the host waits too, so the current stream is not blocked during the wait."""
         while self._on_device and not self.is_over() and time.monotonic() < deadline:
             if (cause := failed()) is not None:
                 raise cause
@@ -36,9 +36,9 @@ class Pending:
         self.wait(deadline, failed)
 
     def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
-        """Until `deadline` of time.monotonic(), or until failed() gives an error, which is raised.
+        """Waits until `deadline` (time.monotonic()), or until failed() returns an error, which is raised.
 
-        On CUDA it orders the current stream instead of blocking the host; the group's own time-out watches there.
+        On CUDA `wait` orders the current stream and does not block the host; there the group's own timeout applies.
         """
         work = self._work
         with named(self._what):
@@ -49,7 +49,7 @@ class Pending:
                 left_s = deadline - time.monotonic()
                 try:
                     work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
-                    work = self._work = None  # it would keep its group's connections
+                    work = self._work = None  # the work object would keep its group's connections open
                 except RuntimeError as error:
                     if not _timed_out(error) or left_s <= 0:
                         raise
@@ -59,7 +59,7 @@ class Pending:
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Turns what torch raises into a CommError that says what failed, in one line."""
+    """Turns torch's errors into a one-line CommError that names the failed operation."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a transport is: five methods and a mailbox of messages. Knows headers and bytes; no codecs, nor what a bucket means."""
+"""The Transport interface, message kinds and the frame header."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ SERVER_BASE = 0x8000
 
 
 def peer_name(peer: int) -> str:
-    """The name that errors use."""
+    """The peer's name in errors and logs."""
     return f"server {peer - SERVER_BASE}" if peer >= SERVER_BASE else f"worker {peer}"
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. The receiver drops a peer that sends any other number."""
+    """Kind of a frame. The receiver drops a peer that sends an unknown number."""
 
     HELLO = 1  # first frame of a connection: job, versions, plan hash (msgpack body)
-    WELCOME = 2  # the answer: msgpack body, empty error or the reason of a refusal
+    WELCOME = 2  # the acceptor's answer: msgpack body, with an empty error or the reason of a refusal
     PUSH = 3  # worker -> server: a contribution
     RESULT = 4  # server -> worker: the sum
-    STALLED = 5  # server -> worker: who has not contributed yet (msgpack body)
+    STALLED = 5  # server -> worker: the workers that have not contributed yet (msgpack body)
     STATE_GET = 6  # worker -> server: send your codec state of this bucket
     STATE = 7  # server -> worker, or worker -> server to restore it
     STATE_OK = 8  # server -> worker: restored
     DATA = 9  # point to point, for tests and probes
-    BYE = 10  # orderly end: what follows is not a loss
+    BYE = 10  # orderly end of a connection: the closing that follows is not a loss
     PROBE = 11  # worker -> server: a body of any bytes; `used` says how many bytes to answer with
     PROBE_OK = 12  # server -> worker: that many zeros
     PLAN = 13  # worker -> server, between steps: the plan of the generation that the header names
-    PLAN_OK = 14  # server -> worker: from now on that plan is summed, or why not (UTF-8 body)
-    PACE = 15  # worker -> server on its own node: `used` bit/s go out by their link
-    UNDO = 16  # worker -> server, between steps and ahead of PLAN: what a PUSH would say in `undone`
+    PLAN_OK = 14  # server -> worker: the server now sums that plan, or the error (UTF-8 body)
+    PACE = 15  # worker -> server on its own node: their link uploads `used` bit/s
+    UNDO = 16  # worker -> server, between steps and before PLAN: as the `undone` of a PUSH
     CHALLENGE = 17  # the answer to HELLO: msgpack body
-    PROOF = 18  # the dialler's answer to that, before WELCOME: msgpack body
+    PROOF = 18  # the dialer's answer to CHALLENGE, before WELCOME: msgpack body
 
 
 class Flag:
-    """Bits of Header.flags. Plain numbers: every frame is asked for them, and the `&` of an enum costs microseconds."""
+    """Bits of Header.flags. Plain integers: they are tested for every frame, and `&` of an enum costs microseconds."""
 
     NONE = 0
-    AGAIN = 1  # RESULT without body: code round 0 again, as a part of all workers' weight, as the header has it. PUSH: done so
-    ABANDON = 2  # PUSH, RESULT: a worker broke the step off, so there is no sum; the body says who and why (UTF-8)
-    MEAN = 16  # PUSH: what the body holds counts `weight` times in a mean, which is the result, rounded once
-    WITHOUT_ZEROS = 32  # PUSH, RESULT: the body travels without its chunks of zeros. Carriers put it there, and take it off
+    AGAIN = 1  # RESULT without body: encode round 0 again, for the weight of all workers in the header. PUSH: encoded again
+    ABANDON = 2  # PUSH, RESULT: a worker aborted the step, so there is no sum; the body names the worker and the reason (UTF-8)
+    MEAN = 16  # PUSH: the body counts `weight` times in a mean; the result is the mean, rounded once
+    WITHOUT_ZEROS = 32  # PUSH, RESULT: the body is sent without its zero chunks. Set and removed by the transport
     ALL = AGAIN | ABANDON | MEAN | WITHOUT_ZEROS
 
 
@@ -56,15 +56,15 @@ ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
     Kind.PLAN: Kind.PLAN_OK,
 }
-"""Of a worker's requests. Its other kinds have no answer."""
+"""The answer to each kind of request. Other kinds have no answer."""
 MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT))
-"""Gradients have them: of embeddings, and of experts. What is sent to measure a link must stay as large as it is."""
+"""Gradients of embeddings and experts have zero chunks. Probes must keep their size."""
 NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
-"""Requests whose `used` is their number, from 1 for each worker and server, so that a repeated one is known; 0: none."""
+"""Requests numbered in `used`, from 1 for each worker and server, so that a repeated one is recognized; 0 means no number."""
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame. docs/wire.md gives the bytes; framing.py is the only reader and writer of them."""
+    """The fixed part of a frame. docs/wire.md gives the bytes; only framing.py reads and writes them."""
 
     kind: int
     generation: int = 0
@@ -72,27 +72,27 @@ class Header(NamedTuple):
     bucket: int = 0
     part: int = 0
     parts: int = 1
-    """Carriers cut bodies and put them together: a message has one part."""
+    """1 in every message: the transport splits bodies and reassembles them."""
     round: int = 0
     codec: int = 0
     sender: int = 0
     order: int = 0
-    """Place in the order on the wire: lower goes first."""
+    """Priority on the wire: lower goes first."""
     flags: int = 0
     weight: float = 0.0
     used: int = 0
-    """One bit per slice of the bucket: the sender has a gradient for it. A server ors them."""
+    """One bit per slice of the bucket: set if the sender has a gradient for the slice. A server ORs the bits of all workers."""
     total: float = 0.0
-    """PUSH: the weight of all workers that the payload was coded as a part of; 0 where its codec keeps nothing back."""
+    """PUSH: the total weight of all workers, used when the payload was encoded; 0 if its codec keeps no residual."""
     undone: int = 0
-    """One bit per slice: the last result was not applied there. The server takes it back into its residual."""
+    """One bit per slice: set if the last result was not applied there. The server adds it back to its residual."""
 
 
 Key = tuple[int, int, int, int, int, int]
 
 
 def key(h: Header) -> Key:
-    """What matches a receive to a message: all that names a contribution but its sender."""
+    """The fields that match a receive to a message: they identify a contribution except for its sender."""
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
 
 
@@ -103,35 +103,35 @@ class Message(NamedTuple):
 
 
 class Handle(Protocol):
-    """One operation under way. Callbacks run on the thread that completes it and must not block."""
+    """An operation in progress. Callbacks run on the thread that completes it and must not block."""
 
     def done(self) -> bool: ...
 
     def error(self) -> CommError | None: ...
 
     def message(self) -> Message:
-        """The received message (of a send: the header with an empty body). Raises the error it ended with."""
+        """The received message; for a send the header with an empty body. Raises the error that ended the operation."""
         ...
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
-        """Calls callback(handle) once, at once if it is done already."""
+        """Calls callback(handle) once; at once if the operation is done."""
         ...
 
 
 class Transport(Protocol):
     """Moves messages between peers. Every wait has a deadline; every error names its peer.
 
-    The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of
-    (step, order), then of sending, so an urgent bucket overtakes those that wait, between machines also the rest of the one
-    on the wire.
+    The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of (step, order), then of
+    sending. An urgent bucket thus overtakes waiting ones, and between machines also the rest of the one being sent.
 
-    A connection may break and be made again by who dialled (resumed.py), over any carrier. A carrier that is told to resume:
-    - ends a connection that is lost without BYE, fails its sends with PeerLost, and then calls `broken(peer, error)`, once;
-    - leaves receives of that peer posted, keeps what had arrived, and delivers nothing more of that connection;
-    - lets the peer be dialled anew, with a new greeting. An acceptor ends the former connection, if it has not noticed
-      its end, when the hello is of the same `session`, and refuses a session that it has aborted;
-    - ends the peer for good by `abort(reason, peer)` alone, by BYE, or when a frame breaks the format.
-    What was on its way is lost then, either way. Who asked asks again, and who answers drops what it has done already.
+    The end that dialed may re-establish a broken connection (resumed.py), over any carrier. A carrier with `resume` set:
+    - ends a connection that is lost without BYE, fails its sends with PeerLost, then calls `broken(peer, error)` once;
+    - leaves receives of that peer posted, keeps the messages that had arrived, and delivers no later ones of that connection;
+    - lets the peer be dialed again, with a new handshake. When a hello of the same `session` arrives, the acceptor ends a
+      former connection whose end it has not noticed. It refuses a session that it has aborted;
+    - ends the peer permanently only by `abort(reason, peer)`, by BYE, or when a frame violates the format.
+    Messages in transit are lost in both directions. The requester sends its requests again; the answering end drops requests
+    that it has handled.
     """
 
     @property
@@ -147,24 +147,24 @@ class Transport(Protocol):
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
 
     def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
-        """The next message from that peer with that key; None stands for any. Arrivals before the call are kept."""
+        """The next message from that peer with that key; None matches any. Messages that arrived before the call are kept."""
         ...
 
     def wait(self, handle: Handle, deadline: float) -> Message:
-        """Until time.monotonic() reaches `deadline`, then DeadlineExceeded naming the peer."""
+        """Waits until `deadline` (time.monotonic()), then raises DeadlineExceeded naming the peer."""
         ...
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Ends the peer's operations, or everyone's, with `reason`: now and for all later calls."""
+        """Fails the operations of one peer, or of all, with `reason`: now and in all later calls."""
         ...
 
     def close(self, flush_s: float | None = None) -> None:
-        """Sends what is queued (within `flush_s`, else a few seconds), says BYE, releases everything. Twice is once."""
+        """Sends queued frames (within `flush_s`, by default a few seconds), sends BYE, releases everything. Idempotent."""
         ...
 
 
 class Wrapper:
-    """What a Transport over a transport has of the inner one: it is the same end, of the same peers."""
+    """Base of a Transport around another one: rank and peers are the inner one's."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

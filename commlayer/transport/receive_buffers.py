@@ -1,6 +1,6 @@
-"""Receive buffers used again: a fresh large one costs a page fault every 4 KiB. Knows sizes only.
+"""Pool of receive buffers. A large new buffer costs a page fault every 4 KiB, so buffers are reused.
 
-The owner of a message may give its body back with Pool.give; one that never does costs only the speed.
+The owner of a message may return its body with Pool.give; not returning it only costs speed.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 
 MIN_NBYTES = 64 << 10
-"""Smaller ones come cheaper from the allocator."""
+"""The allocator is faster for smaller buffers."""
 
 
 class Pool:
-    """Buffers in classes of size, at most eighth steps between powers of two, kept up to `cap_nbytes` in all."""
+    """Buffers by size class, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
 
     def __init__(self, cap_nbytes: int = 256 << 20) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Pool:
         return memoryview(bytearray(size) if buffer is None else buffer)[:nbytes]
 
     def give(self, body: memoryview) -> None:
-        """`body` came from take(). No array or tensor may lie on it any more; this view raises ValueError from now on."""
+        """Takes back a body from take(). No array or tensor may still use it; this view raises ValueError from now on."""
         buffer = body.obj
         body.release()
         if not isinstance(buffer, bytearray) or len(buffer) < MIN_NBYTES or size_class(len(buffer)) != len(buffer):
@@ -43,6 +43,6 @@ class Pool:
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest m * 2**e >= nbytes with 8 <= m < 16: at most an eighth is wasted."""
+    """The smallest m * 2**e >= nbytes with 8 <= m < 16, so that at most an eighth is wasted."""
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step

@@ -1,8 +1,8 @@
-"""A transport over a transport that makes broken connections again, and asks again what has no answer. Knows no plan, no codec.
+"""Reconnecting transport: re-establishes broken connections and replays unanswered requests.
 
-For the end that dials. A break is no error to who waits: within `window_s` the peer is dialled anew, with back-off, and what it
-was asked is asked again with the same bytes; answers that come twice are dropped. Only when the window is over, or the peer
-refuses, the peer's operations end. See Transport for what this needs of a carrier.
+Used by the end that dials. Callers see no error when a connection breaks. Within `window_s` the peer is dialed again, with
+backoff, and unanswered requests are replayed with the same bytes. Duplicate answers are dropped. The peer's operations fail
+only when the window is over or the peer refuses. See Transport for what this needs of the transport below.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from commlayer.transport.protocol import Handle, Header, Key, Message, Transport
 from commlayer.transport.unanswered import KEPT, Request, Unanswered, is_answer
 
 FIRST_S, MOST_S = 0.05, 3.0
-"""Pauses between two tries."""
+"""Shortest and longest pause between two attempts."""
 HELD_S = 10.0
-"""A connection that has held so long was a good one, also if it has brought nothing."""
+"""A connection that lasted this long was good, even if no message arrived on it."""
 FIRST_TRIES = 8
-"""Of the first connection, whose greeting may be cut as well."""
+"""Attempts for the first connection, whose handshake may break as well."""
 TRY_S = 10.0
-"""One try: a host that is away gives no answer at all."""
+"""Limit of one attempt: an unreachable host gives no answer at all."""
 
 Dial = Callable[[float], None]
-"""Connects one peer before that deadline, however that is done; CommError if it cannot."""
+"""Connects to one peer before the given deadline, or raises CommError."""
 
 
 class Carrier(Protocol):
-    """What of a carrier is needed beside a Transport."""
+    """What Resumed needs of the lowest transport in addition to Transport."""
 
     broken: Callable[[int, CommError], None]
 
 
 class Waits(NamedTuple):
-    """How long a broken connection is waited for, and whether nobody listening means that the peer has ended."""
+    """How long to wait for a broken connection, and whether a refused port means that the peer has ended."""
 
     window_s: float
     refused_is_over: bool = False
 
 
 def nobody_listens(error: BaseException | None) -> bool:
-    """Whether a machine answered that no process has that port."""
+    """Whether the machine answered that no process listens on that port."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__context__
     return error is not None
 
 
 class _Asked:
-    """Of a request under way: what its owner holds, and its latest sending."""
+    """The state of a request in flight: the operation its caller holds, and its latest send."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
@@ -61,7 +61,7 @@ class _Asked:
 
 
 class _Link:
-    """One peer. `order` is held while requests are sent, so that those sent again are not overtaken by new ones."""
+    """One peer. `order` is held while requests are sent, so that new requests do not overtake replayed ones."""
 
     def __init__(self, dial: Dial) -> None:
         self.dial = dial
@@ -70,18 +70,19 @@ class _Link:
         self.state = threading.Lock()
         self.up, self.mending, self.broken_anew = True, False, False
         self.since: float | None = None
-        """When it first broke without having brought anything since,"""
+        """When it first broke since the last message arrived; None after a message."""
         self.back = 0.0
-        """and when it was last made again."""
+        """When it was last re-established."""
         self.pause_s = 0.0
 
 
 class Resumed(Wrapper):
-    """A Transport. Peers are those that it has dialled; what has no answer goes through as it is."""
+    """A Transport for the peers that were connected with `connect`. Messages that expect no answer pass through unchanged."""
 
     def __init__(self, inner: Transport, carrier: Carrier, waits: Waits,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
-        """`carrier` is what `inner` is, or what it is around. `recycle` takes back bodies that nobody needs."""
+        """`carrier` is the lowest transport below `inner`, or `inner` itself. `recycle` takes back bodies of dropped
+        messages."""
         super().__init__(inner)
         self._waits, self._recycle = waits, recycle
         self._mailbox = Mailbox()
@@ -89,27 +90,27 @@ class Resumed(Wrapper):
         self._closing = threading.Event()
         self._count = threading.Lock()
         self.breaks = self.resent_nbytes = self.repeats = 0
-        """Connections that were made again, what went out again, and answers that came twice."""
+        """Connections re-established, bytes sent again, and duplicate answers."""
         carrier.broken = self._broken
 
     @property
     def kept_nbytes(self) -> int:
-        """Bodies that would be sent again now; their owners keep them."""
+        """Bytes of the bodies that a break now would send again. They are not copies: the callers own them."""
         return sum(link.unanswered.nbytes for link in self._links.values())
 
     def limit_kept(self, nbytes: int) -> None:
-        """As Mailbox.max_kept_nbytes."""
+        """Sets Mailbox.max_kept_nbytes."""
         self._mailbox.max_kept_nbytes = nbytes
 
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
-        """For the first time. `dial` is kept, to do it again."""
+        """Connects to `peer` for the first time. `dial` is kept for reconnects."""
         self._links[peer] = _Link(dial)
-        for left in reversed(range(FIRST_TRIES)):
+        for attempts_left in reversed(range(FIRST_TRIES)):
             try:
                 dial(deadline)
                 break
             except (PeerLost, Damaged, NotYet) as error:
-                if not left or nobody_listens(error):
+                if not attempts_left or nobody_listens(error):
                     raise
             self._closing.wait(FIRST_S)
         self._listen(peer)
@@ -120,29 +121,29 @@ class Resumed(Wrapper):
         link = self._links.get(peer)
         if link is None or header.kind not in KEPT:
             return self._inner.send(peer, header, body)
-        asked = _Asked(mailbox.sending(peer, header))
+        tracked = _Asked(mailbox.sending(peer, header))
         with link.order:
             if (error := self._mailbox.failure(peer)) is None:
-                request = link.unanswered.ask(header, body, asked)
+                request = link.unanswered.ask(header, body, tracked)
                 try:
-                    asked.sending = self._inner.send(peer, request.header, body) if link.up else None
-                except ValueError:  # our own mistake
+                    tracked.sending = self._inner.send(peer, request.header, body) if link.up else None
+                except ValueError:  # the caller's mistake
                     link.unanswered.forget(request)
                     raise
         if error is not None:
-            asked.operation.fail(error)
-        elif asked.sending is not None:
-            asked.sending.on_done(lambda handle: self._sent(request, handle))
-        return asked.operation
+            tracked.operation.fail(error)
+        elif tracked.sending is not None:
+            tracked.sending.on_done(lambda handle: self._sent(request, handle))
+        return tracked.operation
 
     def _sent(self, request: Request[_Asked], handle: Handle) -> None:
-        if handle.error() is None:  # else it is sent again, or ends with the peer
+        if handle.error() is None:  # otherwise it is sent again, or fails with the peer
             mailbox.sent(request.tag.operation, request.header)
 
     # ---- in
 
     def _listen(self, peer: int) -> None:
-        """Takes what has arrived, then leaves a receive behind."""
+        """Takes the messages that have arrived, then posts a receive for the next one."""
         while True:
             handle = self._inner.recv(peer)
             if not handle.done():
@@ -172,18 +173,18 @@ class Resumed(Wrapper):
             return
         with link.order:
             request = link.unanswered.answer(message.header)
-            repeated = request is None and link.unanswered.had(message.header)
-        if repeated:
+            duplicate = request is None and link.unanswered.had(message.header)
+        if duplicate:
             with self._count:
                 self.repeats += 1
             self._recycle(message.body)
             return
         if request is None:
-            self._deliver(message)  # which counts as something that nobody has asked for
+            self._deliver(message)  # it counts against the limit on unrequested messages
             return
         mailbox.sent(request.tag.operation, request.header)
         if (sending := request.tag.sending) is not None and not sending.done():
-            # Its owner may write to the body when it has the answer, and the one sent again is still being read.
+            # The caller may write to the body after the answer, but the replayed send still reads it.
             sending.on_done(lambda _: self._deliver(message))
         else:
             self._deliver(message)
@@ -195,7 +196,7 @@ class Resumed(Wrapper):
             self.abort(error, message.peer)
 
     def _lose(self, peer: int, error: CommError) -> None:
-        """For good."""
+        """Fails all requests of a peer that will not return."""
         self._mailbox.end(error, peer)
         link = self._links[peer]
         with link.order:
@@ -204,7 +205,7 @@ class Resumed(Wrapper):
             request.tag.operation.fail(error)
 
     def end(self, generation: int) -> None:
-        """Views before that one have ended: what they asked is not asked again, and nobody waits for it."""
+        """Drops the requests of earlier generations: they fail and are not sent again."""
         reason = CommError("its view has ended")
         for link in self._links.values():
             with link.order:
@@ -225,7 +226,7 @@ class Resumed(Wrapper):
                 link.broken_anew = True
                 return
             link.mending = True
-        # Not on the thread that found it: it may hold locks of the carrier's, and others wait for it.
+        # On a new thread: the noticing thread may hold locks of the transport below, and other threads wait for it.
         threading.Thread(target=self._mend, args=(peer, link, error), name=f"again to {peer_name(peer)}", daemon=True).start()
 
     def _mend(self, peer: int, link: _Link, error: CommError) -> None:
@@ -241,14 +242,15 @@ class Resumed(Wrapper):
                                              f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
             if link.pause_s:
-                self._closing.wait(link.pause_s * random.uniform(0.5, 1.0))  # all workers of a server dial it at once
-            link.pause_s = min(max(FIRST_S, 2 * link.pause_s), MOST_S)  # until something arrives
+                # spreads the workers of a server, which all reconnect at once
+                self._closing.wait(link.pause_s * random.uniform(0.5, 1.0))
+            link.pause_s = min(max(FIRST_S, 2 * link.pause_s), MOST_S)  # reset when a message arrives
             try:
                 link.dial(min(until, time.monotonic() + TRY_S))
-            except CommError as failed:
-                last = failed
-                if self._final(failed):
-                    self._give_up(peer, failed)
+            except CommError as failure:
+                last = failure
+                if self._final(failure):
+                    self._give_up(peer, failure)
                     return
             else:
                 count, nbytes = self._ask_again(peer, link)
@@ -261,7 +263,7 @@ class Resumed(Wrapper):
         return not self._closing.is_set() and self._mailbox.failure(peer) is None
 
     def _final(self, error: CommError) -> bool:
-        """Whether dialling again is no use."""
+        """Whether another attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
         return self._waits.refused_is_over and nobody_listens(error)

@@ -1,4 +1,4 @@
-"""Proofs that one knows the job's secret, which itself never travels. Knows keys and bytes; not who asks, nor by what way."""
+"""HMAC proofs that an end knows the job's secret, without sending the secret."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMEDY = ("set COMMLAYER_TOKEN, or COMMLAYER_TOKEN_FILE to a file that holds it 
 
 
 def nonce() -> bytes:
-    """Random, so that no proof fits twice."""
+    """Random, so that no proof is valid twice."""
     return secrets.token_bytes(NONCE_NBYTES)
 
 
@@ -23,19 +23,19 @@ def new() -> str:
 
 
 def proof(secret: str, *parts: bytes) -> bytes:
-    """That who made it knows the secret, for these parts in this order. Its first part says what it is for."""
+    """Proves knowledge of the secret for these parts in this order. The first part names the purpose."""
     mac = hmac.new(secret.encode(), digestmod=hashlib.sha256)
     for part in parts:
-        mac.update(len(part).to_bytes(8, "little") + part)  # or bytes could move from one part to the next
+        mac.update(len(part).to_bytes(8, "little") + part)  # the length prevents moving bytes between parts
     return mac.digest()
 
 
 def proves(given: bytes, secret: str, *parts: bytes) -> bool:
-    """Whether `given` is that proof; takes as long for a nearly right one as for any other."""
+    """Whether `given` is that proof, in constant time."""
     return hmac.compare_digest(given, proof(secret, *parts))
 
 
 def unproved(secret: str) -> str:
-    """Why somebody was refused, for who holds `secret`, or nothing: one line with the remedy."""
+    """The error line, with the remedy, for a process that was refused and holds `secret`, or none."""
     held = "has another secret than the job" if secret else "has no secret, and the job has one"
     return f"this process {held}: {REMEDY}"

@@ -1,7 +1,7 @@
-"""A transport over a transport that makes hosts' links as slow as told: a WAN on one machine, without root. Knows peers' hosts.
+"""Link shaping: a transport that gives hosts slow links, to emulate a WAN on one machine without root.
 
-A frame waits for the sender's uplink in order of (step, order), is handed to the inner transport when its last bit is out, and
-is delivered at the receiver after the delay and its turn on the downlink. Peers of the same host reach each other unshaped.
+A frame waits for the sender's uplink in order of (step, order). It goes to the inner transport when its last bit is sent,
+and is delivered at the receiver after the delay and its turn on the downlink. Peers on one host are not shaped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind,
 from commlayer.transport.shaped_links import CHUNK_NBYTES, Clock, HostLink, MonotonicClock, ShapedLinks
 
 _WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
-"""Carriers keep BYE to themselves, so that this receive ends only with the peer."""
+"""Carriers never deliver BYE, so this receive ends only with the peer."""
 FLUSH_S = 5.0
 
 
 class _Arrival(NamedTuple):
-    """On its way in: up to its first bit, then, `reserved`, until it is whole. A loss travels behind the data."""
+    """An incoming frame: before its first bit, then (`reserved`) until it is complete. A loss keeps its place after the
+    data."""
 
     peer: int
     what: Message | CommError
@@ -35,12 +36,12 @@ class _Arrival(NamedTuple):
 
 
 def shaped(inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock | None = None) -> Shaped:
-    """`hosts[peer]` is the host of a peer, this one included, as an index into links.hosts. Peers not in it are not shaped."""
+    """`hosts` maps each peer, including this one, to an index into links.hosts. Peers not in it are not shaped."""
     return Shaped(inner, links, hosts, clock or MonotonicClock())
 
 
 class Shaped(Wrapper):
-    """A Transport; made by shaped(). `sent_nbytes` and `received_nbytes` count frames by peer, headers included."""
+    """A Transport; created by shaped(). `sent_nbytes` and `received_nbytes` count frames per peer, including headers."""
 
     def __init__(self, inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock) -> None:
         super().__init__(inner)
@@ -52,7 +53,7 @@ class Shaped(Wrapper):
         self._up: list[tuple[int, int, int, float, Operation, Header, memoryview]] = []
         self._down: list[tuple[float, int, _Arrival]] = []
         self._newest: dict[int, float] = {}  # by peer: latest first bit, and
-        self._whole: dict[int, float] = {}  # latest time of being in
+        self._whole: dict[int, float] = {}  # latest completion time
         self._seq = 0
         self._sending = False
         self._watched: set[int] = set()
@@ -76,7 +77,7 @@ class Shaped(Wrapper):
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         self._watch(peer)
         view = memoryview(body).cast("B")
-        framing.pack(header, len(view))  # refuses now what the pacing thread would refuse
+        framing.pack(header, len(view))  # raises errors now instead of on the pacing thread
         operation = mailbox.sending(peer, header)
         if (error := self._mailbox.failure(peer)) is not None:
             operation.fail(error)
@@ -92,7 +93,7 @@ class Shaped(Wrapper):
         return operation
 
     def _pace(self) -> None:
-        """The uplink: one frame after the other, in the order on the wire, in chunks among this host's processes."""
+        """The uplink: sends one frame after the other, in chunks so that this host's processes take turns."""
         host = self._hosts[self.rank]
         while not self._stop.is_set():
             with self._work:
@@ -115,14 +116,14 @@ class Shaped(Wrapper):
     # ---- in
 
     def _arrived(self, handle: Handle) -> None:
-        """One receive is posted at a time, the next after this message is dealt with: so arrivals keep their order."""
+        """Posts one receive at a time, after the previous message is handled, so that arrivals keep their order."""
         while handle.error() is None:
             self._take(handle.message())
             handle = self._inner.recv()
             if not handle.done():
                 handle.on_done(self._arrived)
                 return
-        # The inner transport has ended; each peer's watch says so.
+        # The inner transport has ended; each peer's watch reports it.
 
     def _take(self, message: Message) -> None:
         peer, nbytes = message.peer, HEADER_NBYTES + len(message.body)
@@ -151,7 +152,7 @@ class Shaped(Wrapper):
             self._put(0.0, _Arrival(peer, error, 0.0))
 
     def _put(self, due: float, arrival: _Arrival) -> None:
-        """Into the delay line; what comes from one peer never overtakes."""
+        """Adds an arrival to the delay line. Arrivals of one peer never overtake each other."""
         with self._work:
             self._seq += 1
             due = self._newest[arrival.peer] = max(due, self._newest.get(arrival.peer, due))
@@ -160,7 +161,7 @@ class Shaped(Wrapper):
             self._work.notify_all()
 
     def _delay(self) -> None:
-        """The delay line: at its first bit a frame reserves the downlink, and it is handed over when it is in."""
+        """The delay line: a frame reserves the downlink at its first bit, and is delivered when it is complete."""
         host = self._hosts[self.rank]
         while not self._stop.is_set():
             with self._work:
@@ -174,7 +175,7 @@ class Shaped(Wrapper):
                 if ready:
                     heapq.heappop(self._down)
             if not ready:
-                self._clock.sleep_until(due, self._wake)  # or until something comes that may be due earlier
+                self._clock.sleep_until(due, self._wake)  # or until an arrival that may be due earlier
             elif arrival.reserved:
                 self._deliver(arrival.peer, arrival.what)
             else:
@@ -210,10 +211,10 @@ class Shaped(Wrapper):
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         self._mailbox.abort(reason, peer)
         with self._work:
-            cut = [item for item in self._up if peer in (None, item[4].peer)]
+            dropped = [item for item in self._up if peer in (None, item[4].peer)]
             self._up = [item for item in self._up if peer not in (None, item[4].peer)]
             heapq.heapify(self._up)
-        for item in cut:
+        for item in dropped:
             item[4].fail(reason)
         self._inner.abort(reason, peer)
 
@@ -238,7 +239,7 @@ ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or e
 
 
 def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
-    """The transport itself, or one whose peers on other nodes are as far and as slow as the setting says."""
+    """The transport itself, or one whose peers on other nodes have the link in `setting`."""
     if not setting:
         return transport
     nodes = {m.rank: m.node for m in view.members} | {SERVER_BASE + s.id: s.node for s in view.servers}
@@ -246,7 +247,7 @@ def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
 
 
 def parse_shape(setting: str) -> ShapedLinks:
-    """All hosts alike. Processes that name the same path share the links' state."""
+    """Parses the setting; all hosts have the same link. Processes that name the same path share the links' state."""
     try:
         words = dict(part.split("=", 1) for part in setting.split(","))
         path, hosts = words.pop("path"), int(words.pop("hosts"))

@@ -1,4 +1,4 @@
-"""When the bytes of shaped links go out and come in: arithmetic, and state that a host's processes share. Knows no frames."""
+"""Timing of shaped links: when bytes leave and arrive, with state shared by a host's processes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import NamedTuple, Protocol
 from commlayer.errors import InvalidInput
 
 CHUNK_NBYTES = 16 << 10
-"""So much is reserved of an uplink at once: processes of one host take turns."""
+"""Reserved of an uplink at once, so that the processes of one host take turns."""
 
 _SLOT = struct.Struct("=d")
 
 
 class HostLink(NamedTuple):
-    """A host's way to all others. math.inf bits per second and 0.0 s stand for no limit."""
+    """A host's link to all others. math.inf bits per second and 0.0 s mean no limit."""
 
     up_bps: float
     down_bps: float
     delay_s: float = 0.0
-    """One way: a frame is late by the sum of the sender's and the receiver's."""
+    """One way: a frame is delayed by the sum of the sender's and the receiver's."""
 
 
 class Clock(Protocol):
-    """Time as an argument."""
+    """A clock that tests can replace."""
 
     def now(self) -> float: ...
 
@@ -46,13 +46,13 @@ class MonotonicClock:
         return time.monotonic()
 
     def sleep_until(self, at: float, wake: threading.Event) -> None:
-        left = at - time.monotonic()
-        if left > 0:
-            wake.wait(left)
+        left_s = at - time.monotonic()
+        if left_s > 0:
+            wake.wait(left_s)
 
 
 class ShapedLinks:
-    """The links of all hosts of a run. Processes that name the same `path` share them; made on first use, zero-filled.
+    """The links of all hosts of a run. Processes that name the same `path` share the file, which the first one creates.
 
     The file holds two doubles per host: when its uplink and when its downlink are free.
     """
@@ -66,22 +66,22 @@ class ShapedLinks:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, nbytes)
         self._free = mmap.mmap(self._fd, nbytes)
-        self._lock = threading.Lock()  # the file lock holds between processes only
+        self._lock = threading.Lock()  # the file lock works only between processes
 
     def send(self, host: int, queued: float, nbytes: int) -> float:
-        """Reserves the uplink for a chunk of a frame that was queued then. Returns when its last bit is out."""
+        """Reserves the uplink for a chunk of a frame queued at `queued`. Returns when its last bit is sent."""
         return self._reserve(2 * host, queued, nbytes * 8 / self.hosts[host].up_bps)
 
     def reaches(self, source: int, host: int, out: float, nbytes: int) -> tuple[float, float]:
-        """When the first and the last bit stand before the host's downlink, if the last one left `source` at `out`."""
+        """When the first and the last bit reach the host's downlink, if the last one left `source` at `out`."""
         last_bit = out + self.hosts[source].delay_s + self.hosts[host].delay_s
         return last_bit - nbytes * 8 / self.hosts[source].up_bps, last_bit
 
     def receive(self, host: int, first_bit: float, last_bit: float, nbytes: int) -> float:
-        """Reserves the downlink. Returns when the frame is in.
+        """Reserves the downlink. Returns when the frame is complete.
 
-        Bits flow through: a downlink that is idle and as fast as the uplink adds nothing. Frames of several senders have it
-        one after the other, in the order of the calls.
+        Bits are forwarded as they come: an idle downlink as fast as the uplink adds no time. Frames of several senders use
+        it one after the other, in the order of the calls.
         """
         return max(last_bit, self._reserve(2 * host + 1, first_bit, nbytes * 8 / self.hosts[host].down_bps))
 

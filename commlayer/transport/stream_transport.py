@@ -1,4 +1,4 @@
-"""The carrier over TCP, and over channels that others open: listens, dials, keeps a connection for each peer. No matching."""
+"""The transport over byte streams (TCP, or channels that a caller opens): listens, dials, and keeps one connection per peer."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from commlayer.transport.unproved_connections import HURRY_S, Hall, Probe
 
 Address = tuple[str, int]
 FORMER_S = 0.5
-"""How long a new connection waits for the end of the peer's former one, which may still be on its way."""
+"""How long a new connection waits until the peer's former connection has ended; its end may still be in transit."""
 MOST_EACH = 1024
-"""Connections of one certificate at a time, each of another worker: the machines of a cluster may have one for all."""
+"""Connections per certificate, each of a different worker: all machines of a cluster may share one certificate."""
 REVOKED_S = 1.0
-"""How often the list of revoked certificates is looked at. A connection of one ends within twice that."""
+"""Interval between reads of the revocation list. A revoked connection ends within twice this time."""
 Refusal = Callable[[str, str], None]
 Broken = Callable[[int, CommError], None]
 Open = Callable[[float], ByteChannel]
-"""Opens a channel before that deadline. CommError if it cannot; the caller knows to whom."""
+"""Opens a channel before the given deadline, or raises CommError; the caller adds the peer's name."""
 
 
 def note_refusal(where: str, why: str) -> None:
@@ -44,37 +44,37 @@ def note_refusal(where: str, why: str) -> None:
 
 class Settings(NamedTuple):
     max_nbytes: int = framing.DEFAULT_MAX_NBYTES
-    """Largest body taken from a peer."""
+    """Largest body accepted from a peer."""
     max_kept_nbytes: int = mailbox.DEFAULT_MAX_KEPT_NBYTES
-    """Most that one peer may send ahead of any receive."""
+    """Most bytes that one peer may send before any receive for them is posted."""
     buffer_nbytes: int = 0
-    """Of each socket, each way; 0 leaves it to the kernel, which tunes it to the link."""
+    """Size of each socket's send and receive buffers. 0 leaves it to the kernel, which tunes it to the link."""
     keepalive_s: int = 10
-    """Silence after which the kernel asks whether the peer's machine is there; three missing answers end the connection."""
+    """After this silence the kernel probes the peer's machine; three unanswered probes end the connection."""
     user_timeout_s: float = 0.0
-    """As TCP_USER_TIMEOUT, where the system has it: how long what was sent may be unacknowledged, or find no room at the peer,
-    before the kernel ends the connection; 0 leaves it to the kernel. A peer whose threads wait for the GIL makes no room, so
-    a short one would take it for dead."""
+    """As TCP_USER_TIMEOUT, where the system has it. The kernel ends the connection if data stays unacknowledged, or the
+    peer's window stays closed, for this long. 0 leaves it to the kernel. A peer whose threads wait for the GIL closes its
+    window, so a short value would declare it dead."""
     secret: str = ""
-    """Of the job: who does not know it is refused, either way."""
+    """The job's secret. A peer that cannot prove the same secret is refused, in both directions."""
     keys: Keys | None = None
-    """With these all connections are TLS, and both ends of each show a certificate; else they are plain text."""
+    """If set, all connections use mutual TLS; otherwise they are plain text."""
     refused: Refusal = note_refusal
-    """Told where a dialler came from, and why it was not let in."""
+    """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
-    """How long who dials in may take to prove that; less where many do."""
+    """How long a dialer may take to authenticate; shorter when many dial at once."""
     greeting_s: float = 10.0
     flush_s: float = 3.0
-    """How long close() may take to send what is queued."""
+    """How long close() may take to send queued frames."""
     resume: bool = False
-    """Whether a broken connection may be made again: see Transport."""
+    """Whether a broken connection may be re-established: see Transport."""
 
 
 class StreamTransport:
-    """A Transport. `hello` says who this end is and may be replaced, as when a plan arrives; its rank stays. `admit` judges who
-    dials in; by default the job, protocol and plan must be those of `hello`.
+    """A Transport. `hello` identifies this end. It may be replaced, for example when a plan arrives, but its rank stays.
+    `admit` checks each dialer's hello; by default the job, protocol and plan must equal those of `hello`.
 
-    Bodies of received messages lie in buffers of `pool`; who gives them back to it saves page faults.
+    Bodies of received messages lie in buffers of `pool`. Receivers that give the buffers back save page faults.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class StreamTransport:
         self._taken: set[int] = set()  # ranks that are connected or in their greeting
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
-        # A handshake of TLS is one round trip more.
+        # A TLS handshake takes one more round trip.
         self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
         self._closed = threading.Event()
-        self._missed: set[int] = set()  # whose machine has ended a connection that has not been made again
-        self._barred: dict[bytes, str] = {}  # sessions that were ended here, and why
+        self._missed: set[int] = set()  # peers whose machine ended the connection and that have not reconnected
+        self._barred: dict[bytes, str] = {}  # sessions ended by this end, and why
         self.broken: Broken = lambda *_: None
-        """Told of a connection that broke and may be made again, on the thread that found it."""
+        """Called for a connection that broke and may be re-established, on the thread that noticed it."""
         self._heeds = False
         self.named: Callable[[int], str] = lambda _: ""
-        """Whose certificate who dials in under that rank must show; empty: anybody's."""
+        """Name of the certificate that a dialer under that rank must show; an empty string allows any."""
 
     @property
     def rank(self) -> int:
@@ -113,7 +113,7 @@ class StreamTransport:
     # ---- connecting
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        """Takes connections from now on. Returns the address bound; port 0 lets the system choose one."""
+        """Starts accepting connections. Returns the bound address; with port 0 the system chooses the port."""
         sock = watch(listening(host, port))
         with self._lock:
             self._listeners.append(sock)
@@ -123,12 +123,12 @@ class StreamTransport:
         return bound
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        """Connects to `peer` at `address`, whose first word must be there at `answer_by`; on return messages can flow. Raises
-        Refused with the other side's reason."""
+        """Connects to `peer` at `address`. The peer's first reply must arrive before `answer_by`. On return messages can
+        flow. Raises Refused with the peer's reason."""
         self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline, answer_by)
 
     def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
-        """The same over a channel of another kind."""
+        """Like `dial`, over a channel that `opened` opens."""
         self._reserve(peer)
         sock = None
         try:
@@ -166,7 +166,7 @@ class StreamTransport:
             raise
 
     def take(self, channel: ByteChannel, where: str) -> bool:
-        """Greets who has opened a channel to this end from there, on a thread of its own. Whether there was room."""
+        """Runs the handshake of an incoming channel, on its own thread. Returns False if too many handshakes are pending."""
         if not self._hall.enter_now(channel):
             return False
         self._heed_revoked()
@@ -185,7 +185,7 @@ class StreamTransport:
                 sock, address = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    self._closed.wait(0.1)  # the system is short of something: others may free it
+                    self._closed.wait(0.1)  # file descriptors or memory are short: other threads may free some
                     continue
                 if error.errno in (errno.ECONNABORTED, errno.EINTR):
                     continue
@@ -265,28 +265,28 @@ class StreamTransport:
                 reason = coded("E-RANK", f"{peer_name(self.rank)} is this end itself: give each process its own rank")
             if not reason:
                 self._taken.add(hello.rank)
-                self._mailbox.admit(hello.rank)  # before the welcome: who was welcomed counts as connected
+                self._mailbox.admit(hello.rank)  # before the welcome: after it the dialer counts as connected
         return reason
 
     def _secured(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
-        """The dialler's end, in TLS where there are keys."""
+        """Wraps the dialer's end in TLS if keys are set."""
         if self._settings.keys is None:
             return sock
-        made = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=False)
-        watch(made)
-        drop(sock)  # which that has taken over
+        secured = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=False)
+        watch(secured)
+        drop(sock)  # `secured` owns the descriptor now
         try:
-            made.handshake(deadline)
+            secured.handshake(deadline)
         except CommError as error:
-            drop(made)
+            drop(secured)
             raise error.located(peer=who) from None
-        return made
+        return secured
 
     def _heed_revoked(self) -> None:
-        """From the first time on that others may come in."""
+        """Starts the check for revoked certificates, once, when the first connection may come in."""
         with self._lock:
-            heeds, self._heeds = self._heeds, True
-        if not heeds and self._settings.keys is not None:
+            running, self._heeds = self._heeds, True
+        if not running and self._settings.keys is not None:
             threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
 
     def _drop_revoked(self, keys: Keys) -> None:
@@ -320,7 +320,7 @@ class StreamTransport:
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
             self._connections[peer] = connection
             self._missed.discard(peer)
-            connection.start()  # under the lock: close() must find only what it can join
+            connection.start()  # under the lock: close() must find only started threads to join
 
     def _ended(self, connection: Connection) -> None:
         with self._lock:
@@ -337,16 +337,16 @@ class StreamTransport:
             self.broken(connection.peer, over)
 
     def missed(self) -> tuple[str, ...]:
-        """Peers whose machine has ended their connection without a word, and who have not come back."""
+        """Peers whose machine ended their connection without a BYE, and that have not reconnected."""
         with self._lock:
             return tuple(peer_name(peer) for peer in sorted(self._missed))
 
     def limit_kept(self, nbytes: int) -> None:
-        """As Settings.max_kept_nbytes, once it is known what peers have reason to send."""
+        """Sets Settings.max_kept_nbytes when the largest legitimate amount is known."""
         self._mailbox.max_kept_nbytes = nbytes
 
     def pace(self, bps: float) -> None:
-        """So much this end's link carries out, as far as is known (0: unknown): connections that send much at once share it."""
+        """Sets the known upload rate of this end's link (0: unknown). Connections that send large bodies share it."""
         self._pacer.follow(bps)
 
     # ---- the five methods
@@ -371,11 +371,11 @@ class StreamTransport:
         return mailbox.wait(handle, deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Drops the connections too: the other side reads "connection closed"."""
+        """Closes the connections too: the peers read "connection closed"."""
         self._mailbox.abort(reason, peer)
         with self._lock:
-            cut = [c for c in self._connections.values() if peer in (None, c.peer)]
-        for connection in cut:
+            dropped = [c for c in self._connections.values() if peer in (None, c.peer)]
+        for connection in dropped:
             connection.end(reason)
 
     def close(self, flush_s: float | None = None) -> None:

@@ -1,8 +1,8 @@
-"""A socket that speaks TLS where others speak plain text. Knows bytes and certificates; no frames.
+"""TLS socket: behaves like a plain socket, with mutual TLS from a node's keys.
 
-OpenSSL works on memory, the socket carries what comes out: so one thread may read while another writes (an SSL object must not
-be used by two threads at once, and a lock around a blocking read would hold up the writer), sending without blocking stays
-possible, and what asks the kernel about the socket still gets its answer.
+OpenSSL works on memory buffers and the socket sends its output. One thread can thus read while another writes: an SSL
+object must not be used by two threads, and a lock around a blocking read would block the writer. Sending without blocking
+stays possible, as do socket options.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
-"""So much is made ciphertext of at a time, and sent before there is more: it stays in the cache."""
+"""Bytes encrypted at a time and sent before the next ones, so that they stay in the cache."""
 LEAST_RAW_NBYTES, RAW_NBYTES = 8 << 10, 256 << 10
-"""Taken in at once: little until more has come at once, which no stranger's handshake needs."""
+"""Receive buffer: small until a full one arrives after the handshake, so that unauthenticated peers cost little memory."""
 LINGER_S = 0.5
-"""For so long a refused dialler may still send: a connection that is closed over unread bytes loses the reason, too."""
+"""How long a refused dialer may still send: closing a connection with unread bytes would lose the reason."""
 _LATE, _EARLY, _REVOKED, _PURPOSE, _LIST = 10, 9, 23, 26, 3
 _VERIFIED = {
     _LATE: ("E-CERTIFICATE-DATE", "its certificate has expired by this machine's clock ({now}): make a new one with `commlayer "
@@ -55,8 +55,8 @@ _ALERTS = {
 
 
 class TlsSocket(socket.socket):
-    """Takes over a connected socket. One thread at a time may read and one write. What sendmsg was given and did not report as
-    out must be given again, until it is."""
+    """Takes over a connected socket. One thread at a time may read and one write. Bytes that sendmsg did not report as sent
+    must be passed again until it does."""
 
     def __init__(self, sock: socket.socket, keys: Keys, protocol: str, *, server: bool) -> None:
         family, kind, proto = sock.family, sock.type, sock.proto
@@ -68,16 +68,17 @@ class TlsSocket(socket.socket):
         self._tls = keys.context(protocol, server=server).wrap_bio(self._in, self._out, server_side=server)
         self._lock = threading.Lock()
         self._raw = memoryview(bytearray(LEAST_RAW_NBYTES))
-        self._cipher = memoryview(b"")  # made and not out yet,
-        self._plain = 0  # of so many bytes
+        self._cipher = memoryview(b"")  # encrypted and not sent yet,
+        self._plain = 0  # for this many plain bytes
         self._failed: CommError | None = None
         self._heard = not server
-        """Whether whoever dialled has said anything."""
+        """Whether the dialer has sent any byte."""
 
     # ---- the handshake
 
     def handshake(self, deadline: float) -> Certified:
-        """Who is at the other end. Refused with a reason, DeadlineExceeded, PeerLost or Damaged; the caller knows with whom."""
+        """Returns the other end's certificate. Raises Refused with a reason, DeadlineExceeded, PeerLost or Damaged; the
+        caller adds the peer."""
         try:
             while True:
                 try:
@@ -111,7 +112,7 @@ class TlsSocket(socket.socket):
 
     @property
     def channel(self) -> bytes:
-        """What is this connection's alone: the certificates of both ends, the dialler's first."""
+        """Identifies this connection: the certificates of both ends, the dialer's first."""
         assert self.peer is not None
         ends = (self.peer.fingerprint, self._keys.me.fingerprint)
         return b"".join(ends if self._server else reversed(ends))
@@ -119,14 +120,14 @@ class TlsSocket(socket.socket):
     def _tell(self, deadline: float) -> None:
         if data := self._out.read():
             self._wait_until(deadline)
-            super().sendall(data)  # that time is for all of it
+            super().sendall(data)  # the timeout covers the whole call
 
     def _hear(self, deadline: float) -> None:
         self._wait_until(deadline)
         self._pull()
 
     def _wait_until(self, deadline: float) -> None:
-        """TimeoutError once it has passed: bytes that trickle in would else keep a wait alive for ever."""
+        """Sets the timeout. Raises TimeoutError after the deadline, so that a peer cannot extend it by sending single bytes."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
@@ -144,7 +145,7 @@ class TlsSocket(socket.socket):
             self._raw = memoryview(bytearray(2 * n))
 
     def _part(self, deadline: float) -> None:
-        """The alert goes out, and what the other end still sends is heard out, so that it reads the alert."""
+        """Sends the alert and drains what the other end still sends, so that it receives the alert."""
         try:
             self._tell(deadline)
             self.shutdown(socket.SHUT_WR)
@@ -154,7 +155,7 @@ class TlsSocket(socket.socket):
                 if not super().recv_into(self._raw):
                     break
         except OSError:
-            pass  # it is gone, and has heard what it has heard
+            pass  # the peer is gone
 
     def _reason(self, error: ssl.SSLError) -> CommError:
         now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
@@ -167,23 +168,23 @@ class TlsSocket(socket.socket):
             more = "" if error.verify_code in _VERIFIED else f" ({error.verify_message})"
             return Refused(text.format(now=now) + more, code=code)
         if line := _REASONS.get(error.reason or ""):
-            # A byte that is another on the way looks like it, too: who has had a connection there tries again.
+            # A byte corrupted in transit gives the same error, so a dialer that has been connected there tries again.
             return (NotYet if error.reason in _NO_TLS else Refused)(line, code="E-TLS")
         return self._told(error) or Damaged(f"bytes that break TLS in its handshake ({error.reason or error})")
 
     def _told(self, error: ssl.SSLError) -> CommError | None:
-        """The reason that the other end gave in an alert."""
-        words = (error.reason or "").partition("_ALERT_")
+        """The reason in the other end's alert, or None."""
+        alert_parts = (error.reason or "").partition("_ALERT_")
         mine = f"the certificate of {self._keys.me.name} in {self._keys.folder}"
-        if words[2] not in _ALERTS:
+        if alert_parts[2] not in _ALERTS:
             return None
-        code, text = _ALERTS[words[2]]
+        code, text = _ALERTS[alert_parts[2]]
         return Refused(text.format(me=mine), code=code)
 
     # ---- bytes
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of a socket, without flags. 0 at the end of the stream."""
+        """Like a socket's, without flags. 0 at end of stream."""
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
@@ -213,13 +214,13 @@ class TlsSocket(socket.socket):
                     self._pull()
                     continue
                 try:
-                    self._wait_until(deadline)  # of all pieces of a record together
+                    self._wait_until(deadline)  # one deadline for all pieces of a record
                     self._pull()
                 finally:
                     self.settimeout(limit_s)
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
-        """How many of these bytes are out, 0 while the first of them are not. Raises BlockingIOError as a socket does."""
+        """How many of these bytes are sent; 0 until the first encrypted chunk is out. Raises BlockingIOError like a socket."""
         if not self._cipher:
             with self._lock:
                 self._plain = self._encrypt(buffers)

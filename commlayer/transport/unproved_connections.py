@@ -1,4 +1,4 @@
-"""Connections that have proved nothing yet: few at once, and the silent keep nobody out. Knows no frames."""
+"""Limit on connections in their handshake: silent or slow dialers cannot keep others out."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from commlayer.errors import Unsaid
 from commlayer.transport.byte_channel import ByteChannel
 
 MOST = 64
-"""At once; more wait in the kernel's backlog."""
+"""Concurrent handshakes; more wait in the kernel's backlog."""
 HURRY_S = 0.5
-"""When it is full, whoever has been here for longer gives way: those who greet need two round trips."""
+"""When the limit is reached, handshakes older than this are evicted: a normal one needs two round trips."""
 
 
 class Probe(str):
-    """Why nobody came in where nothing was asked for: whoever dialled has said nothing, and shown no credential."""
+    """The reason for a dropped connection that sent nothing and showed no credential, as a port scan or health check does."""
 
 
 class Hall:
-    """Any number of threads may call it."""
+    """The pending handshakes. Thread-safe."""
 
     def __init__(self, most: int = MOST, hurry_s: float = HURRY_S) -> None:
         self._most, self._hurry_s = most, hurry_s
         self._work = threading.Condition()
-        self._here: dict[ByteChannel, float] = {}  # since when, the first to come first
+        self._here: dict[ByteChannel, float] = {}  # start times, oldest first
         self._closed = False
 
     def room(self) -> bool:
-        """Waits until one more may come; for that the one longest here may have to go. False once it is closed."""
+        """Waits until another connection may enter, evicting the oldest if it has exceeded its time. False once closed."""
         with self._work:
             while len(self._here) >= self._most and not self._closed:
                 first, since = next(iter(self._here.items()))
@@ -42,7 +42,7 @@ class Hall:
             return not self._closed
 
     def enter_now(self, sock: ByteChannel) -> bool:
-        """Whether there is room without waiting."""
+        """Like `room` and `enter` without waiting; False if there is no room."""
         with self._work:
             if len(self._here) >= self._most:
                 first, since = next(iter(self._here.items()))
@@ -59,18 +59,19 @@ class Hall:
             self._here[sock] = time.monotonic()
 
     def leave(self, sock: ByteChannel) -> None:
-        """It has proved itself, or is gone. Twice is once."""
+        """Removes a connection that has authenticated or failed. Idempotent."""
         with self._work:
             self._here.pop(sock, None)
             self._work.notify_all()
 
     def why(self, sock: ByteChannel, error: Exception) -> str:
-        """Why whoever came by it has not come in. One that was sent away for its silence is no probe: this end closed it."""
+        """The reason for a failed handshake. A connection that was evicted for its silence is not a Probe: this end closed
+        it."""
         with self._work:
             return Probe(error.what) if isinstance(error, Unsaid) and sock in self._here else str(error)
 
     def close(self) -> None:
-        """Everybody out."""
+        """Ends all pending handshakes."""
         with self._work:
             self._closed = True
             for sock in self._here:
@@ -80,8 +81,8 @@ class Hall:
 
 
 def _wake(sock: ByteChannel) -> None:
-    """Ends what its thread waits for; that thread closes it."""
+    """Ends the blocking call of its thread, which then closes it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # gone by itself
+        pass  # already closed by the peer

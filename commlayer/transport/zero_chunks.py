@@ -1,9 +1,9 @@
-"""Bodies without their chunks of zeros, and back again. Knows bytes only: no headers, no codecs, nor whether a body is sent so.
+"""Leaves zero chunks out of bodies before sending, and restores them.
 
-A body without its zeros is its size (u32), a bitmap with one bit for each chunk of it (the lowest bit first), and the chunks
-that the bitmap names, in order; the last chunk of a body may be a shorter one. See docs/wire.md, "Zeros".
+The short form is the body's size (u32), a bitmap with one bit per chunk (lowest bit first), and the chunks that the bitmap
+names, in order. The last chunk may be shorter. See docs/wire.md, "Zeros".
 
-Loads numpy with the first body that is large enough: a coordinator, which starts in the way of attach(), does without.
+Imports numpy at the first body that is large enough: the coordinator, which starts during attach(), must not load it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from commlayer.errors import CorruptFrame
 
 CHUNK_NBYTES = 32
-"""16 halves: a row of an embedding has several. The bitmap is 1/256 of the body."""
+"""16 halves: an embedding row has several chunks. The bitmap is 1/256 of the body."""
 LEAST_NBYTES = 4 << 10
-"""Smaller bodies are about as fast whole: they are in few packets anyway."""
+"""Smaller bodies fit in few packets, so that leaving zeros out gains little."""
 MOST_NBYTES = 0xFFFFFFFF
 LOOKS = 64
-"""Chunks that are looked at first. Only if half of them are zero it is worth while to look at all."""
+"""Chunks in the sample. The whole body is examined only if half of the sample is zero."""
 
 FIRST_LOOKS = 8
-"""Chunks that are looked at before those: nearly all bodies have no zero among them, and numpy's calls cost more than that."""
+"""Chunks examined before that without numpy, whose calls cost more: nearly all bodies have no zero chunk."""
 
 _ZEROS = bytes(CHUNK_NBYTES)
 _SIZE = struct.Struct("<I")
 
 
 def left_out(body: memoryview) -> bytes | None:
-    """The body without its zeros, or None where that would not be at most three quarters of it."""
+    """The body without its zero chunks, or None if that would exceed three quarters of it."""
     nbytes = len(body)
     if not LEAST_NBYTES <= nbytes <= MOST_NBYTES:
         return None
@@ -40,27 +40,27 @@ def left_out(body: memoryview) -> bytes | None:
     import numpy as np
 
     rows = np.frombuffer(body, np.uint64, full * CHUNK_NBYTES // 8).reshape(full, -1)
-    looked = rows[:: (full // LOOKS) | 1]  # an odd stride: else it could meet the same place of each row of a matrix
-    if 2 * np.count_nonzero(looked.any(axis=1)) > len(looked):
+    sample = rows[:: (full // LOOKS) | 1]  # an odd stride does not hit the same column of every matrix row
+    if 2 * np.count_nonzero(sample.any(axis=1)) > len(sample):
         return None
-    there = np.empty(full + bool(rest), np.bool_)
-    # Columns by `|`: any(axis=1) of short rows takes ten times as long.
-    np.not_equal(rows[:, 0] | rows[:, 1] | rows[:, 2] | rows[:, 3], 0, out=there[:full])
+    nonzero = np.empty(full + bool(rest), np.bool_)
+    # Columns combined by `|`: any(axis=1) of short rows takes ten times as long.
+    np.not_equal(rows[:, 0] | rows[:, 1] | rows[:, 2] | rows[:, 3], 0, out=nonzero[:full])
     last = bytes(body[full * CHUNK_NBYTES :])
     if rest:
-        there[full] = any(last)
-    kept_nbytes = np.count_nonzero(there[:full]) * CHUNK_NBYTES
-    if 4 * (_SIZE.size + -(-len(there) // 8) + kept_nbytes + rest) > 3 * nbytes:
+        nonzero[full] = any(last)
+    kept_nbytes = np.count_nonzero(nonzero[:full]) * CHUNK_NBYTES
+    if 4 * (_SIZE.size + -(-len(nonzero) // 8) + kept_nbytes + rest) > 3 * nbytes:
         return None
-    chunks = np.frombuffer(body, f"V{CHUNK_NBYTES}", full)[there[:full]]
-    bitmap = np.packbits(there, bitorder="little")
+    chunks = np.frombuffer(body, f"V{CHUNK_NBYTES}", full)[nonzero[:full]]
+    bitmap = np.packbits(nonzero, bitorder="little")
     return b"".join((_SIZE.pack(nbytes), bitmap.data, chunks.view(np.uint8).data, last if any(last) else b""))
 
 
 def put_back(body: memoryview, max_nbytes: int, allocate: Callable[[int], memoryview]) -> memoryview:
-    """The whole body, in memory from `allocate`. Raises CorruptFrame, and has allocated nothing for it then.
+    """The whole body, in memory from `allocate`. Raises CorruptFrame before it allocates.
 
-    A chunk that is named may be zero all the same: whether a sender looks closely is its own affair.
+    A chunk named in the bitmap may still be zero: senders need not find all zeros.
     """
     if len(body) < _SIZE.size:
         raise CorruptFrame(f"a body without its zeros has {len(body)} bytes, the size alone {_SIZE.size}")
@@ -83,7 +83,7 @@ def put_back(body: memoryview, max_nbytes: int, allocate: Callable[[int], memory
     if len(body) != expected:
         raise CorruptFrame(f"a body without its zeros has {len(body)} bytes, by its bitmap {expected}")
     whole = allocate(nbytes)
-    np.frombuffer(whole, np.uint8)[:] = 0  # it may be memory that was used before
+    np.frombuffer(whole, np.uint8)[:] = 0  # the memory may have been used before
     chunk = f"V{CHUNK_NBYTES}"
     np.frombuffer(whole, chunk, full)[bits[:full]] = np.frombuffer(body[start:stop], chunk)
     if stop < expected:

@@ -1,1 +1,1 @@
-"""The automatic plan: when to plan again, trials, roll-back."""
+"""Automatic planning: when to plan again, trials of new plans, roll-back."""

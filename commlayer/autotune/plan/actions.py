@@ -1,4 +1,4 @@
-"""What the decisions of automatic planning ask for. Values only: driver.py carries them out, in the order given."""
+"""Actions that the decisions of automatic planning request. Plain values; driver.py carries them out in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlayer.records import Plan, Record
 
 
 class Word(IntEnum):
-    """What rank 0 wants of all ranks, told in its row."""
+    """Rank 0's request to all ranks, sent in its row."""
 
     NOTHING = 0
     SWITCH = 1
@@ -20,93 +20,93 @@ class Word(IntEnum):
 
 
 class Say(Record, frozen=True):
-    """A line for session.inspect.decisions(), and for rank 0's log."""
+    """A line for session.inspect.decisions() and for rank 0's log."""
 
     text: str
     warning: bool = False
 
 
 class Suggest(Record, frozen=True):
-    """A line, once in a job: what the script could allow, and what that would bring."""
+    """A line, once per job: a setting that the script could allow, and its benefit."""
 
     text: str
 
 
 class RecordSteps(Record, frozen=True):
-    """From the next step on workers record what takes time in it."""
+    """Workers record the timing of their steps from the next one on."""
 
 
 class TellPace(Record, frozen=True):
-    """All ranks together: tell each other what a step took, and how long it waited. Answered by `PaceTold`."""
+    """Collective: shares the time and the wait of a step among all ranks. Answered by `PaceTold`."""
 
     step_s: float
-    """This rank's."""
+    """Step time of this rank."""
     waited_s: float
-    """Of it, for communication."""
+    """The part of step_s spent waiting for communication."""
 
 
 class Measure(Record, frozen=True):
-    """All ranks together: read the recorded steps, time collectives, probe links, tell each other. Answered by `Measured`."""
+    """Collective: reads the recorded steps, times collectives, probes links and shares the results. Answered by `Measured`."""
 
 
 class Hear(Record, frozen=True):
-    """Read the rows that all ranks have told. Answered by `Heard`, then by `Due` where the next rows are to be told."""
+    """Reads the rows of all ranks. Answered by `Heard`, then by `Due` if the next rows are due."""
 
 
 class Tell(Record, frozen=True):
-    """All ranks together: tell this rank's row. Answered by `Heard` where all wait for it."""
+    """Collective: sends this rank's row. Answered by `Heard` if all ranks wait for the rows."""
 
     word: Word
     plan_s: float
-    """How long rank 0 took to plan; 0 before it has."""
+    """Time that rank 0's last planning took; 0 before the first."""
     slow_s: float
-    """Ranks whose steps take longer wait for the rows at once."""
+    """Ranks whose steps take longer than this wait for the rows at once."""
 
 
 class Probe(Record, frozen=True):
-    """All ranks together: measure the links alone. Answered by `Probed`, which gives both figures back."""
+    """Collective: measures only the links. Answered by `Probed`, which returns both numbers."""
 
     plan_s: float
     step_s: float
 
 
 class Pace(Record, frozen=True):
-    """Send no faster than these links carry, one for each node."""
+    """Limits senders to these links, one per node."""
 
     links: tuple[Link, ...]
 
 
 class Afresh(Record, frozen=True):
-    """What was seen of steps and links so far says nothing of the steps to come."""
+    """Clears the observations of steps and links: they do not apply to the next steps."""
 
 
 class StartPlanning(Record, frozen=True):
-    """Rank 0: plan on a thread beside the training. Answered by `Planned`."""
+    """Rank 0: plans on a thread while training continues. Answered by `Planned`."""
 
     current: Plan
-    """In force."""
+    """The plan in force."""
     known: Plan | None
-    """The same as the planner has it, if it is the planner's."""
+    """The planner's form of the plan in force, if the planner made it."""
     links: tuple[Link, ...]
     step_s: float
-    """What a step takes now."""
+    """Current time of a step."""
 
 
 class AwaitPlan(Record, frozen=True):
-    """All ranks together: wait until rank 0 has planned, and hear whether it found a better plan. Answered by `Awaited`."""
+    """Collective: waits until rank 0 has planned, and learns whether it found a better plan. Answered by `Awaited`."""
 
     most_s: float
-    """A search that takes longer goes on beside the training."""
+    """A search that takes longer continues while training goes on."""
 
 
 class Switch(Record, frozen=True):
-    """All ranks together: go over to rank 0's candidate, which others do not know. Answered by `Switched` or `Refused`."""
+    """Collective: switches to rank 0's candidate; other ranks pass None. Answered by `Switched` or `Refused`."""
 
     candidate: Candidate | None
 
 
 class Describe(Record, frozen=True):
-    """Rank 0: what the plan in force was made from and what its communication costs, for traces and for shares."""
+    """Rank 0: basis and communication price of the plan in force, for traces and for shares."""
 
     basis: Basis | None
     price: Price | None
@@ -121,4 +121,4 @@ class Report(Record, frozen=True):
 Action = (Say | Suggest | RecordSteps | TellPace | Measure | Hear | Tell | Probe | Pace | Afresh | StartPlanning | AwaitPlan
           | Switch | Describe | Report)
 COLLECTIVE = (TellPace, Measure, Hear, Tell, Probe, AwaitPlan, Switch)
-"""All ranks take these after the same step in the same order, or they would wait for each other for ever."""
+"""All ranks take these after the same step in the same order; otherwise they would deadlock."""

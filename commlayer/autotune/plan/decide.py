@@ -1,8 +1,9 @@
-"""The decisions of automatic planning: `decide(state, fact, now)` gives the state after a fact, and what is to be done.
+"""Decisions of automatic planning, as a pure function: `decide(state, fact, now)` returns the next state and a list of
+actions.
 
-Pure: no thread, clock, torch, connection or log. Every rank makes the decisions of this module for itself, from step counts and
-rows that are the same on all ranks; so all take the actions of actions.COLLECTIVE after the same steps, in the same order. What
-rank 0 decides alone is in decide_rank0.py; the others learn of it by the word in rank 0's row.
+Every rank runs this module on step counts and rows that are the same on all ranks. All ranks therefore take the actions of
+actions.COLLECTIVE after the same steps, in the same order. Decisions that only rank 0 makes are in decide_rank0.py; the
+other ranks learn them from the `word` in rank 0's row.
 """
 
 from __future__ import annotations
@@ -51,24 +52,24 @@ from commlayer.planner.model.plan_words import in_words
 from commlayer.records import digest
 
 WARM_STEPS = 2
-"""They find thresholds, buffers and the forward order: their times are no model of later ones."""
+"""The first steps determine thresholds, buffers and the forward order; their times do not represent later ones."""
 MEASURED_STEPS = 5
 SOON_S, LINKS_HOLD = 0.75, 1 / 3
-"""The last of the first steps is measured, and no more of them, if it takes so many seconds and all ranks wait for
-communication in this part of it: the plan that shortens such steps is worth more than what others would tell. Computing no plan
-shortens, and it takes longest in the first steps."""
+"""Recording starts at the last warm-up step, and only that step is measured, if steps are slow and limited by links: a step
+takes at least SOON_S and all ranks wait for communication for at least LINKS_HOLD of it. A plan that shortens such steps is
+worth more than further measurements. No plan shortens computing, which takes longest in the first steps."""
 UNEVEN = 1.5
-"""Times what the fastest rank computes: longer than busy processors make it look."""
+"""A rank is slow if it computes this many times as long as the fastest one: more than contention for processors explains."""
 UNEVEN_S = 0.005
-"""Seconds more than the fastest rank computes: below it, a few calls of the operating system make a rank look slow."""
+"""And it must compute this many seconds longer: below that, a few system calls make a rank look slow."""
 WAITED_STEPS = 2
-"""For a plan all wait at most as long as so many steps take."""
+"""All ranks wait for a plan for at most this many steps."""
 
 Decided = tuple[State, list[Action]]
 
 
 def begin(rank: int, *, per_node: int = 1, keep: bool = False) -> State:
-    """Before the first step. `keep`: looks for plans and changes none."""
+    """The state before the first step. With `keep` the planner looks for plans and never switches."""
     return State(Warming(WARM_STEPS), Lead() if rank == 0 else None, per_node, keep)
 
 
@@ -93,8 +94,8 @@ def decide(state: State, fact: Fact, now: float) -> Decided:
         case Switched():
             return _switched(state, fact)
         case Refused():
-            said = Say(f"kept the plan in force: {fact.why}")
-            return _with(state, state.lead and decide_rank0.refused(state.lead)), [said]
+            line = Say(f"kept the plan in force: {fact.why}")
+            return _with(state, state.lead and decide_rank0.refused(state.lead)), [line]
 
 
 # ---- steps
@@ -127,7 +128,7 @@ def _record(state: State) -> Decided:
 
 
 def _later(state: State, step: int) -> State:
-    """Steps that it has not heard of, of a warm-up or under somebody else's plan, are none of those that it waits for."""
+    """Counts a step. Steps that were not reported here (warm-up of the codec, another plan) extend the present phase."""
     phase, missed = state.phase, max(0, step - state.step - 1)
     if missed and isinstance(phase, Warming | Measuring):
         phase = structs.replace(phase, until=phase.until + missed)
@@ -146,23 +147,23 @@ def _meanwhile(state: State, fact: Meanwhile) -> Decided:
 
 
 def _measured(state: State, fact: Measured, now: float) -> Decided:
-    """What was measured is planned for. Rank 0 goes on alone."""
+    """Starts planning with the measurements; rank 0 plans alone."""
     soon = isinstance(state.phase, Warming)
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
     actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact)]
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0, checks=True)
-    # A slow step that goes on beside the search costs more than the wait.
+    # A slow step during the search would cost more than waiting for the search.
     return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if soon and not state.keep else actions
 
 
 def _links_hold(fact: PaceTold) -> bool:
-    """Whether steps are slow, and by what plans can mend."""
+    """Whether steps are slow because of communication, which a plan can shorten."""
     return fact.step_s >= SOON_S and fact.waited_s >= LINKS_HOLD * fact.step_s
 
 
 def _uneven(fact: Measured) -> list[Say]:
-    """What no plan mends."""
+    """Reports a rank that computes much longer than the others, which no plan can change."""
     computing_s = fact.computing_s
     if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
         return []
@@ -176,7 +177,7 @@ def _uneven(fact: Measured) -> list[Say]:
 
 
 def _heard(state: State, fact: Heard, now: float) -> Decided:
-    """All ranks act alike upon what all have seen."""
+    """Acts on rows that all ranks have received, so that all ranks act alike."""
     if not fact.rows:
         return state, []
     known, first = state.links, fact.rows[0]
@@ -188,21 +189,21 @@ def _heard(state: State, fact: Heard, now: float) -> Decided:
         return structs.replace(state, phase=Warming(state.step + 1)), []
     if first.word == Word.PROBE:
         return state, [Probe(first.plan_s, step_s)]
-    watch, found = known.watch.observe(SeenStep(
+    watch, rates = known.watch.observe(SeenStep(
         step_s, min(row.waited_s for row in fact.rows), tuple(row.carried for row in fact.rows[:: state.per_node])))
     state = structs.replace(state, links=structs.replace(known, watch=watch))
-    if found is None:
+    if rates is None:
         return state, []
-    if not slower(found, watch.planned):  # nobody loses anything by it: rank 0 looks for a plan when it is time to
-        said = Say(f"links carry {spelled(found)}, as seen in steps, and not {spelled(watch.planned)}")
-        state, actions = _plan_for(state, _with_rates(state, found), now)
+    if not slower(rates, watch.planned):  # faster links slow no step down; rank 0 plans later
+        line = Say(f"links carry {spelled(rates)}, as seen in steps, and not {spelled(watch.planned)}")
+        state, actions = _plan_for(state, _with_rates(state, rates), now)
         assert state.links is not None
-        # They may be faster still: when that is probed is counted from when they were last known to be no faster.
-        return structs.replace(state, links=structs.replace(state.links, reprobe=known.reprobe)), [said, *actions]
-    said = Say(f"links have changed from {spelled(watch.planned)} to {spelled(found)}, as seen in steps of "
+        # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
+        return structs.replace(state, links=structs.replace(state.links, reprobe=known.reprobe)), [line, *actions]
+    line = Say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}, as seen in steps of "
                f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
-    state, actions = _plan_anew(state, found, first.plan_s, step_s, now)
-    return state, [said, *actions]
+    state, actions = _plan_anew(state, rates, first.plan_s, step_s, now)
+    return state, [line, *actions]
 
 
 def _due(state: State, now: float) -> Decided:
@@ -219,26 +220,26 @@ def _due(state: State, now: float) -> Decided:
 
 
 def _probed(state: State, fact: Probed, now: float) -> Decided:
-    """A link carries little under a plan for a slow one, so nothing but a probe tells that it is faster by now."""
+    """Evaluates a probe: under a plan made for a slow link the link carries little, so only a probe shows that it is faster."""
     known = state.links
     assert known is not None
     planned = known.watch.planned
-    rates = tuple(  # whether a link is slower is told by steps: a short probe may be
+    rates = tuple(  # a short probe may read too low; whether a link is slower is seen in steps
         Rates(max(link.up_bps, old.up_bps), max(link.down_bps, old.down_bps))
         for link, old in zip(fact.links, planned, strict=True)
     )
     faster = differ(rates, planned)
     state = structs.replace(state, links=structs.replace(known, reprobe=known.reprobe.probed(now, fact.took_s, found=faster)))
-    said = Say(f"probed the links in {1e3 * fact.took_s:.0f} ms: " + (
+    line = Say(f"probed the links in {1e3 * fact.took_s:.0f} ms: " + (
         f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
     if not faster:
-        return state, [said, Afresh()]  # a probe's bytes are no step's
+        return state, [line, Afresh()]  # the probe's traffic belongs to no step
     state, actions = _plan_anew(state, rates, fact.plan_s, fact.step_s, now)
-    return state, [said, *actions]
+    return state, [line, *actions]
 
 
 def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: float, now: float) -> Decided:
-    """With the costs that are known, for other rates. All wait for it where that took less than a step before."""
+    """Plans for new rates with the known costs. All ranks wait for the plan if the last planning took less than a step."""
     assert state.links is not None
     pace_s = 0.0 if state.lead is None else decide_rank0.pace_since(state.lead, state.links.watch.slow_s)
     state, actions = _plan_for(state, _with_rates(state, rates), now)
@@ -247,7 +248,7 @@ def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: floa
 
 
 def _plan_for(state: State, links: tuple[Link, ...], now: float) -> Decided:
-    """From now on these links are what is planned for."""
+    """Sets the links that are planned for."""
     rates, known = decide_rank0.rates_of(links), state.links
     if known is None:
         known = Links(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
@@ -283,7 +284,8 @@ def _switch(state: State) -> Switch:
 
 
 def _switched(state: State, fact: Switched) -> Decided:
-    """Under another plan links carry other amounts, and steps take other times; under the plan before, those of then."""
+    """Restarts the observation of links and steps, which differ by plan. On a return to the previous plan its observation
+    is resumed."""
     known = state.links
     assert known is not None
     watch = LinkWatch(decide_rank0.rates_of(known.links))
@@ -298,12 +300,12 @@ def _switched(state: State, fact: Switched) -> Decided:
         back = proposed is not None and proposed.back
         lead, actions = decide_rank0.switched(state.lead, fact.plan, fact.left)
         state = _described(_with(state, lead), actions)
-    said = Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}: {in_words(fact.plan)}")
-    return state, [*actions, Afresh(), said]
+    line = Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}: {in_words(fact.plan)}")
+    return state, [*actions, Afresh(), line]
 
 
 def _described(state: State, actions: Sequence[Action]) -> State:
-    """With what is said of the plan in force."""
+    """Records the basis and price of the plan in force from `Describe` actions."""
     for each in actions:
         if isinstance(each, Describe):
             state = structs.replace(state, in_force=_in_force(state)._replace(basis=each.basis, price=each.price))

@@ -1,6 +1,7 @@
-"""Rank 0's part of automatic planning: which plan is worth a change, what came of it, what it asks of all ranks.
+"""Decisions that rank 0 makes alone: which plan is worth a switch, whether a trial succeeded, what to request from all
+ranks.
 
-Pure functions of what rank 0 knows, called by decide.py on rank 0 alone. No thread, clock, torch, connection or log here.
+Pure functions, called by decide.py on rank 0 only.
 """
 
 from __future__ import annotations
@@ -21,29 +22,28 @@ from commlayer.planner.model.cluster import Link
 from commlayer.records import Plan, digest
 
 WORTH = 0.02
-"""A plan must shorten the way to a loss by this fraction to be tried. Prices err by more, either way: a few steps tell."""
+"""A plan must reach a loss sooner by this fraction to be tried. Prices are less accurate than that, but a few steps decide."""
 FINER, AS_SOON = 0.01, 0.03
-"""So does one that needs so much fewer steps, if it is at the loss no more than this fraction later: what a codec costs a model
-in steps is known less well than what a step takes."""
+"""A plan that needs fewer steps by FINER is tried even if it reaches a loss later by at most AS_SOON: a codec's cost in
+steps is known less accurately than the time of a step."""
 TO_WIN = 0.05
-"""Less is no reason to measure, to probe or to search again."""
+"""Minimum gain that justifies measuring, probing or another search."""
 SHARES_WORTH = 0.1
-"""Work is measured again where a change of shares changes a step's computing by this fraction."""
+"""Work is measured again if a change of shares changes a step's computing by this fraction."""
 HARDER = 1.25
-"""Where a model's excess of steps is seen to be so many times what was planned with, another plan is looked for."""
+"""A new search starts if the model's observed excess of steps is this many times the value used for the last plan."""
 TRIED = 5
-"""Steps under a plan that tell its pace, after one that warms up."""
+"""Steps that determine a plan's step time, after one warm-up step."""
 SLOWER = 0.02
-"""Where the loss comes later than under the plan before by more than this fraction, all go back. Medians of so few steps under
-one plan differ by as much, and going back is not for nothing: servers drop what they owe."""
+"""All ranks roll back if a loss comes later than under the previous plan by more than this fraction. Medians of so few
+steps differ by as much under one plan, and a roll-back has a cost: servers drop their residuals."""
 PLAIN = 0.18
-"""The plan without compression is tried where the loss would come later by at most this fraction: in trials it took up to 16 %
-less than its prices, which know least of plans that go another way than what was measured.
-Local steps are where they would be taken, had it been known how slow averaged gradients are."""
+"""The plan without compression is tried if a loss is priced to come later by at most this fraction. In trials it took up to 16 %
+less than its price: prices are least accurate for paths unlike the measured ones."""
 OFF = 10.0
-"""Where the plan in force takes so many times as long as it is priced at, or so small a part, prices say nothing."""
+"""If the plan in force takes this many times its price, or this small a part of it, the prices are not used."""
 STALE = LIMIT
-"""Relative error from which steps are not what was expected of the plan in force."""
+"""Relative error of the step time above which the plan in force counts as stale."""
 
 Decided = tuple[Lead, list[Action]]
 
@@ -51,9 +51,9 @@ Decided = tuple[Lead, list[Action]]
 def planning(
     lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
 ) -> Decided:
-    """Looks for a plan in place of the current one. Whatever else was under way is given up.
+    """Starts a search for a replacement of the current plan, and abandons anything else in progress.
 
-    `step_s`: as all ranks measured it; `pace_s`: what steps took here, by the clock that tells the pace of other plans.
+    `step_s` is the step time measured by all ranks; `pace_s` is rank 0's own, from the clock that times other plans.
     `checks`: see Planning.
     """
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
@@ -64,27 +64,28 @@ def planning(
 
 
 def pace_since(lead: Lead, slow_s: float) -> float:
-    """Seconds of a step since steps became slow: rows are means over earlier steps, too. 0 where none has been slow here."""
+    """Step time since steps became slow, because rows are averages that include earlier steps. 0 if no step was slow on
+    this rank."""
     slow = list(takewhile(lambda step_s: step_s > slow_s, reversed(lead.recent)))
     return median(slow) if slow else 0.0
 
 
 def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
-    """Proposes what was found if it is worth a change; else the plan in force is kept, and its pace taken."""
+    """Proposes the plan found if it is worth a switch. Otherwise the plan in force stays, and its step time is measured."""
     if not isinstance(lead.phase, Planning) or lead.phase.order != fact.order:
-        return lead, []  # another planning has begun since
+        return lead, []  # a newer planning has replaced this one
     found, measured_s = fact.found, fact.order.step_s
     if found is None:
         return structs.replace(lead, phase=Settling()), [Say(f"no plan: {fact.why}")]
     if in_force.plan != fact.order.current:
-        said = "found a plan, but meanwhile somebody has changed the one in force"
-        return structs.replace(lead, phase=Steady(), stale=True), [Say(said)]
+        line = "found a plan, but meanwhile somebody has changed the one in force"
+        return structs.replace(lead, phase=Steady(), stale=True), [Say(line)]
     if lead.phase.checks and max(found.current_s, lead.pace_s) >= OFF * min(found.current_s, lead.pace_s):
         return _discarded(lead, found, keep=keep)
     verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s, found.current_steps, found.steps)
     lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, beside=() if keep else found.beside,
                            verdicts=(*lead.verdicts, verdict), discarded=False)
-    said = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
+    line = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
             f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
     hint = [Suggest(found.hint)] if found.hint else []
     enough = 1.0 + AS_SOON if found.steps <= found.current_steps - FINER else 1.0 - WORTH
@@ -92,27 +93,27 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
     if keep or later or _hopeless(found, found.current_steps):
         alone = _beside_alone(found, found.current_s * found.current_steps)
         return structs.replace(lead, phase=Settling()), [
-            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force{alone}: found {said}"), *hint]
+            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force{alone}: found {line}"), *hint]
     return structs.replace(lead, phase=Proposing(found, lead.pace_s)), [
         Describe(in_force.basis, found.current_price),
-        Say(f"found {said}{_beside_alone(found, found.plan.step_s * found.steps)}"), *hint]
+        Say(f"found {line}{_beside_alone(found, found.plan.step_s * found.steps)}"), *hint]
 
 
 def _discarded(lead: Lead, found: Candidate, *, keep: bool) -> Decided:
-    """Measures again, once: what was measured may be wrong, or what is made of it."""
+    """Discards the search and measures again, once: the measurement or the prices may be wrong."""
     again = not (lead.discarded or keep)
-    said = (f"kept the plan in force: priced at {_ms(found.current_s)} per step, measured at {_ms(lead.pace_s)}, so a search "
+    line = (f"kept the plan in force: priced at {_ms(found.current_s)} per step, measured at {_ms(lead.pace_s)}, so a search "
             f"by these prices is discarded{'; measuring again' if again else ''}")
-    return structs.replace(lead, phase=Settling(), stale=again, discarded=True), [Say(said)]
+    return structs.replace(lead, phase=Settling(), stale=again, discarded=True), [Say(line)]
 
 
 def _hopeless(found: Candidate, current_steps: float) -> bool:
-    """Whether it needs too many steps for any plan, and more than the plan in force."""
+    """Whether the plan needs too many steps to be useful, and more than the plan in force."""
     return found.steps >= MOST_STEPS and found.steps > current_steps
 
 
 def _beside_alone(found: Candidate, to_loss_s: float) -> str:
-    """What a plan is expected to bring: `to_loss_s` for each step of dense training."""
+    """The expected speed against one machine alone. `to_loss_s` is the time that replaces one step of dense training."""
     if not found.alone_s or not to_loss_s:
         return ""
     return f", expected to reach a loss {found.alone_s / to_loss_s:.2f} times as fast as one machine alone"
@@ -123,23 +124,23 @@ def _ms(seconds: float) -> str:
 
 
 def _needs(steps: float) -> str:
-    """Beside what steps take: how many of them a loss needs, against dense training."""
+    """The convergence factor, for log lines that give a step time."""
     return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
 
 
 def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | None) -> Decided:
-    """Plans anew where topk loses so much more of this model's gradients than it usually does that another may be better."""
+    """Starts planning again if topk loses much more of this model's gradients than usual, so that another plan may be
+    better."""
     if links is None or not isinstance(lead.phase, Steady) or times <= HARDER * lead.harder or not lead.recent:
         return lead, []
-    said = (f"topk loses more of these gradients than is usual: what it costs in steps beyond dense training is counted "
+    line = (f"topk loses more of these gradients than is usual: what it costs in steps beyond dense training is counted "
             f"{times:.2f} times")
     lead, actions = planning(structs.replace(lead, harder=times), in_force.plan, links.links, median(lead.recent))
-    return lead, [Say(said), *actions]
+    return lead, [Say(line), *actions]
 
 
 def found_faster(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
-    """Plans anew, beside the training, where links have turned out to be so much faster than was planned with that another plan
-    may be better."""
+    """Starts planning again if links have become so much faster than planned that another plan may be better."""
     if links is None or not isinstance(lead.phase, Steady) or not lead.searched or not lead.recent:
         return lead, []
     win = to_win(lead, links.watch)
@@ -153,12 +154,12 @@ def rates_of(links: Sequence[Link]) -> tuple[Rates, ...]:
 
 
 def shares_moved(lead: Lead, part: float) -> Lead:
-    """Work is measured again where that matters."""
+    """Requests new measurements if the change of shares is large enough."""
     return structs.replace(lead, moved=True) if part >= SHARES_WORTH else lead
 
 
 def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decided:
-    """Takes the pace of a plan that is tried or kept; compares what steps take with what was expected."""
+    """Records the step time of a plan in trial or kept, and compares it with the prediction."""
     actions: list[Action] = []
     lead = structs.replace(lead, recent=(*lead.recent[1 - TRIED :], step_s))
     if isinstance(lead.phase, Trial | Settling):
@@ -167,7 +168,7 @@ def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decide
     if lead.check is not None:
         check, stale = lead.check.observe(median(lead.recent[-3:]), step)
         slower = stale is not None and stale.slower
-        if stale is not None and not slower:  # a plan that does better is no reason to hold steps up
+        if stale is not None and not slower:  # a plan that is faster than predicted needs no new planning
             check = _expects(stale.measured_s, usual=True)
         lead = structs.replace(lead, check=check, stale=lead.stale or slower)
         actions += [Report(stale)] if stale is not None and slower else []
@@ -176,27 +177,27 @@ def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decide
 
 
 def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead, Word]:
-    """What all ranks are to do once they have heard it."""
+    """The request that rank 0 puts in its next row to all ranks."""
     if isinstance(lead.phase, Planning):
         return lead, Word.NOTHING
     if isinstance(lead.phase, Proposing):
         return lead, Word.SWITCH
     win = to_win(lead, links.watch)
-    if lead.stale and not lead.moved and win is not None and win < TO_WIN:  # nothing can be won
+    if lead.stale and not lead.moved and win is not None and win < TO_WIN:  # no gain is possible
         check = _expects(median(lead.recent), usual=True) if lead.recent else None
         lead = structs.replace(lead, stale=False, moved=False, check=check)
     elif lead.stale or lead.moved:
         return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
     lost = differ(links.best, links.watch.planned)
-    if win is None or win < TO_WIN:  # whatever a probe finds, too little would follow from it
+    if win is None or win < TO_WIN:  # a probe could not lead to enough gain
         return lead, Word.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
     return lead, Word.PROBE if due else Word.NOTHING
 
 
 def to_win(lead: Lead, watch: LinkWatch) -> float | None:
-    """The part of the time to a loss that no plan can save more of, however fast links are: then no step waits, and none is
-    taken for what compressing loses. None before it is known what steps take."""
+    """Upper limit of the time to a loss that any plan can save, with infinitely fast links and lossless compression, as a
+    fraction. None before the step time is known."""
     return 1.0 - (1.0 - watch.waited_s / watch.usual_s) / lead.steps if watch.settled and watch.usual_s > 0 else None
 
 
@@ -205,12 +206,12 @@ def proposal(lead: Lead) -> Proposing | None:
 
 
 def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
-    """All ranks run under the plan that was proposed. `plan`: as they run it."""
+    """Starts the trial of the proposed plan after all ranks have switched. `plan` is the plan as the ranks run it."""
     proposed = proposal(lead)
     assert proposed is not None, "rank 0 has no plan that others could go over to"
     candidate = proposed.candidate.as_run(plan)
     substituted = candidate is not proposed.candidate
-    # What was seen of steps is the plan's that all have left.
+    # Step times recorded so far belong to the previous plan.
     lead = structs.replace(lead, recent=(), stale=False, known=(plan, candidate.plan), steps=candidate.steps)
     actions: list[Action] = [Describe(candidate.basis, candidate.price)]
     if proposed.back:
@@ -226,7 +227,7 @@ def refused(lead: Lead) -> Lead:
 
 
 def _judged(lead: Lead, in_force: InForce) -> Decided:
-    """What a plan's first steps say of it, once there are enough."""
+    """Judges a plan by its first steps, once there are enough."""
     phase, plan = lead.phase, in_force.plan
     if not isinstance(phase, Trial | Settling) or len(phase.times) <= TRIED:
         return lead, []
@@ -235,24 +236,25 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
         return _another_tried(structs.replace(lead, check=_expects(step_s, usual=True)), step_s, in_force)
     before = phase.before
     worse = step_s * lead.steps > (1 + SLOWER) * phase.before_s * before.steps
-    said = (f"under plan {digest(plan)} steps take {_ms(step_s)}{_needs(lead.steps)}: {_ms(plan.step_s)} were predicted, "
+    line = (f"under plan {digest(plan)} steps take {_ms(step_s)}{_needs(lead.steps)}: {_ms(plan.step_s)} were predicted, "
             f"{_ms(phase.before_s)}{_needs(before.steps)} were taken before{': back to that' if worse else ''}")
     lead = structs.replace(lead, lateness=max(1.0, step_s / plan.step_s) if plan.step_s else 1.0)
     if worse:
-        return structs.replace(lead, phase=Proposing(before, back=True), check=None), [Say(said)]
-    if phase.for_pace:  # it was tried whatever was predicted of it
+        return structs.replace(lead, phase=Proposing(before, back=True), check=None), [Say(line)]
+    if phase.for_pace:  # tried regardless of its prediction
         lead = structs.replace(lead, check=_expects(step_s, usual=True))
     lead, actions = _another_tried(lead, step_s, in_force)
-    return lead, [Say(said), *actions]
+    return lead, [Say(line), *actions]
 
 
 def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
-    """Where prices cannot tell plans apart, a few steps can. `step_s`: under the plan in force."""
+    """Proposes another candidate whose price is close, since a few steps decide more reliably. `step_s`: under the plan in
+    force."""
     basis, beside, lead = in_force.basis, lead.beside, structs.replace(lead, phase=Steady(), beside=())
     for place, other in enumerate(beside):
         most = 1 + PLAIN if other.dense else LEAVES
         if other.runnable == in_force.plan or (in_force.plan.steps_locally and not other.plan.steps_locally):
-            continue  # what was priced as steps on averaged gradients would not run as such any more
+            continue  # a plan priced for averaged gradients would run with local optimizer states
         if _hopeless(other, lead.steps):
             continue
         if basis is not None and other.plan.step_s * other.steps <= most * step_s * lead.steps:
@@ -260,8 +262,8 @@ def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
             candidate: Candidate = other._replace(current=basis.plan, current_price=price, current_steps=lead.steps)
             phase = Proposing(candidate, step_s, for_pace=other.dense)
             what = "the plan without compression" if other.dense else "local steps, too"
-            said = f"tries {what}, {_ms(other.plan.step_s)}{_needs(other.steps)} by the same prices"
-            return structs.replace(lead, phase=phase, beside=beside[place + 1 :]), [Say(said)]
+            line = f"tries {what}, {_ms(other.plan.step_s)}{_needs(other.steps)} by the same prices"
+            return structs.replace(lead, phase=phase, beside=beside[place + 1 :]), [Say(line)]
     return lead, []
 
 

@@ -1,4 +1,4 @@
-"""What decisions of automatic planning are made from: what happened, as the driver saw it. Values only."""
+"""Facts that the decisions of automatic planning react to. Plain values, created by the driver."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from commlayer.records import Plan, Record
 
 
 class StepReport(NamedTuple):
-    """A row: what a rank tells the others of its steps. Numbers only: the exchange carries nothing else."""
+    """A row: one rank's report about its steps. Numbers only, because rows are exchanged as tensors."""
 
     word: float
-    """A `Word`: what rank 0 wants of all."""
+    """A `Word`: rank 0's request to all ranks."""
     plan_s: float
-    """Seconds that rank 0 took to plan; 0 before it has."""
+    """Time of rank 0's last planning; 0 before the first."""
     at_once: float
-    """Whether it waits for the others' rows, for its step was slow."""
+    """Whether the rank waits for the other rows at once, because its step was slow."""
     step_s: float
-    """Of a step, since the row before."""
+    """Mean step time since the previous row."""
     cost_s: float
-    """Of its training thread for a row."""
+    """Seconds of the training thread per row."""
     waited_s: float = 0.0
-    """Of step_s: how long the training thread waited for communication."""
+    """The part of step_s that the training thread waited for communication."""
     up_bps: float = 0.0
     up_share: float = 0.0
     down_bps: float = 0.0
@@ -37,7 +37,7 @@ class StepReport(NamedTuple):
 
 
 class InForce(NamedTuple):
-    """The plan that steps run under. Rank 0 knows what it was made from and what its communication costs, if anybody does."""
+    """The plan in force. Its basis and price are known on rank 0 at most."""
 
     plan: Plan
     basis: Basis | None = None
@@ -45,7 +45,7 @@ class InForce(NamedTuple):
 
 
 class Planned(Record, frozen=True):
-    """Planning is over: a candidate, or the reason why there is none."""
+    """Planning has ended with a candidate, or with the reason for having none."""
 
     order: StartPlanning
     found: Candidate | None
@@ -53,53 +53,53 @@ class Planned(Record, frozen=True):
 
 
 class SharesMoved(Record, frozen=True):
-    """With the next step work moves between the ranks."""
+    """Work moves between ranks with the next step."""
 
     part: float
-    """Of a step's computing that this changes."""
+    """The fraction of a step's computing that changes."""
 
 
 class Meanwhile(Record, frozen=True):
-    """What has happened since the last fact, on other threads or by other hands."""
+    """Changes since the last fact, made by other threads or the script."""
 
     in_force: InForce
     news: tuple[Planned | SharesMoved, ...] = ()
     harder: float = 1.0
-    """How many times the excess of steps that is usual under a codec this model needs, as far as was seen."""
+    """Error multiplier: this model's observed excess of steps under compression, relative to the usual one."""
 
 
 class StepOver(Record, frozen=True):
     """A step has ended on this rank."""
 
     step: int
-    """How many have, since the start of the job."""
+    """Steps since the start of the job."""
     seconds: float
-    """Since the step before ended; 0 for the first."""
+    """Since the end of the previous step; 0 for the first."""
     meanwhile: Meanwhile
     waited_s: float = 0.0
-    """Of them, for communication."""
+    """The part of `seconds` spent waiting for communication."""
 
 
 class PaceTold(Record, frozen=True):
-    """All ranks have told what a step took."""
+    """All ranks have shared the time of a step."""
 
     step_s: float
-    """The median, the same on all of them."""
+    """Median over ranks, the same on all of them."""
     waited_s: float
-    """Of a step, the least that one of them waited for communication: who waits for a slower rank waits longer."""
+    """The shortest wait of any rank: a rank that waits for a slower one waits longer than communication takes."""
 
 
 class Measured(Record, frozen=True):
-    """All ranks have measured and know the same: each node's link, and seconds of a step."""
+    """All ranks have the same measurements: each node's link, and the step time."""
 
     links: tuple[Link, ...]
     step_s: float
     computing_s: tuple[float, ...] = ()
-    """Of each rank; none where shares of the batch follow that already."""
+    """Computing time of each rank; empty if shares of the batch already follow it."""
     names: tuple[str, ...] = ()
-    """Of each rank, for people."""
+    """Display name of each rank."""
     shares: bool = True
-    """Whether shares of the batch could follow it."""
+    """Whether shares of the batch could follow computing time."""
 
 
 class Heard(Record, frozen=True):
@@ -109,11 +109,11 @@ class Heard(Record, frozen=True):
 
 
 class Due(Record, frozen=True):
-    """It is time to tell the next rows."""
+    """The next rows are due."""
 
 
 class Probed(Record, frozen=True):
-    """All ranks have probed the links and know the same of them. The rest is the order's."""
+    """All ranks have the same results of a probe. plan_s and step_s are the action's."""
 
     links: tuple[Link, ...]
     took_s: float
@@ -129,14 +129,14 @@ class Awaited(Record, frozen=True):
 
 
 class Switched(Record, frozen=True):
-    """All ranks have gone over to a plan, and left another."""
+    """All ranks have switched from plan `left` to `plan`."""
 
     plan: Plan
     left: Plan
 
 
 class Refused(Record, frozen=True):
-    """All ranks have kept their plan, since rank 0's candidate fits some rank ill."""
+    """All ranks kept their plan because a rank refused rank 0's candidate."""
 
     why: str
 

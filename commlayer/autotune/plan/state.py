@@ -1,25 +1,24 @@
-"""What automatic planning knows, by phase. Values only. The rules are in decide.py and decide_rank0.py; driver.py keeps the
-present state.
+"""State of automatic planning, by phase. Plain values; the rules are in decide.py and decide_rank0.py.
 
 All ranks go through the same phases after the same steps:
 
     Warming ---> Measuring ---> Watching
        ^                            |
-       '---- rank 0 wants it -------'      since steps are not what was predicted, or work has moved between the ranks
+       '---- rank 0 requests it ----'      because steps differ from the prediction, or work has moved between ranks
 
-Rank 0 looks for plans besides, and judges them:
+Rank 0 in addition searches for plans and judges them:
 
     from         to           when
     any          Planning     all ranks have measured, or links have changed
-    Planning     Proposing    a plan was found that is worth a change
-    Planning     Settling     none was found: the plan in force is kept
-    Planning     Steady       meanwhile somebody has changed the plan in force
-    Proposing    Trial        all have gone over to it
-    Proposing    Settling     all have gone back to the plan before, or kept theirs, since this one fits some rank ill
-    Trial        Proposing    the loss comes later than before: back; or else another plan that was found is near
+    Planning     Proposing    the search found a plan that is worth a switch
+    Planning     Settling     it found none: the plan in force stays
+    Planning     Steady       the plan in force was changed during the search
+    Proposing    Trial        all ranks have switched to the plan
+    Proposing    Settling     all ranks have rolled back, or kept their plan because a rank refused the new one
+    Trial        Proposing    a loss comes later than before: roll back; or another candidate is close
     Trial        Steady       neither
-    Settling     Proposing    another plan that was found is near
-    Settling     Steady       none is
+    Settling     Proposing    another candidate is close
+    Settling     Steady       no other candidate is
 """
 
 from __future__ import annotations
@@ -35,96 +34,96 @@ from commlayer.records import Plan, Record
 
 
 class Warming(Record, frozen=True):
-    """The first steps, or the rest of the one in which rank 0 asked for measuring."""
+    """The first steps, or the rest of the step in which rank 0 requested measuring."""
 
     until: int
-    """Behind this step recording begins."""
+    """Recording begins after this step."""
 
 
 class Measuring(Record, frozen=True):
-    """Steps are recorded."""
+    """Steps are being recorded."""
 
     until: int
-    """Behind this step they are read."""
+    """The records are read after this step."""
 
 
 class Watching(Record, frozen=True):
-    """Ranks tell each other of their steps, and act upon what all have heard."""
+    """Ranks exchange rows about their steps and act on rows that all have received."""
 
 
 # ---- phases of rank 0
 
 
 class Steady(Record, frozen=True):
-    """Nothing is under way; `Lead.check` says whether the plan in force still does what is expected of it."""
+    """No search or trial is in progress; `Lead.check` compares steps with the prediction."""
 
 
 class Planning(Record, frozen=True):
-    """A thread plans."""
+    """The planner thread searches."""
 
     order: StartPlanning
     checks: bool = False
-    """Steps were just measured, over these links: so the plan in force must be priced at about what it takes."""
+    """Whether the price of the plan in force must agree with its step time: steps were just measured over these links."""
 
 
 class Proposing(Record, frozen=True):
-    """With the next rows all ranks are asked to go over to a plan."""
+    """The next rows ask all ranks to switch to a plan."""
 
     candidate: Candidate
     before_s: float = 0.0
-    """Seconds of a step under the plan in force."""
+    """Step time under the plan in force."""
     for_pace: bool = False
-    """Prices cannot tell it from the plan in force; only its pace can."""
+    """Prices cannot distinguish it from the plan in force; only its step time can."""
     back: bool = False
-    """It is the plan before the one in force, under which the loss came sooner."""
+    """Whether this is a roll-back to the previous plan, under which a loss came sooner."""
 
 
 class Trial(Record, frozen=True):
     """The first steps under a new plan."""
 
     before: Candidate
-    """What all left for it."""
+    """The previous plan, for a roll-back."""
     before_s: float
     for_pace: bool
     times: tuple[float, ...] = ()
-    """Seconds of its steps up to now."""
+    """Seconds of its steps so far."""
 
 
 class Settling(Record, frozen=True):
-    """Steps under a plan that is kept, whatever they take."""
+    """Steps under a plan that is kept; they only determine its step time."""
 
     times: tuple[float, ...] = ()
 
 
 class Lead(Record, frozen=True):
-    """What rank 0 alone knows and decides."""
+    """State that only rank 0 has."""
 
     phase: Steady | Planning | Proposing | Trial | Settling = Steady()
     check: PredictionCheck | None = None
     recent: tuple[float, ...] = ()
-    """Seconds of the latest steps under the plan in force; of the last three the check sees the median."""
+    """Latest step times under the plan in force; `check` uses the median of the last three."""
     steps: float = 1.0
-    """How many times as many steps as dense training the plan in force needs for a loss."""
+    """Convergence factor of the plan in force."""
     harder: float = 1.0
-    """What the plan in force was made with, of how much harder than usual compression is for this model."""
+    """Error multiplier of compression for this model that was used for the plan in force."""
     pace_s: float = 0.0
-    """What steps took when the planning under way began: how fast the plan in force is."""
+    """Step time of the plan in force when the present planning began."""
     stale: bool = False
-    """Steps under the plan in force do not take what was expected."""
+    """Whether steps under the plan in force differ from the prediction."""
     moved: bool = False
-    """Shares have changed since work was last measured."""
+    """Whether shares have changed since work was last measured."""
     searched: tuple[Link, ...] = ()
-    """What a plan was last looked for with."""
+    """Links that the last search used."""
     discarded: bool = False
-    """The last search's prices were far from what steps take, so it was discarded."""
+    """Whether the last search was discarded because its prices were far from the step time."""
     known: tuple[Plan, Plan] | None = None
-    """The plan that was last put in force here, and the same as the planner has it."""
+    """The plan that was last put in force here, and the planner's form of it."""
     plan_s: float = 0.0
-    """How long planning took, the last time that it found something."""
+    """Time of the last planning that found a candidate."""
     lateness: float = 1.0
-    """So many times as long as predicted steps took under the last plan that was tried."""
+    """Measured step time divided by the predicted one, of the last plan that was tried; at least 1."""
     beside: tuple[Candidate, ...] = ()
-    """Other plans that planning found, to be tried once the pace of the best is known."""
+    """Other candidates, tried after the step time of the best one is known."""
     verdicts: tuple[ReplanVerdict, ...] = ()
 
 
@@ -132,29 +131,29 @@ class Lead(Record, frozen=True):
 
 
 class Links(Record, frozen=True):
-    """What is known of the nodes' links, the same on all ranks except for the clock's part in `reprobe`."""
+    """Knowledge about the nodes' links. The same on all ranks, except for the clock's part in `reprobe`."""
 
     links: tuple[Link, ...]
-    """What is planned for, one of each node."""
+    """Links used for planning, one per node."""
     watch: LinkWatch
     best: tuple[Rates, ...]
     """Best rates ever measured, per node."""
     reprobe: ReprobeSchedule
     before: tuple[Plan, LinkWatch] | None = None
-    """The plan that all have left last, and what was seen under it."""
+    """The previous plan and the observations under it."""
 
 
 class State(Record, frozen=True):
-    """`lead` on rank 0 alone."""
+    """`lead` is None except on rank 0."""
 
     phase: Warming | Measuring | Watching
     lead: Lead | None = None
     per_node: int = 1
-    """Ranks of a node; the first one's row tells what the node's link carried."""
+    """Ranks per node; the first rank's row reports the traffic of the node's link."""
     keep: bool = False
-    """Looks for plans and changes none."""
+    """Whether the planner looks for plans without ever switching."""
     step: int = 0
-    """The last that it heard of."""
+    """The last step reported."""
     in_force: InForce | None = None
     links: Links | None = None
-    """None before the first measuring."""
+    """None before the first measurement."""
