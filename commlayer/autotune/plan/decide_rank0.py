@@ -38,8 +38,8 @@ SLOWER = 0.02
 """All ranks roll back if a loss comes later than under the previous plan by more than this fraction. Medians of so few
 steps differ by as much under one plan, and a roll-back has a cost: servers drop their residuals."""
 PLAIN = 0.18
-"""The plan without compression is tried if a loss is priced to come later by at most this fraction. In trials it took up to 16 %
-less than its price: prices are least accurate for paths unlike the measured ones."""
+"""The plan without compression is tried if a loss is priced to come later by at most this fraction. In trials it took up to
+16 % less than its price: prices are least accurate for paths unlike the measured ones."""
 OFF = 10.0
 """If the plan in force takes this many times its price, or this small a part of it, the prices are not used."""
 STALE = LIMIT

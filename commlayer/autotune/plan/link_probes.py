@@ -1,4 +1,4 @@
-"""All ranks measure the links between them, tell each other, and keep to what they carry. Plans nothing."""
+"""Collective probes of the links between nodes, and pacing of senders to the measured rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commlayer.planner.model.cluster import Link
 
 
 class RankMeasurement(NamedTuple):
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     compute_s: float
     step_s: float
@@ -26,62 +26,61 @@ class RankMeasurement(NamedTuple):
     down_bps: float
     alpha_s: float
     balanced: float = 0.0
-    """Whether its script moves shares of the batch."""
+    """Whether the rank's script rebalances shares of the batch."""
 
 
 def server_nodes_of(made: Connection) -> list[int]:
-    """The node of each server, beside those of the workers that there are."""
+    """The node of each server; servers elsewhere get numbers after those of the workers' nodes."""
     assert made.uplink is not None
     nodes = [s.node for s in made.uplink.view.servers]
     if made.members is None:
         return nodes
-    elsewhere = sorted(set(nodes))  # no home has one, and homes are counted anew when others go or come
+    elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
     return [made.world + elsewhere.index(node) for node in nodes]
 
 
 Ways = tuple[float, float, float]
-"""(bit/s up, bit/s down, seconds to the core of the network)."""
+"""Rates up and down in bit/s, and the latency to the core of the network in seconds."""
 UNKNOWN = Rates(0.0, 0.0)
 
 
 OPENING = 4
-"""Round trips of a turn in which windows open. They begin at what steps carried, where that is known."""
+"""Round trips at the start of a turn for opening TCP windows. Windows start at the known rate, if there is one."""
 DRAINED = 3
-"""Round trips at the end of a turn in which most of what is under way comes through; the rest does while others' windows
-open."""
+"""Round trips at the end of a turn for draining; the rest drains while the next senders' windows open."""
 LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
-"""Each way. With half of the nodes in each turn and servers on all of them, a server hears no more at once than one sender's
-part. Where fewer nodes have servers, others share these."""
+"""Turns per direction. With half of the nodes in each turn and servers on all nodes, a server receives one sender's part at a
+time. If fewer nodes have servers, senders share them."""
 LONGEST_S = 0.3
-"""Of a round trip that turns wait for. Behind a longer one a probe finds little, and what steps carried is what is known."""
+"""Longest round trip that turns allow for. With longer ones a probe finds little, and only the traffic of steps is known."""
 TOLD_BPS = 20e6
-"""Faster links are probed in any case: what held steps up may have been processors, or servers that wait for each other."""
+"""Faster links are always probed: processors, or servers waiting for each other, may have limited the steps."""
 BUSY, BUSY_TRIPS = 0.35, 8
-"""What went on for this part of the steps, and for so many round trips, which is longer than windows take to open, was held up
-by the link."""
+"""A link limited the steps if it was busy for this fraction of them and for this many round trips, which is longer than
+windows take to open."""
 
 
 class _Known(NamedTuple):
-    """What a node tells the others ahead of a probe. 0: it does not know."""
+    """A node's knowledge before a probe, shared with all nodes. 0 means unknown."""
 
     up_bps: float = 0.0
     down_bps: float = 0.0
     round_trip_s: float = 0.0
     asks: float = 0.0
-    """Whether it has another node's server to ask."""
+    """Whether the node can probe a server on another node."""
 
 
 class Seen(NamedTuple):
-    """Of a node's link in steps, by its counters."""
+    """A node's link during steps, by interface counters."""
 
     carried: Throughput
-    """What it carried."""
+    """Traffic while the link was busy."""
     since_s: float
-    """In so many seconds, other than steps' among them."""
+    """Length of the interval, including time outside steps."""
 
 
 def seen_by(meter: InterfaceCounters) -> Seen:
-    """Since the last look."""
+    """Traffic since the previous reading."""
     since_s = meter.since_s
     return Seen(meter.look(), since_s)
 
@@ -89,9 +88,9 @@ def seen_by(meter: InterfaceCounters) -> Seen:
 def probed(
     made: Connection, budget_s: float, seen: Seen | None = None, steps_s: float = 0.0, *, expected: Rates = UNKNOWN,
 ) -> Ways:
-    """Rates of this node's link; all ranks call it together, and `gathered` behind it, which waits for the last. It asks
-    servers on other nodes; zeros where there are none. `seen`: in steps that took `steps_s` in all; what that tells on all
-    nodes is not measured. `expected`: what the link carries at least, as far as is known: windows begin there."""
+    """Measures this node's link against servers on other nodes; zeros if there are none. Collective: all ranks call it and
+    then `gathered`, which waits for the last rank. `seen`: traffic in steps that took `steps_s` in total; a rate that it
+    determines on all nodes is not probed. `expected`: known lower bounds, at which windows start."""
     groups = _groups(made)
     assert made.uplink is not None
     away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
@@ -102,27 +101,27 @@ def probed(
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
         mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
     nodes = _told(groups, mine)
-    # Where some node's way down was not busy, what held up the others' ways up may have been a slow node that they send to.
+    # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
     if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
         longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
         asking = [number for number, node in enumerate(nodes) if node.asks]
         everywhere = len({server.node for server in made.uplink.view.servers}) >= len(asking)
         turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
         mine_at = asking.index(groups.node) % turns
-        begin = time.monotonic()  # all have heard the others at about the same time, so turns need no meeting
-        found = [mine.up_bps, mine.down_bps]
+        begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
+        rates = [mine.up_bps, mine.down_bps]
         for way in (link_rates.UP, link_rates.DOWN):
             time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
-            expected_bps = max(expected[way], found[link_rates.UP] if way == link_rates.DOWN else 0.0)
-            found[way] = max(found[way], link_rates.rate(
+            expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
+            rates[way] = max(rates[way], link_rates.rate(
                 network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
-        mine = mine._replace(up_bps=found[link_rates.UP], down_bps=found[link_rates.DOWN])
-    # To the server and back, and from each machine to the network between them: four ways of about equal length.
+        mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
+    # The round trip crosses four links of similar latency: from each machine to the core and back.
     return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
 
 
 def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
-    """Rates up and down that steps have shown to be the link's; 0 where they have not."""
+    """Upload and download rates that steps have shown to be the link's limits; 0 if unknown."""
     if seen is None:
         return 0.0, 0.0
     least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
@@ -132,45 +131,45 @@ def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[f
 
 
 def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
-    """In how many turns nodes send, and then receive, and the seconds of one: as many as there is time for. Nodes that send at
-    once meet at servers, and find a part of what each could send alone. `everywhere`: all of them have servers."""
+    """Number of turns per direction and seconds per turn, as many turns as the time allows. Nodes that send in the same turn
+    share servers and measure only part of their rate. `everywhere`: all nodes have servers."""
     least_s = (OPENING + DRAINED) * round_trip_s
     turns = min(nodes, max(LEAST_TURNS if everywhere else FEW_SERVERS_TURNS, int(budget_s / 2 / least_s)))
     return turns, max(budget_s / 2 / turns, least_s)
 
 
 def _told(groups: Groups, mine: _Known) -> list[_Known]:
-    """Of all nodes, in their order."""
+    """The values of all nodes, in node order."""
     rows = groups.gather_all(torch.tensor(mine, dtype=torch.float64, device=groups.device)).tolist()
     return [_Known(*row) for row in rows[:: groups.ranks_per_node]]
 
 
 def at_least(ways: Ways, carried: Throughput | None) -> Ways:
-    """What a link was seen to carry in steps it can carry: a probe is short."""
+    """Raises the probed rates to those seen in steps: short probes read too low."""
     up_bps, down_bps, alpha_s = ways
-    if carried is None or not up_bps:  # there is no other node's server to ask
+    if carried is None or not up_bps:  # there is no server on another node
         return ways
     return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
 
 
 def gathered(made: Connection, row: RankMeasurement) -> list[RankMeasurement]:
-    """The rows of all ranks, in rank order; all call it together."""
+    """Collective: returns the rows of all ranks in rank order."""
     groups = _groups(made)
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [RankMeasurement(*r) for r in rows]
 
 
 def links_of(made: Connection, rows: Sequence[RankMeasurement]) -> list[Link]:
-    """One of each node. A node with the only server has no other to ask: its link is as fast as the fastest that others saw."""
+    """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
     firsts = rows[:: _groups(made).ranks_per_node]
     seen = [row for row in firsts if row.up_bps]
-    # What others received from there is its own way up, what they sent is its way down.
+    # The other nodes' downloads are its upload, their uploads its download.
     best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 
 def meter_of(made: Connection) -> InterfaceCounters | None:
-    """A meter of what this node's link carries, on the node's first rank, where the system counts it."""
+    """Reads this node's interface counters, on the node's first rank, if the system has them."""
     assert made.uplink is not None
     if _groups(made).local:
         return None
@@ -179,7 +178,7 @@ def meter_of(made: Connection) -> InterfaceCounters | None:
 
 
 def pace(made: Connection, links: Sequence[Link]) -> None:
-    """From now on this rank, and the servers on its node, send little faster than the node's link carries."""
+    """Limits this rank, and the servers on its node, to slightly below the node's link."""
     groups = _groups(made)
     assert made.uplink is not None
     up_bps = link_rates.HEADROOM * links[groups.node].up_bps

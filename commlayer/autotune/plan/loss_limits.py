@@ -1,4 +1,4 @@
-"""What a running job may plan with: ways, and codecs by its loss budget and its guard's floor. Plans nothing."""
+"""Limits of planning for a running job: allowed sync modes, and codecs by loss budget and quality floor."""
 
 from __future__ import annotations
 
@@ -20,47 +20,46 @@ from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.planner.model.learning import measured_local_steps
 
 YOUNG = 1000
-"""Training steps. In a job's first steps sparse codecs cost more than the table of trainings says."""
+"""Training steps. Early in a job sparse codecs cost more than the table of trainings predicts."""
 
 
 class Limits(NamedTuple):
-    """What a search may find."""
+    """Limits of a search."""
 
     policy: Policy
     suggests: bool = False
-    """Whether it also says how much sooner local steps would be, which the script has not allowed."""
+    """Whether the search also reports the benefit of local steps that the script has not allowed."""
     young: bool = False
-    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer where links leave that."""
+    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer if links permit."""
 
 
 def codecs(connection: Connection) -> list[str]:
-    """Those that are worth measuring."""
+    """Codecs that are worth measuring."""
     return codec_floor.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
 def remembers(connection: Connection) -> bool:
-    """Whether its optimizer does: then local steps leave ranks with different states."""
+    """Whether the optimizer has state, which local steps let diverge between ranks."""
     return connection.stepped is not None and connection.stepped.remembers
 
 
 def limits_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> Limits:
-    """What its script allows, as rank 0 sees it, and as all ranks told when they measured. Where another sees it otherwise, it
-    refuses the plan."""
+    """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
     ways, terms = allowed_ways(connection), connection.terms
-    # Controllers refuse local steps; who weighs batches otherwise, as samplers do, weighs rounds of them, too.
+    # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= ways
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.asked.exact is False),
-        # Late results put old averages in place of what has gathered in `.grad`, which scripts add up.
+        # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
         forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
     )
     return Limits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
 
 
 def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
-    """Within the budget, by losses that the user measured or else by the shipped ones; no codec below the guard's floor, and no
-    more local steps than were measured."""
+    """Applies the loss budget (with the user's measured losses or the built-in ones), the quality floor, and the largest
+    measured number of local steps."""
     if not policy.exact:
         policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
     model = _model(connection)

@@ -1,4 +1,4 @@
-"""Measures a running job, all ranks together: recorded steps, collectives, links. Knows a connection; plans nothing."""
+"""Collective measurement of a running job: recorded steps, collectives and links."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from commlayer.records import Job
 from commlayer.transport.zero_chunks import CHUNK_NBYTES
 
 PROBE_S = 1.0
-"""Of all probes together, besides waiting for each other."""
+"""Time of all probes together, without the waits between ranks."""
 GROUPS_SHARE = 0.2
-"""Part of the probes' time that is for collectives."""
+"""Share of the probe time for collectives."""
 SLOW_BPS = 200e6
-"""Over links as slow as that collectives between nodes take what the links take, and measuring them would take long."""
+"""Over slower links the links determine the time of collectives between nodes, and measuring collectives would take long."""
 WAITED = 0.5
-"""Part of a step."""
+"""Fraction of a step."""
 PROBE_AGAIN_S = 1.2
-"""Of all probes of links that may have become faster."""
+"""Time of a probe of links that may have become faster."""
 CHUNK = CHUNK_NBYTES // 2
-"""Elements that travel or do not, together, rounded to 16 bits."""
+"""Elements of a zero chunk at 16 bits each; a chunk is sent or left out as a whole."""
 LOOKED_AT = 4096
-"""Chunks of a slice."""
+"""Largest sample of chunks per slice."""
 
 
 class Measurements(NamedTuple):
-    """What planning starts from."""
+    """Input of planning."""
 
     job: Job
-    """With this rank's times in it."""
+    """Includes this rank's model times."""
     steps: list[RecordedStep]
-    """Of this rank."""
+    """Recorded steps of this rank."""
     rows: list[RankMeasurement]
-    """Of all ranks."""
+    """Measurements of all ranks."""
     collectives: Grouped
     energy: tuple[float, ...] = ()
-    """What each tensor's average gradient had of energy in the last step; none: it was not finite."""
+    """Energy of each tensor's average gradient in the last step; empty if it was not finite."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, on the median over ranks."""
+        """Step time, as the median over ranks."""
         return median(row.step_s for row in self.rows)
 
 
 def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None = None) -> Measurements:
-    """From the steps recorded up to now, with which recording ends, and probes that take `probe_s` together. `seen`: of this
-    node's link in those steps."""
+    """Measures with the steps recorded so far, which ends recording, and with probes that take `probe_s` in total. `seen`:
+    traffic of this node's link in those steps."""
     worker, groups = connection.worker, connection.groups
     assert worker is not None
     assert groups is not None
@@ -65,14 +65,14 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     worker.recorder.switch(on=False)
     timing = timing_of(steps if local is None else local.recorder.steps, len(job.tensors), worker.places)
     step_s = median(s.marks["end"] for s in steps)
-    steps_s = (len(steps) + 1) * step_s  # the one in which recording began was seen, too
-    told = seen if held_up(steps) else None
+    steps_s = (len(steps) + 1) * step_s  # includes the step in which recording began
+    busy_seen = seen if held_up(steps) else None
     if local is not None:
         local.recorder.switch(on=False)
-        told, step_s = None, step_s / worker.plan.local_steps  # a round is recorded from exchange to exchange
+        busy_seen, step_s = None, step_s / worker.plan.local_steps  # records of local steps span from exchange to exchange
     carried = None if seen is None else seen.carried
     expected = Rates(carried.up.bps, carried.down.bps) if carried else UNKNOWN
-    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, told, steps_s, expected=expected), carried)
+    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, busy_seen, steps_s, expected=expected), carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
     rows = gathered(connection, row)
     collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
@@ -81,19 +81,19 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     if groups.ranks_per_node == 1:
         timing = structs.replace(timing, filled=filled_of(worker, groups.world))
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives,
-                        energy_of(worker) if local is None else ())  # a change of weights is no gradient
+                        energy_of(worker) if local is None else ())  # an update of local steps is not a gradient
 
 
 def held_up(steps: Sequence[RecordedStep]) -> bool:
-    """Whether steps mostly waited for others behind their backward passes: beside computing a link may be busy, as rarely as
-    gradients come, and is not what holds anything up."""
+    """Whether steps mostly waited for other ranks after their backward passes. Otherwise gradients may come too slowly to fill
+    the link, and the link does not limit the step."""
     waited_s = median(s.marks["end"] - s.marks["backward"] for s in steps)
     return waited_s >= WAITED * median(s.marks["end"] for s in steps)
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:
-    """Of what came back in the last step, which lies there until the next."""
-    found = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
+    """Energy of the last step's results, which stay in the buckets until the next step."""
+    energies = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
     for bucket in worker.buckets:
         if not bucket.buffer:
             at = 0
@@ -102,34 +102,37 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
                 parts.append(y[at : at + s.numel].double().square().sum())
                 at += s.numel
             energy = torch.stack(parts).cpu() / float(bucket.scaled) ** 2
-            found.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
-    whole = float(found.sum())
-    return tuple(found.tolist()) if 0.0 < whole < math.inf else ()
+            energies.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
+    whole = float(energies.sum())
+    return tuple(energies.tolist()) if 0.0 < whole < math.inf else ()
 
 
 def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
-    """By tensor, the part of its gradient in the last step that was no zeros, of what this rank gave and of what came back on
-    average. One of the two is still there: all gave as much, and an answer has at most what they gave together. None: all of
-    everything."""
-    found = [0.0] * len(worker.job.tensors)
+    """Per tensor, the nonzero fraction of the last step's gradient, averaged over this rank's gradient and the received
+    average.
+
+    Only one of the two is still in memory. The other is estimated: all ranks send equal amounts, and a result has at most the
+    sum of them. Empty if all gradients are full.
+    """
+    nonzero = [0.0] * len(worker.job.tensors)
     for bucket in worker.buckets:
         at = 0
         for s in bucket.slices:
             part = 1.0 if bucket.buffer else _nonzero(bucket.x[at : at + s.numel])
-            # What codes nothing back has its answer in the place of its gradient.
-            gave, came = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
-            found[s.tensor] += s.numel * (1.0 if part == 1.0 else (gave + came) / 2)
+            # A codec without coding of results overwrites the gradient with the result.
+            sent, received = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
+            nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (sent + received) / 2)
             at += s.numel
-    parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(found, worker.job.tensors, strict=True))
+    parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(nonzero, worker.job.tensors, strict=True))
     return parts if min(parts, default=1.0) < 1.0 else ()
 
 
 def _nonzero(x: torch.Tensor) -> float:
-    """By some of its chunks, all of which are looked at where there are few. 1 where all of it is zero: then this step says
-    nothing of others, for it had no gradient, or this rank no samples."""
+    """Estimated from a sample of chunks. 1 if all elements are zero: then the step is not representative, because this rank
+    had no gradient or no samples."""
     chunks = x[: x.numel() // CHUNK * CHUNK].view(-1, CHUNK)
-    looked = chunks[:: (len(chunks) // LOOKED_AT) | 1]  # an odd stride: else it could meet the same place of each row
-    part = float((looked != 0).any(1).float().mean()) if len(looked) else 1.0
+    sample = chunks[:: (len(chunks) // LOOKED_AT) | 1]  # an odd stride does not hit the same column of every row
+    part = float((sample != 0).any(1).float().mean()) if len(sample) else 1.0
     if part:
         return part
-    return 1 / len(looked) if bool(x.any()) else 1.0
+    return 1 / len(sample) if bool(x.any()) else 1.0

@@ -1,6 +1,6 @@
-"""Finds a plan for a running job by its measured prices, and says what the one in force takes by them. Pure; loads no torch.
+"""Plan search for a running job: finds the best plan at measured prices and prices the plan in force.
 
-planning_process.py runs it, in a process of its own.
+Pure and without torch; planning_process.py runs it in a child process.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from commlayer.planner.verbs.baselines import by_itself
 from commlayer.records import Job, Plan
 
 NEARLY = 0.03
-"""A predicted step that is longer than the measured one by no more than this fraction is as good."""
+"""A predicted step counts as equal to the measured one up to this relative excess."""
 ROUNDS = 6
-"""Of bisection."""
+"""Bisection steps."""
 FASTER = 2.0
-"""Times the fastest node's measured rate up: no faster than this are nodes taken to send."""
+"""Upper limit of any node's assumed rate, as a multiple of the fastest measured one."""
 FINE = ("identity", "fp16", "bf16", "int8", "int4")
-"""Families of codecs that a young job stays with,"""
+"""Codec families that a young job is limited to."""
 NOTHING_ELSE = 2.0
-"""unless each of their plans takes more than so many times as long to a loss as the best plan of all codecs."""
+"""A young job uses all codecs only if the best plan of the FINE ones takes this many times as long to a loss."""
 SOONER = 0.8
-"""Local steps that the script has not allowed are suggested where a loss comes in this part of the time, or sooner."""
+"""Local steps that the script has not allowed are suggested if they reduce the time to a loss to this fraction."""
 
 
 class SearchOrder(NamedTuple):
-    """What is searched, and for what."""
+    """Input of a search."""
 
     current: Plan
-    """In force, as workers run it."""
+    """The plan in force, as workers run it."""
     known: Plan | None
-    """The same as the planner has it, if it is the planner's."""
+    """The planner's form of the plan in force, if the planner made it."""
     server_nodes: tuple[int, ...]
     """The node of each server."""
     inputs: PlanInputs
-    """By prices that know nothing of processes sharing processors."""
+    """With profile prices that exclude contention for processors."""
     measured_s: float
-    """Seconds of a step under the plan in force."""
+    """Step time under the plan in force."""
     contention: float = 0.0
-    """How much dearer work on processors is than alone; 0: it is to be fitted to the measured step."""
+    """Slowdown of work on processors relative to work measured alone; 0 if it must be fitted to the measured step."""
     apart: bool = False
-    """Whether optimizers' states have come to differ between ranks."""
+    """Whether optimizer states have diverged between ranks."""
     suggests: bool = False
     young: bool = False
     """See loss_limits.Limits."""
@@ -69,14 +69,14 @@ class SearchResult(NamedTuple):
 
 
 def search(order: SearchOrder) -> SearchResult:
-    """The best plan, and the one in force beside it."""
+    """Finds the best plan, and prices the plan in force."""
     begin = time.perf_counter()
     job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
     assert alone is not None
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
-    # Recorded steps wait for their results, whatever the plan in force lets the next forward pass hide.
+    # Recorded steps wait for their results, even if the plan in force overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
-    if not order.contention:  # behind a measuring; what is known of links later is what steps carried
+    if not order.contention:  # after a measurement; later rates of links come from the traffic of steps
         cluster = sped_up(cluster, lambda faster: step_s(recorded, PlanInputs(job, faster, alone, policy)), order.measured_s)
 
     @functools.cache
@@ -98,16 +98,16 @@ def search(order: SearchOrder) -> SearchResult:
 
     assert job.timing is not None
     machines = by_itself(job.timing, cluster, profile, policy) if policy is not None else []
-    found = candidate(best.plan, best.leaves)._replace(
+    result = candidate(best.plan, best.leaves)._replace(
         alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
     local = candidate(best.local, best.for_local) if best.local else None
-    beside = tuple(each for each in (local, _plain(found, apart=order.apart)) if each is not None)
-    return SearchResult(found._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
+    beside = tuple(each for each in (local, _plain(result, apart=order.apart)) if each is not None)
+    return SearchResult(result._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """With nodes that all send as fast as the measured step needs at least: short probes find too little rather than too much.
-    Unchanged where they already do, or where no rate explains the step."""
+    """The cluster with links raised to the lowest uniform rate that explains the measured step, since short probes read too
+    low. Unchanged if the rates already explain it, or if no rate does."""
 
     def sending(least_bps: float) -> Cluster:
         return structs.replace(cluster, nodes=tuple(
@@ -124,14 +124,15 @@ def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: fl
 
 
 def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
-    """The plan with servers as the planner counts them: one for each node that has any. `server_nodes`: of each server."""
+    """Numbers the plan's servers as the planner does: one per node that has any. `server_nodes` maps each server to its node.
+    """
     hosts = sorted(set(server_nodes[: plan.servers]))
     buckets = tuple(structs.replace(b, server=hosts.index(server_nodes[b.server]) if hosts else 0) for b in plan.buckets)
     return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
 
 
 def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
-    """The reverse: the planner's hosts as the numbers of servers that run."""
+    """The reverse of on_hosts: maps the planner's hosts to the running servers."""
     if not plan.servers:
         return plan
     hosts = plan.hosts or tuple(sorted(set(server_nodes))[: plan.servers])
@@ -141,18 +142,18 @@ def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
 
 
 def step_s(plan: Plan, made_from: PlanInputs) -> float:
-    """Seconds of a step, each of those that share an exchange bearing its part."""
+    """Seconds per step; steps that share an exchange share its cost."""
     timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
     return timeline.step_s / plan.local_steps
 
 
 class Best(NamedTuple):
-    """The plan that is first at a loss; and where it leaves averaged gradients, why, and how to keep to them."""
+    """The plan that reaches a loss first. If it gives up averaged gradients: the reason, and how to keep them."""
 
     plan: Plan
     leaves: str = ""
     local: Plan | None = None
-    """What averaged gradients are to be left for where they turn out slower than predicted, and `leaves` of that."""
+    """The local-step plan to try if averaged gradients turn out slower than predicted, with its `leaves` below."""
     for_local: str = ""
     hint: str = ""
     """See Candidate."""
@@ -161,7 +162,7 @@ class Best(NamedTuple):
 def _best(
     made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
 ) -> Best:
-    """Of codecs that need fewer than MOST_STEPS; of those that a young job stays with, where there are any."""
+    """Considers only codecs with a convergence factor below MOST_STEPS, and for a young job the FINE ones if there are any."""
     profile, policy = made_from.profile, made_from.policy
     assert profile is not None
     assert policy is not None
@@ -176,14 +177,14 @@ def _best(
     if not young or finely == allowed:
         return found(allowed)[0]
     fine, fine_s = found(finely)
-    if fine_s <= NOTHING_ELSE * _computing_s(made_from):  # no plan is sooner than steps that only compute
+    if fine_s <= NOTHING_ELSE * _computing_s(made_from):  # no plan is faster than steps without communication
         return fine
     other, other_s = found(allowed)
     return fine if fine_s <= NOTHING_ELSE * other_s else other
 
 
 def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
-    """With these codecs alone; unchanged where none of them is allowed."""
+    """Restricts the policy to these codecs; unchanged if none of them is allowed."""
     profile, policy = made_from.profile, made_from.policy
     assert profile is not None
     assert policy is not None
@@ -193,17 +194,18 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
 
 
 def _computing_s(made_from: PlanInputs) -> float:
-    """Of a step on the slowest node."""
+    """Computing time of a step on the slowest node."""
     assert made_from.job.timing is not None
     timing = made_from.job.timing
     return (timing.forward_s + timing.backward_s) / min(node.speed for node in made_from.cluster.nodes if node.ranks)
 
 
 def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: bool) -> Best:
-    """Averaged gradients are left for more than a plan that is a little better: what optimizer states mean changes with it.
+    """Chooses between averaged gradients and local steps; local steps must win clearly, because they change the optimizer
+    states.
 
-    `apart`: they have come to differ, so nothing goes back to averaged gradients, and what is found for them is counted as it
-    would run. `suggests`: where the policy keeps to averaged gradients, says how much sooner others would be.
+    `apart`: states have diverged, so there is no return to averaged gradients, and such plans are priced as they would run.
+    `suggests`: if the policy requires averaged gradients, reports how much faster local steps would be.
     """
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
@@ -220,7 +222,7 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
     plain_s = plain.step_s * steps_of(plain, made_from)
     enough = SOONER if policy.exact else LEAVES
-    # Nothing is at the loss sooner than steps that only compute.
+    # Steps without communication are a lower bound.
     keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(made_from))
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
@@ -252,25 +254,25 @@ def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
 
 
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
-    said = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
+    speeds = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
-    return (f"nothing on averaged gradients keeps up with these links ({said[0]} at best): goes over to {_how(other)} "
-            f"({said[1]}); attach() without exact=False keeps to averaged gradients")
+    return (f"nothing on averaged gradients keeps up with these links ({speeds[0]} at best): goes over to {_how(other)} "
+            f"({speeds[1]}); attach() without exact=False keeps to averaged gradients")
 
 
 def exact(plan: Plan) -> bool:
-    """Whether each step is one on the average of its own gradients, up to coding."""
+    """Whether each step uses the average of all workers' gradients for that step, apart from coding errors."""
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
 
 def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
-    """As it runs where optimizers remember different things, and what that takes."""
-    made = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
-    return structs.replace(made, step_s=step_s(made, made_from))
+    """The plan as it runs when optimizer states differ, with its step time."""
+    converted = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
+    return structs.replace(converted, step_s=step_s(converted, made_from))
 
 
 def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
-    """The plan without compression by the same prices; None where that is in force, or no node reaches another."""
+    """The uncompressed plan at the same prices. None if it is in force, or if workers cannot reach each other."""
     made_from = found.basis.inputs
     if not made_from.cluster.reachable:
         return None
@@ -288,7 +290,7 @@ def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
 
 
 def _as_asked(plan: Plan, before: Plan) -> Plan:
-    """What a job was told of its ratios holds for all its plans."""
+    """Keeps the compression-ratio settings of the job."""
     return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 
 

@@ -1,7 +1,6 @@
-"""Searches plans in a child process: a search in the trainer's own interpreter would slow its steps several times over.
+"""Runs plan searches in a child process: a search in the trainer's interpreter would slow its steps several times.
 
-The child loads no torch, knows no job, and ends with its parent: what it is asked comes by its standard input, what it finds
-goes out by its standard output.
+The child loads no torch and ends with its parent. It reads orders from standard input and writes results to standard output.
 """
 
 from __future__ import annotations
@@ -23,40 +22,40 @@ from commlayer.errors import InvalidInput, InvalidState
 from commlayer.records import Record
 
 ROOT = Path(__file__).parents[3]
-# The child must run the package that this process runs, installed or not, whatever lies in the current directory.
+# The child must import the same package as this process, installed or not, regardless of the current directory.
 RUN = ("import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
        "from commlayer.autotune.plan.planning_process import main; main()")
 LENGTH = struct.Struct("<Q")
 NICE = 5
-"""Steps go before."""
+"""Training has priority over the search."""
 LOOK_S = 5.0
 
 
 class Answer(Record, frozen=True):
-    """What was found, or why nothing was."""
+    """The result of a search, or the error."""
 
     found: SearchResult | None = None
     error: str = ""
     wrong: bool = False
-    """Whether what was asked is at fault."""
+    """Whether the order was invalid."""
 
 
 class PlanningProcess:
-    """Started with the first search, or before by start(). One thread at a time."""
+    """Starts with the first search, or earlier by start(). Not thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False
 
     def start(self) -> None:
-        """OSError where no process can be made. Behind close() none is."""
+        """Raises OSError if the process cannot be started. Does nothing after close()."""
         if self._process is None and not self._over:
             self._process = subprocess.Popen([sys.executable, "-P", "-c", RUN, str(ROOT)], stdin=subprocess.PIPE,
                                              stdout=subprocess.PIPE, start_new_session=True)
 
     def search(self, order: SearchOrder) -> SearchResult:
-        """What plan_search.search() says there: ValueError for what cannot be planned for, RuntimeError for any other failure,
-        the end of the process among them."""
+        """Runs plan_search.search() in the child. Raises ValueError for an invalid order and RuntimeError for any other
+        failure, including the end of the process."""
         self.start()
         process = self._process
         if process is None:
@@ -66,7 +65,7 @@ class PlanningProcess:
         try:
             _write(process.stdin, order)
             data = _read(process.stdout)
-        except (OSError, ValueError, EOFError):  # ended, or closed here meanwhile
+        except (OSError, ValueError, EOFError):  # the child ended, or this end was closed
             self.stop()
             raise InvalidState("E-PLANNER-ENDED", f"the process that plans has ended (exit code {process.wait()})") from None
         answer = msgspec.msgpack.decode(data, type=Answer)
@@ -75,12 +74,12 @@ class PlanningProcess:
         return answer.found
 
     def close(self) -> None:
-        """For good."""
+        """Ends the child permanently."""
         self._over = True
         self.stop()
 
     def stop(self) -> None:
-        """Ends the child, and with it a search under way; the next search starts another."""
+        """Ends the child and a search in progress; the next search starts a new child."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -88,16 +87,16 @@ class PlanningProcess:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was not written yet is for nobody
+                with contextlib.suppress(OSError):  # unsent data is not needed
                     pipe.close()
 
 
 def main() -> None:
-    """The child: one search after another until standard input ends."""
+    """Entry point of the child: runs searches until standard input ends."""
     os.nice(NICE)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not print into an answer
+    os.dup2(2, 1)  # print output must not mix with results
     while True:
         try:
             order = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=SearchOrder)
@@ -116,7 +115,7 @@ def main() -> None:
 
 
 def _follow(parent: int) -> None:
-    """Forked workers of a script hold its pipes open, so their end alone does not tell that it has gone."""
+    """Exits when the parent ends: forked workers of the script keep the pipes open, so end of input is not reliable."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
@@ -129,7 +128,7 @@ def _write(pipe: IO[bytes], what: SearchOrder | Answer) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes:
-    """EOFError where the other end has gone."""
+    """Raises EOFError if the other end is closed."""
     head = pipe.read(LENGTH.size)
     data = pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
     if not data:

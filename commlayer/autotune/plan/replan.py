@@ -1,6 +1,6 @@
-"""What planning for a running job starts from: measured work, links and codecs. Knows a connection; searches nothing itself.
+"""Input of planning for a running job: combines measured work, links and codec costs, and starts the search.
 
-Codecs of this machine are measured once behind each measuring of the job; plan_search.py then searches as often as asked.
+Codecs of this machine are measured once after each measurement of the job.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ from commlayer.records import Plan
 T = TypeVar("T")
 
 OBSERVED = "topk"
-"""The codecs whose cosine was found to tell what they cost a model: no others' was fitted (decision 0127)."""
+"""Codec family whose measured cosine predicts its cost in steps for a model; none was fitted for other families (decision
+0127)."""
 
 
 class Replanner:
-    """Plans as often as asked, for what was measured last."""
+    """Searches for plans with the latest measurements."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._measured: Measurements | None = None
         self._profile: Profile | None = None
         self._energy: tuple[float, ...] = ()
-        """As the first measuring saw it: under a sparse plan what comes back is no whole gradient."""
+        """From the first measurement: under a sparse plan the received averages are not complete gradients."""
         self._contention = 0.0
-        """How much dearer work on processors is than alone; 0 before it was fitted."""
+        """Slowdown of work on processors relative to work measured alone; 0 before it was fitted."""
         self._process = PlanningProcess()
         self._over = False
 
     def start(self) -> None:
-        """Loads what planning needs, beside the training; without it the first planning does, and says why it cannot."""
+        """Starts the child process in advance. A failure is ignored here; the first search reports it."""
         with contextlib.suppress(OSError):
             self._process.start()
 
     def stop(self) -> None:
-        """Ends a search under way, which says so."""
+        """Ends a search in progress, which raises an error."""
         self._process.stop()
 
     def close(self) -> None:
-        """For good. Whoever is still in `find` comes back soon, with a RuntimeError."""
+        """Ends planning permanently. A thread in `find` soon raises RuntimeError."""
         self._over = True
         self._process.close()
 
     def measured(self, measurements: Measurements) -> None:
-        """Under the plan in force; what was measured before is old."""
+        """Sets new measurements, made under the plan in force."""
         self._measured, self._profile, self._contention = measurements, None, 0.0
         self._energy = self._energy or measurements.energy
 
@@ -78,33 +79,34 @@ class Replanner:
     def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Limits) -> Candidate:
         """The best plan for nodes with these links.
 
-        `current` is in force; `known`: the same as the planner has it, if it is the planner's. `allowed`: by the script.
+        `current` is in force; `known` is the planner's form of it, if the planner made it. `allowed` holds the script's
+        limits.
         """
-        made, measured = self._connection, self._begun()
+        connection, measured = self._connection, self._begun()
         if self._profile is None:
-            self._profile = structs.replace(self._measured_here(current, measured, loss_limits.codecs(made)),
+            self._profile = structs.replace(self._measured_here(current, measured, loss_limits.codecs(connection)),
                                             energy=self._energy)
-        server_nodes, worker = tuple(server_nodes_of(made)), made.worker
+        server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
         cuda = worker is not None and worker.device.type == "cuda"
         cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
-                             reachable=made.groups is None or made.groups.members.reachable)
-        rows = harder_by(learning_rows(made.terms.learning), made.terms.harder)
-        profile, policy = loss_limits.bounded(made, structs.replace(self._profile, learning=rows), allowed.policy)
+                             reachable=connection.groups is None or connection.groups.members.reachable)
+        rows = harder_by(learning_rows(connection.terms.learning), connection.terms.harder)
+        profile, policy = loss_limits.bounded(connection, structs.replace(self._profile, learning=rows), allowed.policy)
         order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
-                            self._contention, current.steps_locally and loss_limits.remembers(made), allowed.suggests,
+                            self._contention, current.steps_locally and loss_limits.remembers(connection), allowed.suggests,
                             allowed.young)
         candidate, self._contention = self._process.search(order)
         return candidate
 
     def _measured_here(self, current: Plan, measured: Measurements, codecs: Sequence[str]) -> Profile:
-        """Costs on this machine, beside training; codecs as plans spell them, in full."""
+        """Costs on this machine during training. Codec names are in full, as in plans."""
         used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
         alone = [cost for name in names for cost in self._go_on(functools.partial(codec_costs.measure, [name]))]
         load = load_of(measured.steps, current, alone)
         costs = tuple(under(load, cost) for cost in alone)
-        besides, copy = self._go_on(_overheads), _copies()
-        return Profile(costs, besides.server, besides.bucket.floor_s, copy or Line(0.0), across=measured.collectives.across,
+        overheads, copy = self._go_on(_overheads), _copies()
+        return Profile(costs, overheads.server, overheads.bucket.floor_s, copy or Line(0.0), across=measured.collectives.across,
                        source="measured")
 
     def _go_on(self, measure: Callable[[], T]) -> T:
@@ -121,9 +123,9 @@ def cluster_of(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, server_nodes: Sequence[int], *, cuda: bool = False,
     reachable: bool = True,
 ) -> Cluster:
-    """The cluster as measured: a link of each node, a row of each rank. Servers elsewhere count as connected like the best.
+    """The measured cluster: one link per node, one row per rank. Servers on other machines get the best link.
 
-    Speeds are against rank 0's, which plans with its own times of the model and its own costs of codecs.
+    Speeds are relative to rank 0's, which plans with its own model times and codec costs.
     """
     per_node = len(rows) // len(links)
     line = inside.inside
@@ -141,8 +143,8 @@ def cluster_of(
 
 @functools.lru_cache(4)
 def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow, ...]:
-    """For a model that needs so many times the excess of steps that the median of models does, by what `OBSERVED` loses of it;
-    no less than is cautious for all. Of what other codecs and local steps cost such a model nothing was seen."""
+    """Multiplies the excess of `OBSERVED` codecs for a model that loses more than the median model; never reduces it. Other
+    codecs and local steps were not observed."""
     if times <= 1.0:
         return rows
     return tuple(_harder(row, 1 + times * (row.steps - 1)) if named(row.codec).core.family == OBSERVED else row for row in rows)
@@ -154,4 +156,4 @@ def _harder(row: LearningRow, steps: float) -> LearningRow:
 
 _overheads = functools.cache(bucket_overheads.measure)
 _copies = functools.cache(codec_costs.copies)
-"""Measured once in a process, for they are this machine's."""
+"""Measured once per process, since they depend only on the machine."""
