@@ -1,1 +1,1 @@
-"""The quality guard: the compression level that keeps the loss."""
+"""Quality guard: keeps codecs fine enough for the loss budget."""

@@ -1,9 +1,8 @@
-"""How fine codecs must be: as coarse as the plan has them, no coarser than accuracy bears. Pure; knows measurements, no plans.
+"""Compression level: the coarsest level that accuracy permits, within the needs of the plan. Pure functions.
 
-A codec's level is its ratio where it has one, else the part of the dense bytes that it sends (engine/codec_floor.py). Per
-observation this module says which level shall hold and why. Accuracy goes first: what is seen of a gradient (cosine and norm
-of the compressed against the exact one), of the residual and of the loss may only raise the level; what the plan needs moves it
-between that floor and dense.
+A codec's level is its ratio if it has one, otherwise the bytes it sends as a fraction of the dense bytes
+(engine/codec_floor.py). Accuracy has priority. Observations of the gradient (cosine and norm of the compressed against the
+exact one), the residual and the loss set a floor; the plan's needs move the level between that floor and dense.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from commlayer.observe.fidelity import Fidelity
 from commlayer.records import Record
 
 BACK_OFF, ALLOW = 2.0, 1.25
-"""Quickly finer, slowly coarser: an error in accuracy costs more than one in speed."""
+"""Factors of the floor after a complaint, and after CALM: an error in accuracy costs more than one in speed."""
 MOST_BACK_OFF = 16.0
-"""Each complaint after another without calm between them doubles the factor, up to this: a level may be wrong by thousands."""
+"""Consecutive complaints double the factor up to this, because a level may be wrong by a factor of thousands."""
 CALM = 5
-"""Observations without complaint before a coarser level is allowed."""
+"""Observations without complaint before a coarser level is tried."""
 MOST_PATIENCE = 16 * CALM
-"""Each time that a coarser level turns out to have been too coarse, the next takes twice as many observations, up to this."""
+"""Each failed attempt at a coarser level doubles the number of observations before the next, up to this."""
 SMOOTH = 0.3
 """Weight of the newest residual in its running mean."""
 
 
 class AccuracyLimits(Record, frozen=True):
-    """What the user bears. Bounds that are 0 follow from the budget, as measured in training (docs/tuning.md)."""
+    """The user's accuracy limits. Limits of 0 are derived from the budget, as measured in training (docs/tuning.md)."""
 
     budget: float = 0.05
-    """Relative excess of the loss: 0.005 is half a per cent."""
+    """Relative excess of the loss: 0.005 is half a percent."""
     lowest: float = 0.001
     highest: float = 1.0
     """Range of the level."""
     cosine: float = 0.0
-    """Least cosine of what a step sends with its gradient."""
+    """Lower bound of the cosine between sent and exact gradient."""
     residual: float = 0.0
-    """Largest norm of the residual, in gradients."""
+    """Upper bound of the residual's norm, in gradient norms."""
 
     @property
     def least_cosine(self) -> float:
@@ -53,7 +52,7 @@ class AccuracyLimits(Record, frozen=True):
 
     @property
     def most_residual(self) -> float:
-        """What is kept back lags: each gradient of it cost some 1.25 % of the loss.
+        """Residuals delay gradients: each gradient of residual cost about 1.25 % of the loss.
 
         >>> AccuracyLimits(budget=0.05).most_residual
         4.0
@@ -62,14 +61,14 @@ class AccuracyLimits(Record, frozen=True):
 
 
 class Complaint(NamedTuple):
-    """What is wrong with the level in force."""
+    """A limit that the level in force violates."""
 
     kind: Literal["finite", "cosine", "norm", "residual", "loss"]
     text: str
 
 
 class LevelDecision(NamedTuple):
-    """The level to hold, and why."""
+    """The level to use, and the reason."""
 
     level: float
     reason: str
@@ -77,24 +76,24 @@ class LevelDecision(NamedTuple):
 
 
 class LevelState(Record, frozen=True):
-    """The level in force and how it got there. `floor` is what accuracy allows, `level` what holds."""
+    """The level in force and its history. `floor` is the lowest level that accuracy permits."""
 
     level: float
     floor: float
     limits: AccuracyLimits
     complained: bool = False
-    """Whether the floor has ever been raised: then it is what training showed, not what a job happened to begin with."""
+    """Whether a complaint has ever raised the floor. Otherwise the floor is only the level at the start of the job."""
     calm: int = 0
     """Observations without complaint since the floor last moved."""
     complaints: int = 0
-    """One after another, without calm between them."""
+    """Consecutive complaints."""
     patience: int = CALM
     lowered: bool = False
-    """Whether the floor's latest move was downwards."""
+    """Whether the floor's latest move was downward."""
     mean_residual: float | None = None
-    """In gradients; None before any was seen under the plan in force."""
+    """In gradient norms; None before the first observation under the plan in force."""
     drained_from: float = 0.0
-    """The latest residual, where the mean is above its bound; else 0."""
+    """The latest residual if the mean is above its bound; otherwise 0."""
     draining: bool = False
 
 
@@ -106,39 +105,40 @@ def begin(level: float, limits: AccuracyLimits | None = None) -> LevelState:
 
 
 def observe(state: LevelState, seen: Fidelity, loss: LossRise, needed: float) -> tuple[LevelState, LevelDecision]:
-    """`seen`: the worst of the sampled pieces. `needed`: the level that the plan has when accuracy asks for nothing."""
+    """Returns the new state and the decision. `seen` is the worst of the sampled pieces; `needed` is the plan's level without
+    accuracy limits."""
     state, complaint = complaint_of(state, seen, loss)
     state = _raised(state) if complaint else _calmer(state)
     target = min(state.limits.highest, max(state.floor, needed, state.level if state.draining else 0.0))
-    said = complaint.text if complaint else ""
-    # Small moves are not worth a change of plan, unless accuracy asks.
-    if target == state.level or (not said and abs(math.log(target / state.level)) < math.log(ALLOW) * 0.99):
-        return state, LevelDecision(state.level, said or "within the budget and what the plan needs", False)
+    complaint_text = complaint.text if complaint else ""
+    # Small moves do not justify a plan change, except after a complaint.
+    if target == state.level or (not complaint_text and abs(math.log(target / state.level)) < math.log(ALLOW) * 0.99):
+        return state, LevelDecision(state.level, complaint_text or "within the budget and what the plan needs", False)
     moved = structs.replace(state, level=target)
-    return moved, LevelDecision(target, said or _why(moved, state.level, needed), True)
+    return moved, LevelDecision(target, complaint_text or _why(moved, state.level, needed), True)
 
 
 def complaint_of(state: LevelState, seen: Fidelity, loss: LossRise) -> tuple[LevelState, Complaint | None]:
-    """What is wrong, if anything. Changes no level: alone it is for a plan that is only to be watched."""
+    """The violated limit, if any. Does not change the level, so it also serves plans that are only monitored."""
     mean = state.mean_residual
     if math.isfinite(seen.residual_ratio):
-        # A residual swings by two or three times from step to step; the bound is on its mean.
+        # A residual varies by two or three times from step to step, so the bound applies to its mean.
         mean = seen.residual_ratio if mean is None else mean + SMOOTH * (seen.residual_ratio - mean)
         state = structs.replace(state, mean_residual=mean)
     if not all(map(math.isfinite, seen)):
         return state, Complaint("finite", "a comparison with the exact gradient was not finite")
-    owing = mean is not None and mean > state.limits.most_residual
-    # A large residual drains after a change, and what is sent is what was owed: that takes its time.
-    draining = owing and seen.residual_ratio <= 0.9 * state.drained_from
-    state = structs.replace(state, draining=draining, drained_from=seen.residual_ratio if owing else 0.0)
-    lossy = None if draining else _too_lossy(state, seen, owing)
+    over_limit = mean is not None and mean > state.limits.most_residual
+    # After a change a large residual drains: sent values come from the old residual, and the gradient looks wrong meanwhile.
+    draining = over_limit and seen.residual_ratio <= 0.9 * state.drained_from
+    state = structs.replace(state, draining=draining, drained_from=seen.residual_ratio if over_limit else 0.0)
+    lossy = None if draining else _too_lossy(state, seen, over_limit)
     if lossy is None and loss.exceeds(state.limits.budget):
         return state, Complaint("loss", f"the loss has risen by {loss.rise:.1%}, above the budget of {state.limits.budget:.1%}")
     return state, lossy
 
 
 def follow(state: LevelState, level: float) -> LevelState:
-    """Somebody else has changed the plan. Where nothing was complained of, nothing is known against its level."""
+    """Adapts to a plan set by the user. Without an earlier complaint, its level becomes the new lower limit."""
     limits, floor = state.limits, state.floor
     if not state.complained:
         floor = min(floor, level)
@@ -147,7 +147,7 @@ def follow(state: LevelState, level: float) -> LevelState:
 
 
 def settle(state: LevelState) -> LevelState:
-    """The change has been made. What waits under the new plan tells of that plan alone."""
+    """Clears the residual mean after a change: it belongs to the previous plan."""
     return structs.replace(state, mean_residual=None)
 
 
@@ -164,7 +164,7 @@ def _too_lossy(state: LevelState, seen: Fidelity, owing: bool) -> Complaint | No
 
 
 def _raised(state: LevelState) -> LevelState:
-    # From what holds, not from an old floor below it: the floor has to have an effect now.
+    # Starts from the level in force, not from a lower floor, so that raising the floor has an effect.
     factor = min(MOST_BACK_OFF, BACK_OFF * 2.0**state.complaints)
     floor = min(state.limits.highest, max(state.floor, state.level) * factor)
     patience = min(2 * state.patience, MOST_PATIENCE) if state.lowered else state.patience

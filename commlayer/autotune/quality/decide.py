@@ -1,9 +1,9 @@
-"""What the accuracy guard does when: decisions as functions of (state, rows, step). No thread, clock, torch or connection.
+"""Decisions of the quality guard, as pure functions of (state, rows, step).
 
-All ranks hear the same rows at the same step, so they decide alike and go over to another plan together. `now` is the number of
-steps that are over, the only clock that ranks share; seconds come in rows. A driver calls `due` when a step's exchange is over
-and hands the rows that it gathers to `decide`; when the step is committed it calls `after_step`, tells `changed` or `kept` what
-came of a change that it was asked for, and asks `next_look` what to do in the step to come.
+All ranks receive the same rows at the same step, so they decide alike and switch plans together. `now` is the number of
+completed steps, the only clock that ranks share; seconds come in rows. The driver calls `due` at the end of a step's exchange
+and passes the rows to `decide`. After the commit it calls `after_step`, reports the outcome of a requested change with
+`changed` or `kept`, and calls `next_look` for the next step.
 """
 
 from __future__ import annotations
@@ -37,32 +37,34 @@ from commlayer.engine.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 
 LOCALLY = 0.2
-"""Of the time that comparing may take: for looking at what a rank sends itself. The rest is for comparing over all ranks."""
+"""Share of the comparison time for each rank's look at its own payloads; the rest is for comparisons over all ranks."""
 OFTEN, SELDOM = 8, 32
-"""Comparisons that may come again within so many steps look at more elements; those that must wait longer look at fewer."""
+"""Comparisons that can repeat within OFTEN steps examine more elements; those that must wait over SELDOM steps examine fewer.
+"""
 FADE = 0.5
-"""Weight of what earlier comparisons saw, against the latest."""
+"""Weight of earlier comparisons against the latest."""
 LONG_FADE, FEWEST_SEEN = 0.9, 6
-"""Where no budget is named and bounds are what is usual of whole models: these pieces must be many to speak for one."""
+"""The same, and the least number of comparisons, if no budget is given: the bounds describe whole models, so many pieces are
+needed."""
 EQUAL = 0.99
-"""Ratios are spelled with three digits: a level above this part of another counts as the same (as engine/codec_floor.py)."""
+"""Ratios have three digits: levels within this factor count as equal (as in engine/codec_floor.py)."""
 
 
 def begin(limits: AccuracyLimits, plan: PlanLevels) -> AccuracyState:
-    """Before the first step. No plan is ever made coarser than the one that a job begins with, nor than `limits.lowest`."""
+    """The state before the first step. Plans are never coarser than the first one, nor than `limits.lowest`."""
     lowest = min(limits.lowest, plan.level)
     return AccuracyState(_bounded(codec_level.begin(plan.level, structs.replace(limits, lowest=lowest)), plan), plan)
 
 
 def due(state: AccuracyState, now: int) -> bool:
-    """Whether all ranks compare in the step under way."""
-    # Where everything has been made exact there is nothing to look at, but time to see whether a coarser plan will do again.
+    """Whether all ranks compare in the present step."""
+    # If all codecs were made exact there is no error to compare, but a coarser plan may be possible again.
     concerned = state.plan.compared or state.plan.finer
     return concerned and now - state.since >= state.plan.settle_steps and now >= state.compare_at
 
 
 def next_look(state: AccuracyState, now: int) -> tuple[AccuracyState, Look | None]:
-    """What a rank compares of its own in the step to come, if anything."""
+    """The piece that a rank compares in the next step, or None."""
     settled = now - state.since - state.plan.settle_steps
     between = settled >= 0 and settled % state.look_every == 0 and not state.plan.overlapped
     if not state.plan.compared or not (due(state, now) or between):
@@ -71,19 +73,19 @@ def next_look(state: AccuracyState, now: int) -> tuple[AccuracyState, Look | Non
 
 
 def fade(state: AccuracyState) -> float:
-    """Weight of what was seen under the plan in force, against what is seen now."""
+    """Weight of earlier observations under the plan in force, against new ones."""
     return LONG_FADE if state.plan.cosine else FADE
 
 
 def telling(rows: Sequence[GradientError]) -> bool:
-    """Whether the step compared tells anything: not one that the optimizer will skip, nor one that paid debts."""
+    """Whether the step can be used: not if the optimizer will skip it, nor if it sent residuals of an earlier plan."""
     return all(math.isfinite(x) for row in rows for x in row.summed)
 
 
 def decide(
     state: AccuracyState, rows: Sequence[GradientError], now: int, *, acts: bool,
 ) -> tuple[AccuracyState, tuple[Action, ...]]:
-    """What follows from a comparison. `acts`: whether the plan may be changed, or the user is only told."""
+    """Decides after a comparison. Without `acts` the plan stays, and complaints are only logged."""
     state = _scheduled(state, rows, now)
     if not telling(rows):
         return state, ()
@@ -109,7 +111,7 @@ def decide(
 def after_step(
     state: AccuracyState, now: int, *, acts: bool, entered: PlanLevels | None = None,
 ) -> tuple[AccuracyState, tuple[ChangeCodecs, ...]]:
-    """A step is committed. `entered`: the plan that somebody else has gone over to meanwhile."""
+    """Called after a commit. `entered` is a plan that the user has set meanwhile."""
     if entered is None:
         change, state = state.pending, structs.replace(state, pending=None)
         return state, () if change is None else (ChangeCodecs(change),)
@@ -124,7 +126,7 @@ def after_step(
 def changed(
     state: AccuracyState, change: CodecChange, now: int, *, entered: PlanLevels, nbytes_factor: float,
 ) -> tuple[AccuracyState, tuple[Tell, ...]]:
-    """The codecs have been changed. `nbytes_factor`: what a step is expected to send, against before."""
+    """Called after a change of codecs. `nbytes_factor`: expected bytes per step relative to before."""
     state = structs.replace(_under(state, entered, now), made=MadeChange(now, change))
     state = structs.replace(state, level=codec_level.settle(state.level))
     finer = change.after > change.before
@@ -135,30 +137,30 @@ def changed(
 
 
 def kept(change: CodecChange, error: ValueError) -> Tell:
-    """The change was refused on all ranks."""
+    """Called if all ranks have refused the change."""
     return Tell(f"{change.reason}, but the plan in force stays: {error}", warning=True)
 
 
 def _scheduled(state: AccuracyState, rows: Sequence[GradientError], now: int) -> AccuracyState:
-    """When to compare next, and how much at a time."""
+    """Schedules the next comparison and sets its size."""
     step_s = max(median(row.step_s for row in rows), 1e-6)
-    # The last rank to come waits for nobody; the others would have waited for it in the next step.
+    # The last rank to arrive waits for no other; the others would have waited for it in the next step anyway.
     cost_s, elapsed_s = min(row.everywhere_s for row in rows), min(row.elapsed_s for row in rows)
     spent_s, part = state.spent_s + cost_s, TIME_PART * (1 - LOCALLY)
     wait = max(state.plan.settle_steps, steps_until_paid(spent_s, cost_s, elapsed_s, step_s, part))
     every, elements = steps_between(cost_s, step_s, part), state.elements
     if every <= OFTEN:
         elements = min(MOST, 2 * elements)
-    elif every > SELDOM and not state.plan.overlapped:  # which costs as much whatever is looked at
+    elif every > SELDOM and not state.plan.overlapped:  # in overlapped plans the cost does not depend on the size
         elements = max(FEWEST, elements // 2)
     look_every = steps_between(max(row.here_s for row in rows), step_s, TIME_PART * LOCALLY)
     return structs.replace(state, spent_s=spent_s, compare_at=now + wait, look_every=look_every, elements=elements)
 
 
 def _adjusted(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[AccuracyState, tuple[Action, ...]]:
-    """A finer plan where accuracy asks for it, a coarser one where it has borne the present one for long."""
+    """Requests finer codecs after a complaint, or coarser ones after a long calm."""
     level, decision = codec_level.observe(state.level, seen, loss, needed=state.plan.base_level)
-    # What was measured beforehand goes before what a job happened to begin with, but not before what it showed.
+    # Limits measured in training replace the job's first level, but not a floor that its own complaints have set.
     bound = BoundPlanner(level.floor if level.complained else 0.0)
     pending = state.pending
     if decision.changed:
@@ -169,7 +171,7 @@ def _adjusted(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[Acc
 
 
 def _complained(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[AccuracyState, tuple[Action, ...]]:
-    """Each kind of complaint once for each plan."""
+    """Logs each kind of complaint once per plan."""
     level, complaint = codec_level.complaint_of(state.level, seen, loss)
     state = structs.replace(state, level=level)
     if complaint is None or complaint.kind in state.warned:
@@ -179,13 +181,13 @@ def _complained(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[A
 
 
 def _under(state: AccuracyState, plan: PlanLevels, now: int) -> AccuracyState:
-    """From here on another plan is in force; what was seen of the one before tells nothing of it."""
+    """The state under a new plan; observations of the previous one do not apply to it."""
     return structs.replace(state, level=_bounded(state.level, plan), plan=plan, since=now, looks=0, compared=0, summed=Dots(),
                            warned=frozenset())
 
 
 def _bounded(level: LevelState, plan: PlanLevels) -> LevelState:
-    """With the bounds that hold under that plan."""
+    """Applies the bounds of that plan."""
     if not (plan.cosine or plan.residual):
         return level
     return structs.replace(level, limits=structs.replace(level.limits, cosine=plan.cosine, residual=plan.residual))

@@ -1,6 +1,6 @@
-"""Keeps a running job within its loss budget: feeds what is measured to autotune/quality/decide.py and does what that asks for.
+"""Shell of the quality guard: feeds measurements to autotune/quality/decide.py and carries out its decisions.
 
-Runs on every rank: compares gradients at the end of a step's exchange, changes plans between two steps.
+Runs on every rank. It compares gradients at the end of a step's exchange and changes plans between two steps.
 """
 
 from __future__ import annotations
@@ -40,65 +40,67 @@ from commlayer.records import Plan
 
 
 def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
-    """For a job of several ranks whose plan was left to commlayer, where a budget is named, or where it is asked for."""
+    """The guard, if configured: for jobs of several ranks with an automatic plan or a loss budget, or if requested. Otherwise
+    None."""
     if connection.worker is None or connection.groups is None:
         return None
     named = bool(config.max_loss or config.loss)
     if config.guard == "off" or (config.guard == "auto" and not (named or connection.terms.auto)):
         return None
     by_budget = named or not connection.terms.auto
-    # A budget that nobody named judges no loss, unless the guard was asked for by name.
+    # Without a given budget the loss is not judged, unless the guard was requested explicitly.
     budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
     return AccuracyGuard(connection, AccuracyLimits(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
 
 
 class AccuracyGuard:
-    """Every rank calls `look` when a step's exchange is over and `after_step` when it is committed."""
+    """Every rank calls `look` when a step's exchange is over and `after_step` when the step is committed."""
 
     def __init__(
         self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0, *,
         by_budget: bool = True,
     ) -> None:
-        """`by_budget`: bounds follow from the limits; otherwise they are what is usual under the codecs in force."""
+        """With `by_budget` bounds follow from the limits; otherwise from what is usual under the codecs in force."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
         assert connection.rows is not None
         self._rows = connection.rows.rows("what compressing loses")
         self._told: tuple[int, Plan] | None = None
-        """After how many steps rows were told last, and of which plan."""
+        """The step after which rows were last sent, and the plan then in force."""
         self._own = OwnMeasurements(time.perf_counter())
         self._exposed_s = 0.0
-        """What steps had waited for communication when the last one was over."""
+        """Total wait for communication at the end of the last step."""
         self._piece: Piece | None = None
         self._state = decide.begin(limits, self._take())
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """The training loss of a step. A tensor is read when the next comparison is made, so that nobody waits for a device."""
+        """Records the training loss of a step. A tensor is read at the next comparison, so that no step waits for the device.
+        """
         self._own.report(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
 
     @property
     def acts(self) -> bool:
-        """Or only says what it sees: a plan that somebody asked for is theirs to change."""
+        """Whether the guard changes plans. Otherwise it only logs, because the user chose the plan."""
         return self._mode == "act" or (self._mode == "auto" and self._connection.terms.auto)
 
     @property
     def idle(self) -> bool:
-        """A plan that somebody asked for since, where nothing was named to hold it to: on all ranks alike."""
+        """Whether the user has since set a plan and gave no budget for it; the same on all ranks."""
         return self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
 
     # ---- at the end of a step's exchange
 
     def looks(self) -> bool:
-        """Whether `look` will have something to do."""
-        # A piece of a plan that is no longer in force is of buckets that nobody sends.
+        """Whether `look` has work to do."""
+        # A piece selected under a previous plan belongs to buckets that are no longer sent.
         return (self._piece is not None or self._due) and self._in_force is self._plan and not self.idle
 
     @property
     def _due(self) -> bool:
-        """Whether all ranks compare in the step under way. What was told last is heard first."""
+        """Whether all ranks compare in the present step. The previous rows must have been read."""
         return decide.due(self._state, self._steps) and not self._rows.under_way
 
     def look(self) -> None:
-        """Compares, where it is time to. CommError, latched in the worker, if another rank is gone."""
+        """Compares gradients if due. A CommError is latched in the worker if another rank is lost."""
         if not self.looks():
             return
         due, worker, begin_s = self._due, self._worker, time.perf_counter()
@@ -113,7 +115,7 @@ class AccuracyGuard:
         worker.counters.guard_s += looking_s
 
     def _look_here(self, worker: Worker, piece: Piece) -> torch.Tensor:
-        """The exact gradients of the piece, after a look at what this rank has sent of them."""
+        """The exact gradients of the piece, after comparing them with what this rank has sent."""
         begin_s = time.perf_counter()
         exact = gradient_comparison.exact(worker, piece)
         sent = gradient_comparison.here(worker, piece, exact, self._groups, self._deadline_s)
@@ -121,11 +123,11 @@ class AccuracyGuard:
         return exact
 
     def _compare(self, exact: torch.Tensor | None) -> None:
-        """All ranks together: compares the sum, and tells what each has seen."""
+        """Collective: compares the sum with the exact one, and sends this rank's row."""
         groups, begin_s, summed = self._groups, time.perf_counter(), Dots()
         if self._piece is not None and exact is not None:
             summed = gradient_comparison.everywhere(self._piece, exact, groups, self._deadline_s)
-        # What this step has waited for its results, for the sake of the comparison.
+        # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = self._worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
         self._rows.start(*self._own.row(summed, held_s + time.perf_counter() - begin_s, begin_s).numbers())
         self._told = self._steps, self._plan
@@ -134,7 +136,7 @@ class AccuracyGuard:
     # ---- between two steps
 
     def after_step(self) -> None:
-        """Goes over to another plan if what was told a step ago asks for that, and prepares the next look."""
+        """Switches plans if the rows of the previous step require it, and prepares the next look."""
         self._own.step_over(time.perf_counter())
         self._exposed_s = self._worker.counters.exposed_s
         self._hear()
@@ -149,10 +151,11 @@ class AccuracyGuard:
             self._piece = gradient_comparison.piece(self._watched, look.number, look.elements)
             prepared_s = time.perf_counter() - begin_s
             self._own.prepared(prepared_s)
-            self._worker.counters.guard_s += prepared_s  # a worker hands its counters on to the next
+            self._worker.counters.guard_s += prepared_s  # counters pass to the worker of the next plan
 
     def _hear(self) -> None:
-        """What all ranks have told behind the step before, and what follows. Of a plan that was left since, nothing does."""
+        """Reads the rows that were sent after the previous step and carries out the decisions; ignored if the plan has changed
+        since."""
         if self._told is None or self._told[0] + 1 == self._steps:
             return
         (told, plan), self._told = self._told, None
@@ -178,27 +181,28 @@ class AccuracyGuard:
                 case BoundPlanner(level):
                     self._connection.terms.floor = level
                 case Harder(times):
-                    self._connection.terms.harder = max(self._connection.terms.harder, times)  # a finer plan shows less of it
+                    # under a finer plan the excess is less visible, so the largest value stays
+                    self._connection.terms.harder = max(self._connection.terms.harder, times)
                 case ChangeCodecs(change):
                     self._change(change)
 
     def _change(self, change: CodecChange) -> None:
         nodes, before = self._groups.world // self._groups.ranks_per_node, self._plan
-        made = codec_floor.lift(self._base, change.after, nodes, cuda=self._worker.device.type == "cuda")
-        if made.buckets == before.buckets:
+        lifted = codec_floor.lift(self._base, change.after, nodes, cuda=self._worker.device.type == "cuda")
+        if lifted.buckets == before.buckets:
             return
         try:
-            switch(self._connection, made)
-        except ValueError as error:  # on all ranks, and nothing has changed
+            switch(self._connection, lifted)
+        except ValueError as error:  # raised on all ranks, and nothing has changed
             self._carry_out([decide.kept(change, error)])
             return
         self._own.new_codecs()
-        entered, factor = self._take(self._base), codec_floor.nbytes(made) / codec_floor.nbytes(before)
-        self._state, said = decide.changed(self._state, change, self._steps, entered=entered, nbytes_factor=factor)
-        self._carry_out(said)
+        entered, factor = self._take(self._base), codec_floor.nbytes(lifted) / codec_floor.nbytes(before)
+        self._state, lines = decide.changed(self._state, change, self._steps, entered=entered, nbytes_factor=factor)
+        self._carry_out(lines)
 
     def _take(self, base: Plan | None = None) -> PlanLevels:
-        """Looks at the plan in force from now on. `base`: the one that it was made finer from."""
+        """Adopts the plan in force. `base` is the plan that it was made finer from."""
         self._plan = self._in_force
         self._base = base or self._plan
         self._watched = gradient_comparison.watched(self._worker) if not self._plan.steps_locally else []

@@ -1,4 +1,4 @@
-"""Whether a noisy training loss rises: a fast mean against the lowest that a slow one has reached. Values only; no torch."""
+"""Loss trend: detects a rise of a noisy training loss, from a fast mean and the lowest value of a slow one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FAST, SLOW = 0.1, 0.02
 
 
 class LossRise(NamedTuple):
-    """What a loss has done, as numbers that ranks can tell each other."""
+    """The rise of a loss, as numbers that ranks exchange."""
 
     rise: float = 0.0
-    """Relative to the lowest; 0 where too little is known."""
+    """Relative to the lowest value; 0 before enough losses are known."""
     noise: float = 0.0
-    """How far the rise may be off."""
+    """Uncertainty of the rise."""
 
     def exceeds(self, budget: float) -> bool:
-        """Whether it is above the budget by more than the mean wobbles of itself."""
+        """Whether the rise exceeds the budget by more than its noise."""
         return self.rise > budget + self.noise
 
 
 class LossTrend(Record, frozen=True):
-    """The losses reported so far, summed up."""
+    """Summary of the losses reported so far."""
 
     near: float = 0.0
     """The fast mean."""
@@ -38,7 +38,7 @@ class LossTrend(Record, frozen=True):
     count: int = 0
 
     def add(self, loss: float) -> LossTrend:
-        """With the loss of one more step; one that is not finite is left to the step's own handling."""
+        """Adds the loss of one step; values that are not finite are ignored."""
         if not math.isfinite(loss):
             return self
         count = self.count + 1

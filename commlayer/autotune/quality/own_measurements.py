@@ -1,4 +1,4 @@
-"""What one rank measures for the accuracy guard between two comparisons. Has no clock: times are handed in."""
+"""One rank's measurements for the quality guard between two comparisons. The caller passes all times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS_KEPT = 9
 
 
 class OwnMeasurements:
-    """Its looks at what it sends itself, its losses, and what steps and looks cost it."""
+    """This rank's looks at its own payloads, its losses, and the time of steps and looks."""
 
     def __init__(self, now_s: float) -> None:
         self._begin_s = now_s
@@ -29,25 +29,25 @@ class OwnMeasurements:
         self._everywhere_s = 0.0
 
     def report(self, loss: SupportsFloat) -> None:
-        """The training loss of a step, read when the next row is made: nobody waits for a device."""
+        """Records the training loss of a step. It is read for the next row, so that no step waits for the device."""
         self._losses.append(loss)
 
     def looked(self, sent: Dots, seconds: float) -> None:
-        """It has compared a piece of what it sends with its gradient; not finite where the step tells nothing."""
+        """Adds a comparison of sent values with the gradient. Ignored if not finite."""
         self._sent = self._sent.plus(sent) if all(map(math.isfinite, sent)) else self._sent
         self._here_s += seconds
         self._looks += 1
 
     def prepared(self, seconds: float) -> None:
-        """What a look costs before its step."""
+        """Adds the cost of a look that falls before its step."""
         self._here_s += seconds
 
     def compared(self, seconds: float) -> None:
-        """A comparison over all ranks took so long, its exchange of rows counted in."""
+        """Sets the duration of a comparison over all ranks, including its exchange of rows."""
         self._everywhere_s = seconds
 
     def looking(self, seconds: float) -> None:
-        """Of the step under way, so much was not training."""
+        """Sets the part of the present step that was not training."""
         self._looking_s = seconds
 
     def step_over(self, now_s: float) -> None:
@@ -56,7 +56,7 @@ class OwnMeasurements:
         self._ended_s, self._looking_s = now_s, 0.0
 
     def row(self, summed: Dots, compared_s: float, now_s: float) -> GradientError:
-        """What it tells the others. `compared_s`: of the comparison under way, as far as it has come."""
+        """The row for the other ranks. `compared_s`: duration of the present comparison so far."""
         while self._losses:
             self._trend = self._trend.add(float(self._losses.popleft()))
         return GradientError(
@@ -65,12 +65,12 @@ class OwnMeasurements:
         )
 
     def fade(self, factor: float) -> None:
-        """What it has seen counts less from now on."""
+        """Reduces the weight of earlier observations."""
         self._sent = Dots(*(factor * x for x in self._sent))
 
     def new_plan(self) -> None:
         self._sent = Dots()
 
     def new_codecs(self) -> None:
-        """A loss does not fall back in a few steps: after the guard's own change only what rises from here counts."""
+        """Restarts the loss trend: a loss takes many steps to fall, so after a change only new rises count."""
         self._trend = LossTrend()

@@ -1,4 +1,4 @@
-"""What the accuracy guard knows and may ask for, as values that are the same on all ranks. No torch, clock or connection."""
+"""State and actions of the quality guard: plain values that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from commlayer.observe.fidelity import Dots, Fidelity
 from commlayer.records import Record
 
 SETTLE = 4
-"""Steps under a plan before looking, and between comparisons over all ranks, at least."""
+"""Least number of steps under a plan before comparing, and between comparisons over all ranks."""
 DRAINING = 32
-"""At most so many where the guard has changed the plan: what the one before owed is sent first, within some 1 / ratio steps,
-and tells nothing of the gradients of these steps."""
+"""Upper limit of these steps after the guard has changed the plan. The residual of the previous plan is sent first, within
+about 1 / ratio steps, and does not represent their gradients."""
 FEWEST, MOST = 1 << 12, 1 << 16
-"""Elements compared at a time: few while nobody knows what comparing costs here."""
+"""Elements per comparison: few until its cost is known."""
 
 
 class GradientError(NamedTuple):
-    """What a rank says at a comparison. Numbers only: the exchange carries nothing else."""
+    """One rank's row for a comparison. Numbers only, because rows are exchanged as tensors."""
 
     sent: Dots
-    """Of what this rank sends itself."""
+    """Comparison of this rank's payloads."""
     summed: Dots
-    """Of the sum that came back, against the exact one. Not finite: the step tells nothing."""
+    """Comparison of the received sum with the exact one. Not finite if the step cannot be used."""
     loss: LossRise
     here_s: float
-    """Of a look at what it sends itself, on average."""
+    """Mean seconds of a look at this rank's payloads."""
     everywhere_s: float
-    """Of the comparison over all ranks before this one; of the first, as far as it has come."""
+    """Seconds of the previous comparison over all ranks; for the first one, of the present one so far."""
     step_s: float
     elapsed_s: float
-    """Since the start."""
+    """Since the start of the job."""
 
     def numbers(self) -> list[float]:
         return [*self.sent, *self.summed, *self.loss, self.here_s, self.everywhere_s, self.step_s, self.elapsed_s]
@@ -45,101 +45,101 @@ class GradientError(NamedTuple):
 
 
 class PlanLevels(Record, frozen=True):
-    """What the guard needs to know of the plan in force."""
+    """The plan in force, as far as the guard needs it."""
 
     level: float
-    """Of its coarsest codec; 1 for a plan without any."""
+    """Level of the coarsest codec; 1 without codecs."""
     base_level: float
-    """The same of the plan that it was made finer from, which somebody asked for; its own where that has not happened."""
+    """The level of the user's plan that it was made finer from; its own level otherwise."""
     compared: bool
     """Whether any of its buckets can be compared with exact gradients."""
     finer: bool = False
     """Whether the guard has made it finer."""
     cosine: float = 0.0
     residual: float = 0.0
-    """Bounds that hold under it, where no budget is named: what is usual under its codecs. 0: those of the budget."""
+    """Bounds if no budget is given: what is usual under its codecs. 0 means the bounds of the budget."""
     typical: float = 0.0
-    """The cosine that workers' own parts have under its codecs in the median of trainings; 0 where that tells nothing."""
+    """Median cosine of workers' payloads under its codecs in trainings; 0 if unknown."""
     overlapped: bool = False
-    """Whether results come in during the next forward pass: then a look has its step wait for all of them."""
+    """Whether results arrive during the next forward pass: then a look makes the step wait for all of them."""
 
     @property
     def settle_steps(self) -> int:
-        """Steps under it before looking, and between comparisons."""
+        """Steps under the plan before comparing, and between comparisons."""
         return max(SETTLE, min(DRAINING, math.ceil(1 / self.level))) if self.finer else SETTLE
 
 
 class CodecChange(NamedTuple):
-    """A finer, or again a coarser, plan: why, and what was seen when it was decided."""
+    """A change to finer or coarser codecs, with its reason and the observation behind it."""
 
     before: float
     after: float
     """Levels of the coarsest codec."""
     reason: str
     seen: Fidelity | None
-    """None where the plan that is changed was never compared."""
+    """None if the previous plan was never compared."""
     step_s: float
 
 
 class MadeChange(NamedTuple):
-    """A change that has been carried out and whose outcome is not known yet."""
+    """A change that was carried out and whose effect is not yet known."""
 
     step: int
-    """The first that runs under it."""
+    """The first step under it."""
     change: CodecChange
 
 
 class AccuracyState(Record, frozen=True):
-    """All that decisions depend on. Ranks that begin alike and hear the same rows have the same state at every step."""
+    """The complete state. Ranks that start equal and receive the same rows have the same state at every step."""
 
     level: LevelState
     plan: PlanLevels
     since: int = 0
-    """The step at which the plan in force began."""
+    """First step of the plan in force."""
     compare_at: int = SETTLE
     """No comparison over all ranks before this step."""
     look_every: int = 1
-    """Steps from one look at what a rank sends itself to the next."""
+    """Steps between looks at this rank's own payloads."""
     elements: int = FEWEST
-    """How many are compared at a time."""
+    """Elements per comparison."""
     looks: int = 0
-    """Under the plan in force, so that they take turns over the whole model."""
+    """Count under the plan in force, so that looks rotate over the whole model."""
     compared: int = 0
-    """Comparisons that told something, under the plan in force."""
+    """Usable comparisons under the plan in force."""
     spent_s: float = 0.0
-    """On comparisons over all ranks, since the start."""
+    """Time of comparisons over all ranks, since the start."""
     summed: Dots = Dots()
-    """What comparisons under the plan in force have seen, earlier ones fading."""
+    """Faded sum of the comparisons under the plan in force."""
     step_s: float = 0.0
-    """The median rank's, when last heard."""
+    """The median rank's, in the latest rows."""
     pending: CodecChange | None = None
-    """Decided, to be carried out when the step has been committed."""
+    """To be carried out after the commit of the step."""
     made: MadeChange | None = None
     warned: frozenset[str] = frozenset()
-    """Kinds of complaints that the user has heard of the plan in force."""
+    """Kinds of complaints already logged for the plan in force."""
 
 
 class Look(NamedTuple):
-    """In the next step, compare this piece of what is sent with its gradient."""
+    """A request to compare this piece with its gradient in the next step."""
 
     number: int
     elements: int
 
 
 class ChangeCodecs(NamedTuple):
-    """Go over to the base plan with no codec below `change.after`; all ranks do, before the next step."""
+    """All ranks switch, before the next step, to the base plan with no codec below `change.after`."""
 
     change: CodecChange
 
 
 class BoundPlanner(NamedTuple):
-    """The planner shall use no codec below this level; 0 for any."""
+    """The planner must use no codec below this level; 0 means any."""
 
     level: float
 
 
 class Harder(NamedTuple):
-    """The planner shall count so many times the excess of steps that is usual under a codec."""
+    """The planner must multiply the usual excess of steps under a codec by this."""
 
     times: float
 

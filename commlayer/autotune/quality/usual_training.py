@@ -1,7 +1,7 @@
-"""What compressed training usually looks like: the cosines and residuals that trainings had under each codec. No torch, no job.
+"""Reference values of compressed training: usual cosines and residuals under each codec.
 
-Of whole models, in the middle of the last four fifths of each training: docs/tuning.md says of which. A model that is far
-outside is not one that the learning table speaks of.
+Measured for whole models in the last four fifths of each training; docs/tuning.md lists them. The learning table does not
+apply to a model far outside these values.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from commlayer.codec_name import named
 from commlayer.records import Bucket
 
 SLACK_COSINE, SLACK_RESIDUAL = 0.5, 3.0
-"""So many times as bad as the worst of them is still borne: pieces of a few steps swing around the mean of all."""
+"""Tolerance relative to the worst reference value: pieces of a few steps vary around the mean."""
 TOPK = ((0.001, 0.05, 60.0, 0.08), (0.003, 0.11, 27.1, 0.17), (0.01, 0.23, 6.3, 0.35), (0.03, 0.4, 2.4, 0.65),
         (0.1, 0.67, 0.9, 0.89), (1.0, 1.0, 0.1, 1.0))
-"""Ratio, least cosine, largest residual in gradients; and the median cosine under Adam's kind of optimizer."""
+"""Ratio, lowest cosine, largest residual in gradient norms, and median cosine under optimizers like Adam."""
 OTHERS = {"onebit": (0.19, 5.3), "int4": (0.98, 0.13), "int8": (0.99, 0.02), "fp16": (0.99, 0.02), "bf16": (0.99, 0.02)}
 UNKNOWN = (0.05, 60.0)
-"""Where nobody looked."""
+"""For codecs without reference values."""
 STEEPNESS = 1.5
-"""The excess of steps goes with this power of what is lost of a gradient's direction, 1 - cosine squared: between models under
-the same codec, with Adam. With SGD it does not (docs/tuning.md)."""
+"""With Adam, a model's excess of steps under a codec grows with this power of the lost direction, 1 - cosine squared. With SGD
+it does not (docs/tuning.md)."""
 MOST = 2.0
-"""As far as models were seen to differ."""
+"""Largest ratio seen between models."""
 
 Row = tuple[float, float, float, float]
 
 
 def usual(codec: str) -> tuple[float, float]:
-    """Least cosine with the gradient, and largest residual, of any training under that codec.
+    """Lowest cosine with the gradient, and largest residual, of any reference training under that codec.
 
     >>> usual("topk(ratio=0.01, values='int8')"), usual("error_feedback(int4())")
     ((0.23, 6.3), (0.98, 0.13))
@@ -44,14 +44,14 @@ def usual(codec: str) -> tuple[float, float]:
 
 
 def least_usual(buckets: Iterable[Bucket]) -> tuple[float, float]:
-    """Bounds for pieces of all these together: worse than that is no usual training."""
+    """Bounds for pieces of all these buckets; anything worse is unusual."""
     each = [usual(codec) for b in buckets for codec in (b.codec, b.down, *b.by_node) if codec]
     return (SLACK_COSINE * min((cosine for cosine, _ in each), default=1.0),
             SLACK_RESIDUAL * max((residual for _, residual in each), default=1.0))
 
 
 def typical_cosine(buckets: Sequence[Bucket]) -> float:
-    """What workers send of all these together, in the median of trainings with Adam; 0 where none goes by topk."""
+    """Median cosine of workers' payloads for all these buckets, in trainings with Adam; 0 if none uses topk."""
     whole, squares, sparse = 0, 0.0, False
     for b in buckets:
         names = [named(codec).core for codec in (b.by_node or (b.codec,))]
@@ -66,7 +66,7 @@ def typical_cosine(buckets: Sequence[Bucket]) -> float:
 
 
 def harder(cosine: float, typical: float) -> float:
-    """How many times as much a codec costs this model in steps as the median of models, by what it loses; 1 where no more.
+    """The model's excess of steps under a codec, relative to the median model; at least 1.
 
     >>> harder(0.35, 0.35), round(harder(0.85, 0.89), 1), harder(0.5, 0.35)
     (1.0, 1.5, 1.0)
@@ -76,7 +76,7 @@ def harder(cosine: float, typical: float) -> float:
 
 
 def _around(ratio: float) -> tuple[Row, Row, float]:
-    """The measured ratios on both sides, and how far between them it lies."""
+    """The neighboring reference rows, and the position of the ratio between them."""
     at = max(TOPK[0][0], min(1.0, ratio))
     low, high = next(pair for pair in itertools.pairwise(TOPK) if at <= pair[1][0])
     return low, high, math.log(at / low[0]) / math.log(high[0] / low[0])

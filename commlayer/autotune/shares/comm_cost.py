@@ -1,4 +1,4 @@
-"""What a plan's communication adds to computing, as the planner's simulator says, for the balancer. Measures nothing."""
+"""Communication cost model for the balancer, from the planner's simulator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from commlayer.records import Job, Plan
 def communication(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
 ) -> Communication:
-    """For any set of the cluster's ranks, in its order; for Controller(communication=...), the same on all ranks.
+    """The cost for any set of the cluster's ranks; for Controller(communication=...), the same on all ranks.
 
-    Nodes compute for equally long, as balanced ones do. What computing hides is taken as a part of it: exact where nothing is
-    computed, and for the job's own times on all ranks.
+    Assumes that all nodes compute for equally long, as balanced ones do. The overlap is modeled as a fraction of computing:
+    exact without computing, and with the job's own times on all ranks.
     """
     assert job.timing is not None, "the job was planned for"
     timing = job.timing
@@ -41,7 +41,7 @@ def communication(
 
 
 def _only(cluster: Cluster, places: Collection[int]) -> Cluster:
-    """With the others' nodes without ranks: they may still host servers."""
+    """Removes the ranks of other nodes; these may still host servers."""
     def left(place: int, node: Node) -> Node:
         return structs.replace(node, ranks=sum(one == place for one in places), speed=1.0)
 

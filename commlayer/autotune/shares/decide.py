@@ -1,7 +1,7 @@
-"""When ranks tell each other their times, and which shares follow. Pure functions; no clock, torch or connection.
+"""Decisions of load balancing, as pure functions: when ranks exchange their times, and which shares follow.
 
-All ranks hear the same rows, feed them to the same balancer and come to the same decision, so there is no coordinator to wait
-for and nothing to distribute. `now` is the next step to train: a decision is for a step that no loader has drawn yet.
+All ranks receive the same rows, feed them to the same balancer and reach the same decision, so there is no coordinator and
+nothing to distribute. `now` is the next step to train: a decision applies to a step that no loader has drawn yet.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def begin(
     rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: Policy,
     communication: Communication = FREE, every: int | None = None, opening: Opening | None = None, lbb: bool = False,
 ) -> SharesState:
-    """From what all ranks start with. `shares`: the newest, announced for `from_step`; `opening`: what profiling found.
+    """The initial state. `shares` are the newest, announced for `from_step`; `opening` is the result of profiling.
 
-    ValueError where the ranks' samplers do not belong together.
+    Raises InvalidInput if the ranks' samplers do not match.
     """
     for rank, row in enumerate(rows):
         if row.rank != rank:
@@ -59,17 +59,17 @@ def begin(
 
 
 def due(state: SharesState, step: int) -> bool:
-    """Whether all ranks tell their times after this step."""
+    """Whether all ranks send their times after this step."""
     return step >= state.next_row
 
 
 def told(state: SharesState, step: int) -> SharesState:
-    """A row was sent after this step."""
+    """Records that a row was sent after this step."""
     return state._replace(row_step=step, next_row=step + state.every)
 
 
 def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[SharesState, tuple[Action, ...]]:
-    """What follows from what all measured. CommError where a rank believes other shares to hold than rank 0 does."""
+    """Decides on the rows of all ranks. Raises CommError if a rank's shares differ from rank 0's."""
     odd = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
     if odd:
         raise CommError(f"decided on other shares than rank 0 at step {state.row_step}: the ranks differ in the arguments of "
@@ -97,14 +97,14 @@ def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[Sh
 
 
 def step_begins(state: SharesState, step: int) -> tuple[SharesState, tuple[WorkMoves, ...]]:
-    """This step is trained next: decisions that were announced for it, or before, come into force."""
-    here = list(itertools.takewhile(lambda decision: decision.from_step <= step, state.announced))
-    moves = (WorkMoves(abs(d.gain_s) / d.before_s if d.before_s < math.inf else 1.0) for d in here)
-    return state._replace(announced=state.announced[len(here) :]), tuple(moves)
+    """Called before a step is trained: announced decisions up to this step take effect."""
+    effective = list(itertools.takewhile(lambda decision: decision.from_step <= step, state.announced))
+    moves = (WorkMoves(abs(d.gain_s) / d.before_s if d.before_s < math.inf else 1.0) for d in effective)
+    return state._replace(announced=state.announced[len(effective) :]), tuple(moves)
 
 
 def checksum(state: SharesState) -> float:
-    """Of the newest shares, so that ranks notice if they believe different ones to hold."""
+    """Checksum of the newest shares, so that ranks detect a difference."""
     decision: Decision = state.balancer.latest
     return float(zlib.crc32(repr((decision.from_step, decision.by_worker)).encode()))
 
@@ -112,7 +112,7 @@ def checksum(state: SharesState) -> float:
 def _published(
     joined: Sequence[Joined], total: int, first: Decision, policy: Policy, opening: Opening | None,
 ) -> Published:
-    """LBB as published, from the cubic models of profiles where there are any."""
+    """LBB as published, from the cubic models of profiles if there are any."""
     from commlayer.balance.published import Published
 
     if opening is not None:

@@ -1,7 +1,7 @@
-"""Balances a job while it trains: measured times -> shares -> sampler. Feeds what is measured to autotune/shares/decide.py.
+"""Controller: balances a job while it trains, from measured times to shares to the sampler.
 
-Knows sessions and samplers. What a step measured is sent when the step is over and read when the next one is: its exchange
-hides behind a whole step.
+Measurements of a step are sent at its end and read at the end of the next step, so that the exchange overlaps a whole step.
+The decisions are in autotune/shares/decide.py.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from commlayer.cluster.rank_rows import RowChannel, Rows
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
-if TYPE_CHECKING:  # it loads solvers, which jobs that do not profile do without
+if TYPE_CHECKING:  # it imports solvers that jobs without profiling do not need
     from commlayer.balance.first_shares import Opening
 
 TOGETHER = Policy(exclude_gain=1.0)
-"""A rank without share still takes part in the step, and the others wait for it: leaving one out gains nothing."""
+"""A rank without a share still takes part in each step and the others wait for it, so excluding a rank gains nothing."""
 
 
 Mode = Literal["makespan", "lbb"]
-"""What decides: the default, or LBB as published, to compare with."""
+"""Which algorithm decides: the default, or LBB as published for comparison."""
 
 
 class Controller:
-    """Moves shares of the batch to where they are computed fastest, while training runs.
+    """Moves shares of the batch to the ranks that compute them fastest, while training runs.
 
     >>> controller = commlayer.Controller(session, sampler)         # doctest: +SKIP
     >>> for x, y in controller.follow(loader):                      # in place of sampler.follow(loader, session)
@@ -53,11 +53,11 @@ class Controller:
         line: Line | None = None, every: int | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
     ) -> None:
-        """All ranks make one with the same arguments, except for `line`: what is known of this rank's speed before training.
+        """All ranks create one with the same arguments, except for `line`: this rank's known speed before training.
 
-        `every`: steps from one exchange to the next, None for as few as cost at most 1 % of the time. `lookahead`: batches
-        that a loader draws ahead; a DataLoader is asked. `measure(step, samples)`: this rank's compute seconds, in place of
-        the session's own measuring.
+        `every`: steps between exchanges; None for the fewest steps whose exchanges cost at most 1 % of the time. `lookahead`:
+        batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's compute
+        seconds, instead of the session's own measurement.
         """
         if every is not None and every < 1:
             raise InvalidInput("E-SHARES-ARGUMENT",
@@ -75,26 +75,25 @@ class Controller:
         """None until the first step is over."""
         self._own = OwnTimes()
         self._ahead = 0
-        """How many batches the loader draws ahead."""
+        """Number of batches that the loader draws in advance."""
         self.events: list[Event] = []
-        """Decisions, what came of each, and what was noticed: records, the same on all ranks."""
-        if session is not None:  # as it is where somebody trains alone
+        """Decisions, their outcomes, and other observations; the same on all ranks."""
+        if session is not None:  # None in training with a single process
             session.inspect.connection.terms.balanced = True
 
     @property
     def shares(self) -> dict[int, int]:
-        """The newest, which may be for a step that is still to come."""
+        """The newest shares, possibly for a later step."""
         return self.sampler.announced[1]
 
     def profile(
         self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = LIMIT_S,
     ) -> list[WorkerProfile]:
-        """Measures batches in powers of two until memory ends, on all ranks at once, and sets the first shares and the caps.
+        """Measures batches in powers of two up to the memory limit, on all ranks at once, and sets the first shares and caps.
 
-        Before the first step that is followed; all ranks call it together. `loss_of(model, batch)`: a batch's loss, of the
-        model that is handed in (DDP's inner one); `batches`: the loader, or a function that gives a batch of so many samples.
-        It ends after `limit_s` and one more batch. Model, optimizer, gradients and random numbers are as before. Returns what
-        each rank found.
+        Collective; allowed before the first step that is followed. `loss_of(model, batch)` returns a batch's loss for the given
+        model (DDP's inner one). `batches` is the loader, or a function of the number of samples. Ends after `limit_s` and one
+        more batch. Model, optimizer, gradients and random state are restored. Returns the profile of each rank.
 
         >>> controller.profile(model, lambda model, batch: loss(model(batch[0]), batch[1]), loader)   # doctest: +SKIP
         """
@@ -105,7 +104,7 @@ class Controller:
         from commlayer.balance.published import Published
 
         own, step = self._measure, self.sampler.step
-        found, self._opening = worker_profiles.together(
+        profiles, self._opening = worker_profiles.together(
             self.session, self.sampler, self._policy, self._communication, model, loss_of, batches, limit_s=limit_s,
             measure=None if own is None else lambda samples: own(step, samples),
             shares_of=Published.begin if self._mode == "lbb" else None,
@@ -114,22 +113,22 @@ class Controller:
         for note in self._opening.notes:
             self._say(note)
         self._say(self._opening.decision)
-        return found
+        return profiles
 
     def follow(self, loader: Iterable[Any], *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
-        """As `sampler.follow`, balanced. All ranks call it together."""
+        """Like `sampler.follow`, with balancing. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield from self.sampler.follow(loader, self.session, weigh=weigh)
             return
-        self._read(self.sampler.step)  # before the loader draws: what follows is drawn with all decisions known
+        self._read(self.sampler.step)  # before the loader draws, so that all batches are drawn with all decisions known
         self._ahead = _lookahead(loader) if self._lookahead is None else self._lookahead
         self._own.afresh()
         first = True
         with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
             for batch in batches:
-                _check_plan(self.session)  # each step, for plans change
-                last, step = self.sampler.last, self.sampler.step  # asked for its state in the body, the sampler goes on
-                if last and not first:  # before an epoch's first step there may be evaluation, and workers that start
+                _check_plan(self.session)  # each step, because plans change
+                last, step = self.sampler.last, self.sampler.step  # reading its state in the loop body advances the sampler
+                if last and not first:  # evaluation and starting workers may precede an epoch's first step
                     self._own.begins(int(self.session.stats()["exchanges"]), self.sampler.computed)
                 first = first and not last
                 yield batch
@@ -139,12 +138,12 @@ class Controller:
     # ---- after each step
 
     def _step_over(self, step: int) -> None:
-        if self._state is None:  # not before: with DDP the first backward pass makes the connection
+        if self._state is None:  # not earlier: with DDP the first backward pass creates the connection
             self._state = self._begin(step)
         begin_s = time.perf_counter()
         for lap in self.session.inspect.laps():
             self._own.took(lap.step, lap.seconds)
-        # With shallow queues between sampler and loop that nobody told us of.
+        # Also covers queues between sampler and loop that were not declared.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
         exchanged = self._read(step + 1)
         self._state, moves = decide.step_begins(self._state, step + 1)
@@ -166,7 +165,7 @@ class Controller:
         return decide.told(state, step)
 
     def _read(self, to_come: int) -> bool:
-        """Hears what all measured, if anything is on its way. `to_come`: the next step to train."""
+        """Reads the rows of all ranks, if a row was sent. `to_come` is the next step to train."""
         if self._rows is None or self._state is None or not self._rows.under_way:
             return False
         with self._explained():
@@ -193,7 +192,7 @@ class Controller:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """A broken exchange does not say who broke it: the session knows."""
+        """Adds the lost peer to an error of the row exchange, which the session knows."""
         try:
             yield
         except CommError as error:
@@ -202,15 +201,15 @@ class Controller:
     # ---- at the start
 
     def _begin(self, step: int) -> SharesState:
-        """All ranks tell each other what they start from. `step`: the one that is over."""
+        """All ranks exchange their initial data. `step` is the one that has ended."""
         sampler, connection = self.sampler, self.session.inspect.connection
-        connection.terms.balanced = True  # under DDP the connection is not the one that was there before
+        connection.terms.balanced = True  # with DDP this is a newer connection than the constructor's
         assert connection.groups is not None
         if connection.members is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
                                "allowed: sampler.follow(loader, session), or a job in which all stay")
-        # Of its own: what a script calls stands in no order to what is told behind a step.
+        # A channel of its own: the script's collectives are in no fixed order with these exchanges.
         channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
         connection.on_close.append(channel.close)
         self._rows = channel.rows()
@@ -225,8 +224,8 @@ class Controller:
 
 
 def _check_plan(session: Session | None) -> None:
-    """Refuses local steps and rounds of one: what is measured is the time from one averaging to the end of the next backward
-    pass, and there is none in most steps of such a plan, or it goes on beside the next."""
+    """Refuses plans with local steps or overlapped updates. The measured time runs from one averaging to the end of the next
+    backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
     plan = None if session is None else session.inspect.plan
     if plan is None or (plan.local_steps == 1 and plan.overlap != "round"):
         return
@@ -240,6 +239,6 @@ def _check_plan(session: Session | None) -> None:
 
 
 def _lookahead(loader: Iterable[Any]) -> int:
-    """Batches that a DataLoader's workers have asked for beyond the one that is out."""
+    """Batches that a DataLoader's workers have requested beyond the present one."""
     workers = int(getattr(loader, "num_workers", 0))
     return workers * int(getattr(loader, "prefetch_factor", None) or 2)

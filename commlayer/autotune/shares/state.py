@@ -1,4 +1,4 @@
-"""What balancing knows and may ask for, as values that are the same on all ranks. Knows no session, sampler, clock or torch."""
+"""State and actions of load balancing: plain values that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,85 +9,85 @@ from commlayer.balance.balancer import Balancer, Policy
 from commlayer.balance.events import Decision, Event
 from commlayer.balance.share_solver import Communication
 
-if TYPE_CHECKING:  # it loads a solver, which jobs that compare with nothing do without
+if TYPE_CHECKING:  # it imports a solver that only comparisons need
     from commlayer.balance.published import Published
 
 
 class RankStart(NamedTuple):
-    """What a rank says before its first measured time. Numbers only: the exchange carries nothing else."""
+    """One rank's row before its first measured time. Numbers only, because rows are exchanged as tensors."""
 
     rank: float
-    """The one that its sampler is for."""
+    """The rank that its sampler is for."""
     batch: float
     cap: float
-    """Most samples that it holds at once; 0 for no limit."""
+    """Most samples that fit in memory at once; 0 for no limit."""
     least: float
     """The smallest batch that its model can take."""
     step: float
-    """The one that is over."""
+    """The step that has ended."""
     last_worker: float
-    """The highest number of a worker that its sampler has a share for."""
+    """The highest worker number that its sampler has a share for."""
     known: float
-    """Whether anything is known of its speed; if not, the two numbers below say nothing."""
+    """Whether its speed is known; if not, the next two numbers are meaningless."""
     slope_s: float
     intercept_s: float
 
 
 class WorkerTime(NamedTuple):
-    """What a rank says after a step. Numbers only: the exchange carries nothing else."""
+    """One rank's row after a step. Numbers only, because rows are exchanged as tensors."""
 
     computed: float
-    """Samples of the step that was measured; 0 where none was."""
+    """Samples of the measured step; 0 if none was measured."""
     compute_s: float
     before_s: float
-    """Of another step with as many samples, the latest since the row before; 0 without one. Two outliers make a jump, so
-    that one row is enough to see it where several steps share one."""
+    """Time of another step with as many samples, the latest since the previous row; 0 if there is none. Two outliers count as
+    a jump, so one row suffices to detect it if several steps share a row."""
     lookahead: float
-    """How many batches its loader draws ahead, and so at most how many steps."""
+    """Batches, and so at most steps, that its loader draws in advance."""
     cost_s: float
-    """Seconds of its training thread that an exchange takes, with the step at which it is read."""
+    """Seconds of the training thread for an exchange, including its part in the step that reads it."""
     step_s: float
     comm_s: float
     overlap: float
-    """Rank 0's price of communication under the plan in force, and the part of computing that hides it; 0 without one."""
+    """Rank 0's price of communication under the plan in force, and the fraction of computing that overlaps it; 0 if unknown."""
     shares: float
-    """A check sum of what it believes the shares to be."""
+    """Checksum of the rank's shares."""
 
 
 class SharesState(NamedTuple):
-    """All that decisions depend on. Ranks that begin alike and hear the same rows have the same state at every step."""
+    """The complete state. Ranks that start equal and receive the same rows have the same state at every step."""
 
     balancer: Balancer | Published
-    """Never changed: a decision is made on a copy of it."""
+    """Immutable here: decisions are made on a copy."""
     policy: Policy
     communication: Communication
-    """As the job was told; FREE leaves it to rank 0's price."""
+    """The job's setting; FREE means rank 0's price."""
     every_given: int | None
-    """Steps from one exchange to the next as somebody asked for them; None for as few as cost little."""
+    """Steps between exchanges as set by the user; None for the fewest that cost little."""
     every: int
-    """The same as it is now."""
+    """The present value."""
     row_step: int
-    """The step that the latest row was sent after."""
+    """The step after which the latest row was sent."""
     next_row: int
     """No row is sent before this step is over."""
     announced: tuple[Decision, ...] = ()
-    """For steps that have not begun."""
+    """Decisions for steps that have not begun."""
 
 
 class Announce(NamedTuple):
-    """The sampler shall use these shares from their step on."""
+    """The sampler must use these shares from their step on."""
 
     decision: Decision
 
 
 class WorkMoves(NamedTuple):
-    """New shares hold from the step to come: by this part does a step's computing change."""
+    """New shares take effect with the next step and change a step's computing by this fraction."""
 
     part: float
 
 
 class Say(NamedTuple):
-    """Something that the user may want to see."""
+    """An event for the user."""
 
     event: Event
 
@@ -96,7 +96,7 @@ Action = Announce | WorkMoves | Say
 
 
 def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:
-    """(samples, seconds) of the last step, and the seconds of one before it with as many samples: 0 where there is none."""
+    """Samples and seconds of the last step, and seconds of the latest earlier step with as many samples (0 if none)."""
     if not times:
         return 0, 0.0, 0.0
     samples = times[-1][0]
