@@ -1,4 +1,4 @@
-"""What happened: events, traces, drift. Knows values only; who measures and who predicts hand them in."""
+"""Observability: events, traces, link monitoring, and comparison with predictions. Pure values; callers supply measurements."""
 
 from commlayer.observe.deviation import STEP, Comparison, OpDeviation, Seen, rows_of
 from commlayer.observe.events import EXCHANGE, NO_BUCKET, Event, RecordedStep, Recorder

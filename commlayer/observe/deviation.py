@@ -1,4 +1,4 @@
-"""How far what was measured lies from what was predicted, op by op. Knows events of nodes; not where they come from."""
+"""Deviation of measured from predicted times, per operation."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ STEP = "step"
 
 
 class Seen(NamedTuple):
-    """What was recorded of one rank."""
+    """Recorded steps of one rank."""
 
     node: int
     steps: Sequence[Sequence[Event]]
 
 
 class OpDeviation(Record, frozen=True):
-    """One op, on the mean over nodes: seconds a step that its buckets take together, whether or not they overlap."""
+    """One operation: seconds per step for all its buckets, whether or not they overlap; the mean over nodes."""
 
     op: str
     buckets: int
-    """Of the node with the most; 0 for what is no bucket's."""
+    """On the node with the most; 0 for operations without a bucket."""
     measured_s: float
     predicted_s: float | None = None
     worst: int | None = None
-    """The bucket whose seconds differ most."""
+    """The bucket with the largest difference."""
 
     @property
     def error(self) -> float | None:
-        """Relative: above 0 it took longer than predicted."""
+        """Relative error; positive if it took longer than predicted."""
         return self.measured_s / self.predicted_s - 1.0 if self.predicted_s else None
 
 
 class Comparison(Record, frozen=True):
-    """What a trace says in numbers."""
+    """A trace's comparison of measured and predicted times."""
 
     plan: str
-    """Digest of the plan in force."""
+    """Digest of the active plan."""
     first_step: int
     steps: int
     ranks: int
     nodes: int
     rows: tuple[OpDeviation, ...]
     note: str = ""
-    """Why nothing is predicted, if so."""
+    """Why there is no prediction, if so."""
 
 
 Cell = dict[tuple[str, int], float]
@@ -55,9 +55,9 @@ Cell = dict[tuple[str, int], float]
 
 
 def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[OpDeviation, ...]:
-    """A row for each op that was measured; `predicted` by node, empty where there is no prediction.
+    """One row per measured operation; `predicted` by node, empty without a prediction.
 
-    Of a node's ranks the slowest counts, as the node waits for it; of steps the median.
+    The slowest of a node's ranks counts, since the node waits for it; of the steps the median counts.
     """
     nodes = sorted({s.node for s in seen})
     measured = {node: _slowest([_of_rank(s.steps) for s in seen if s.node == node]) for node in nodes}
@@ -80,9 +80,9 @@ def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *,
 
 
 def _ops(measured: Mapping[int, Cell], foreseen: Mapping[int, Cell]) -> list[str]:
-    """In the order in which a step comes to them; the step itself last."""
-    found = dict.fromkeys(op for cells in (measured, foreseen) for cell in cells.values() for op, _ in cell)
-    return sorted(found, key=lambda op: op == STEP)
+    """In the order of a step; the step itself comes last."""
+    ops = dict.fromkeys(op for cells in (measured, foreseen) for cell in cells.values() for op, _ in cell)
+    return sorted(ops, key=lambda op: op == STEP)
 
 
 def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
@@ -91,7 +91,7 @@ def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
 
 
 def _totals(events: Iterable[Event]) -> Cell:
-    """A bucket may do the same more than once: in rounds, or on its way out and back."""
+    """Sums over repetitions: a bucket may repeat an operation in rounds, or in both directions."""
     total: Cell = {}
     for event in events:
         total[event.op, event.bucket] = total.get((event.op, event.bucket), 0.0) + event.seconds

@@ -1,4 +1,4 @@
-"""Events of a step, measured or predicted, and where a worker's threads leave them. Knows times and names only."""
+"""Events of a step, measured or predicted, and the recorder to which a worker's threads add them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 NO_BUCKET = -1
 EXCHANGE = "exchange"
 KEPT = 64
-"""Steps: enough for any median."""
+"""Steps kept: enough for a median."""
 LANES = {"node": "intra", "net": "network", "all": "network", EXCHANGE: "network"}
 
 
 class Event(NamedTuple):
-    """Something that took from start_s to end_s, in seconds since the step began."""
+    """An activity from start_s to end_s, in seconds since the step began."""
 
     op: str
     """As paths spell it: "encode@cpu", "net.allgather"; EXCHANGE for a server's push, sum and result together."""
     bucket: int
-    """NO_BUCKET for what is no bucket's."""
+    """NO_BUCKET if it belongs to no bucket."""
     start_s: float
     end_s: float
     nbytes: int = 0
@@ -30,29 +30,29 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Where people look for it, whoever recorded or predicted it."""
+        """The track in which viewers show it."""
         scope, _, _ = self.op.partition(".")
         coding, _, device = self.op.partition("@")
         return coding if device else LANES.get(scope, "compute")
 
 
 class RecordedStep(NamedTuple):
-    """What was recorded from the end of one step's averaging to the end of the next one's."""
+    """The record from the end of one step's averaging to the end of the next."""
 
     ready: dict[int, float]
     """When each tensor's gradient became final."""
     marks: dict[str, float]
-    """Single points: "backward" when it was over, "summed" when all buckets were in, "end"."""
+    """Points in time: "backward" (its end), "summed" (all buckets received), "end"."""
     events: list[Event]
 
 
 class Recorder:
-    """Collects the events of one step at a time. Off, a mark costs one test; on, one append, which is safe from any thread."""
+    """Collects the events of one step at a time. A mark costs one test when off and one append when on. Thread-safe."""
 
     def __init__(self) -> None:
         self.on = False
         self.steps: list[RecordedStep] = []
-        """Whole ones, since it was switched on; of many the latest."""
+        """The latest complete steps since it was switched on."""
         self._keeps = False
         self._followers: list[Callable[[RecordedStep], None]] = []
         self._begun = False
@@ -62,14 +62,14 @@ class Recorder:
         self.marks: dict[str, float] = {}
 
     def switch(self, *, on: bool) -> None:
-        """On, it collects from the next step's begin; what it had collected before is dropped."""
+        """When switched on, it records from the beginning of the next step and drops earlier steps."""
         self._keeps = on
         if on:
             self.steps = []
         self._turn()
 
     def follow(self, take: Callable[[RecordedStep], None]) -> None:
-        """From the next step's begin every whole step goes to `take`, too, whoever switches it on or off meanwhile."""
+        """Also passes every complete step to `take`, from the next step on and independently of `switch`."""
         self._followers.append(take)
         self._turn()
 
@@ -83,7 +83,7 @@ class Recorder:
         self.on = wanted
 
     def next(self) -> None:
-        """One step's averaging is over: what follows belongs to the next step."""
+        """Ends a step: later events belong to the next step."""
         if not self.on:
             return
         self.mark("end")
@@ -96,7 +96,7 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins now, whatever was recorded of one before."""
+        """Begins a step now and discards events recorded since the last step."""
         if not self.on:
             return
         self._begun = True
@@ -112,12 +112,12 @@ class Recorder:
             self.ready[number] = time.perf_counter() - self._begin
 
     def add(self, op: str, bucket: int, start: float, nbytes: int = 0) -> None:
-        """From `start`, of time.perf_counter(), to now."""
+        """Adds an event from `start` (time.perf_counter()) to now."""
         if self.on:
             self._raw.append((op, bucket, start, time.perf_counter(), nbytes))
 
     def events(self) -> list[Event]:
-        """Of the step under way, in order of their start."""
-        found = [Event(op, bucket, start - self._begin, end - self._begin, nbytes)
+        """Events of the present step, in order of their start."""
+        events = [Event(op, bucket, start - self._begin, end - self._begin, nbytes)
                  for op, bucket, start, end, nbytes in self._raw]
-        return sorted(found, key=lambda e: e.start_s)
+        return sorted(events, key=lambda e: e.start_s)

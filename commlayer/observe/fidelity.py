@@ -1,4 +1,4 @@
-"""How well what was sent matches the exact gradient, as numbers that add up over pieces. Knows no tensors."""
+"""Fidelity of sent gradients: cosine, norm and residual relative to the exact gradient, as sums over pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TINY = 1e-30
 
 
 class Fidelity(NamedTuple):
-    """What a sampled piece shows of one step: the sent against the exact gradient."""
+    """Fidelity of a sampled piece in one step."""
 
     cosine: float
     norm_ratio: float
@@ -18,7 +18,7 @@ class Fidelity(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """Sums over elements: exact with exact, exact with other, other with other, kept with kept. They add up over pieces."""
+    """Sums over elements of products: exact*exact, exact*sent, sent*sent, residual*residual. They add up over pieces."""
 
     xx: float = 0.0
     xy: float = 0.0
@@ -29,14 +29,14 @@ class Dots(NamedTuple):
         return Dots(*(fade * a + b for a, b in zip(self, other, strict=True)))
 
     def fidelity(self) -> Fidelity:
-        """Nothing to send is sent perfectly."""
+        """A zero gradient counts as sent perfectly."""
         if self.xx <= TINY:
             return Fidelity(1.0, 1.0, 0.0)
         return Fidelity(self.xy / max((self.xx * self.yy) ** 0.5, TINY), (self.yy / self.xx) ** 0.5, (self.kk / self.xx) ** 0.5)
 
 
 def worst(seen: Sequence[Fidelity]) -> Fidelity:
-    """Of several: the least cosine, the norm farthest from its own, the largest residual."""
+    """The lowest cosine, the norm ratio farthest from 1, and the largest residual."""
     return Fidelity(
         min(f.cosine for f in seen),
         max((f.norm_ratio for f in seen), key=lambda r: abs(r - 1)),

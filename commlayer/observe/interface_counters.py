@@ -1,4 +1,4 @@
-"""Reads the byte counters of this machine's network interface, again and again. Knows Linux's /proc; not what the bytes are."""
+"""Reads the byte counters of this machine's network interface periodically, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from commlayer.errors import InvalidInput
 from commlayer.observe.link_throughput import Reading, Throughput, throughput
 
 PERIOD_S = 0.05
-"""A burst of a step on a fast link lasts about as long; a reading takes some 30 us, so that 0.1 % of a core is spent."""
+"""About the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a core."""
 KEPT = 1200
-"""A minute of readings: more than what passes between two looks."""
+"""A minute of readings, longer than the time between two looks."""
 COUNTERS = Path("/proc/net/dev")
 SIOCGIFADDR = 0x8915
 
 Counters = Callable[[], tuple[int, int]]
-"""(bytes sent, bytes received) so far."""
+"""Returns (bytes sent, bytes received) so far."""
 
 
 class InterfaceCounters:
-    """A thread that reads from start to close."""
+    """A thread that reads the counters until close()."""
 
     def __init__(self, counters: Counters, period_s: float = PERIOD_S) -> None:
         self._counters, self._period_s = counters, period_s
@@ -38,11 +38,11 @@ class InterfaceCounters:
 
     @property
     def since_s(self) -> float:
-        """The time that the next look is about."""
+        """Length of the interval that the next look covers."""
         return time.monotonic() - self._readings[0].at_s if self._readings else 0.0
 
     def look(self) -> Throughput:
-        """What was carried since the last look."""
+        """Throughput since the last look."""
         self._read()
         readings = []
         while len(self._readings) > 1:
@@ -53,7 +53,7 @@ class InterfaceCounters:
         try:
             self._readings.append(Reading(time.monotonic(), *self._counters()))
         except (OSError, ValueError):
-            pass  # the interface is gone: what is not read says nothing
+            pass  # the interface is gone: a missing reading has no effect
 
     def _loop(self) -> None:
         while not self._over.wait(self._period_s):
@@ -65,7 +65,7 @@ class InterfaceCounters:
 
 
 def counters_towards(peers: Sequence[tuple[str, int]]) -> Counters | None:
-    """Those of the interface that leads to these addresses; None where they are on this machine, or it is no Linux."""
+    """Counters of the interface used to reach these addresses. None if they are on this machine, or without Linux."""
     if not COUNTERS.exists():
         return None
     for host, port in peers:
@@ -77,7 +77,7 @@ def counters_towards(peers: Sequence[tuple[str, int]]) -> Counters | None:
 
 
 def _source(host: str, port: int) -> str | None:
-    """The address that packets to there leave with: connecting a datagram socket asks the routes and sends nothing."""
+    """The source address of packets to that host. Connecting a datagram socket looks up the route and sends nothing."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as sock:

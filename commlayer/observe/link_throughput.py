@@ -1,8 +1,7 @@
-"""What a link carried: byte counters over time -> the rate it sustained while it was busy. Knows times and bytes; not whose.
+"""Link throughput: the rate that a link sustained while busy, from byte counters over time.
 
-Counters of the machine's network interface see every transfer at once, pushes beside servers' results beside collectives, so
-nothing has to be known of what went on at the same time. A rate is what was carried, so no more than a lower bound of what the
-link can do; whether the link was what held the transfer up is for `links` to judge, from `share`.
+Interface counters include all transfers at once (pushes, results, collectives), so concurrent traffic needs no model. The rate
+is a lower bound of the link's capacity. Whether the link limited the transfer is judged elsewhere, from `share`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import NamedTuple
 LEAST_NBYTES = 16 << 10
 """Less than this between two looks is control traffic."""
 DOWN_PART = 0.25
-"""Part of the bytes that came in at the rate told or faster. Bytes count, not time, so that idle stretches do not; nor what
-came while a slower peer was waited for does, as long as it is less than the rest."""
+"""Fraction of the received bytes that came at the reported rate or faster. Counting bytes instead of time excludes idle
+intervals. It also excludes bytes that arrived while waiting for a slower peer, if they are the smaller part."""
 UP_PART, UP_S = 0.5, 0.25
-"""The same of bytes that went out, over stretches of at least that time. They are counted when they go into the queue in front
-of the link, in bursts faster than the link and some of them to be dropped there; only what came in has been through it."""
+"""The same for sent bytes, over intervals of at least UP_S. Sent bytes are counted when they enter the queue before the link,
+in bursts faster than the link, and some are dropped there; received bytes have passed the link."""
 
 
 class Reading(NamedTuple):
@@ -30,16 +29,16 @@ class Reading(NamedTuple):
 
 
 SOONEST_S = 1e-6
-"""Two readings closer together are of one moment: no rate is between them."""
+"""Readings closer together than this have no rate between them."""
 
 
 class Direction(NamedTuple):
     """One direction of a link."""
 
     bps: float = 0.0
-    """What it sustained. 0: next to nothing was carried, which says nothing."""
+    """The sustained rate. 0 if almost nothing was carried; then the rate is unknown."""
     share: float = 0.0
-    """Part of the time that it would have been busy, had it carried everything at that rate. Near 1 it went on and on."""
+    """Fraction of the time the link would have been busy at that rate. Near 1 it was busy without a break."""
 
 
 class Throughput(NamedTuple):
@@ -48,22 +47,22 @@ class Throughput(NamedTuple):
 
 
 def throughput(readings: Sequence[Reading]) -> Throughput:
-    """From the first reading to the last, which are in order of time."""
+    """From the first reading to the last; readings are in order of time."""
     spans = [(b.at_s - a.at_s, b.up_nbytes - a.up_nbytes, b.down_nbytes - a.down_nbytes) for a, b in pairwise(readings)]
-    # A counter that falls was set back: an interface that went and came.
+    # A counter that decreases was reset, because the interface went down.
     whole = [span for span in spans if span[0] >= SOONEST_S and span[1] >= 0 and span[2] >= 0]
     up, down = [(s, up) for s, up, _ in whole], [(s, down) for s, _, down in whole]
     return Throughput(_way(_joined(up), UP_PART), _way(down, DOWN_PART))
 
 
 def _joined(spans: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    made, seconds, nbytes = list[tuple[float, int]](), 0.0, 0
+    joined, seconds, nbytes = list[tuple[float, int]](), 0.0, 0
     for more_s, more_nbytes in spans:
         seconds, nbytes = seconds + more_s, nbytes + more_nbytes
         if seconds >= UP_S:
-            made.append((seconds, nbytes))
+            joined.append((seconds, nbytes))
             seconds, nbytes = 0.0, 0
-    return [*made, (seconds, nbytes)] if seconds > 0 else made
+    return [*joined, (seconds, nbytes)] if seconds > 0 else joined
 
 
 def _way(spans: list[tuple[float, int]], part: float) -> Direction:

@@ -1,15 +1,14 @@
-"""Whether links are still what a plan was made for: judged from steps and what they carried. Knows numbers of nodes only.
+"""Link monitoring: detects, from steps and their traffic, that links differ from those the plan was made for.
 
-A link that is slower than it was shows in three places: steps take longer than they used to, all ranks wait longer in them, and
-their bytes take as much longer on the link. Any one alone is something else: a rank that evaluates, saves or waits for its data
-makes the others wait and does not wait itself; a slow machine leaves its link idle; and a link that carries little under a plan
-that sends little may be as fast as ever.
+A slower link shows in three places: steps take longer, all ranks wait longer, and their bytes take correspondingly longer on
+the link. Each alone has other causes: a rank that evaluates, saves or waits for data makes others wait but does not wait
+itself; a slow machine leaves its link idle; and a link may carry little because the plan sends little.
 
-No step says anything alone. What is usual are several, and a link is slower once several in a row were slow and have cost as
-much as the answer to it does: with less, whoever waits a little longer would have done better.
+A single step is not evidence. Several steps define what is usual. A link counts as slower after several slow steps in a row
+that have cost as much as a plan change does; otherwise waiting a little longer would have been better.
 
-A link that is faster than planned for shows in what comes in, for nodes may send faster than is planned with; and where that is
-too little to tell, at best in steps that wait less.
+A faster link shows in received bytes, since nodes may send faster than planned; if too little is received, only in steps with
+shorter waits.
 """
 
 from __future__ import annotations
@@ -26,119 +25,119 @@ from commlayer.observe.link_throughput import Throughput
 from commlayer.records import Record
 
 FACTOR = 1.5
-"""By which a rate must differ to count."""
+"""Factor by which a rate must differ to count."""
 LONGER = 1.25
-"""The same for steps: computing does not become longer with them."""
+"""The same for steps, whose computing does not become longer."""
 EXPLAINED = 0.5
-"""Part of what a step took longer that all ranks must have waited longer, and its bytes have taken longer on the link: where
-machines are short of processors, transfers get slower, too."""
+"""Fraction of a step's delay that all ranks must have waited longer, and that the link must have been busy longer: a shortage
+of CPU time slows transfers, too."""
 PAYLOAD = 0.95
-"""Part of an interface's bytes that is not headers."""
+"""Fraction of an interface's bytes that is not headers."""
 MORE = 1.2
-"""So many times what is planned for must come in to count: less may be noise."""
+"""Factor over the planned rate that received bytes must reach; less may be noise."""
 USUAL = 9
-"""Steps that tell what is usual."""
+"""Steps that define what is usual."""
 SETTLED = 4
-"""Fewer may be the first ones under a plan, which warm up."""
+"""Minimum number of steps; fewer may be warm-up steps under a plan."""
 IN_A_ROW = 3
-"""Slow steps that tell of a change: a transfer of somebody else's, or a lost segment, stretches one or two."""
+"""Slow steps in a row that indicate a change: a foreign transfer or a lost segment delays one or two."""
 COST_S = 0.5
-"""What so many must have cost: a change of plans takes about as long."""
+"""Total delay of these steps that justifies a plan change, which takes about as long."""
 WAYS = UP, DOWN = 0, 1
-"""Up and down: places in what is known of a node."""
+"""Directions: indices into a node's values."""
 
 
 class Rates(NamedTuple):
-    """Of one node, bit/s."""
+    """Of one node, in bit/s."""
 
     up_bps: float
     down_bps: float
 
 
 class SeenStep(NamedTuple):
-    """What all ranks have told of a step, or of the mean of several."""
+    """The reports of all ranks about a step, or the mean of several steps."""
 
     step_s: float
     waited_s: float
-    """How long the rank that waited least waited for communication in it."""
+    """The shortest wait for communication of any rank."""
     nodes: tuple[Throughput, ...]
-    """What each node's link carried."""
+    """Traffic of each node's link."""
 
 
 class LinkWatch(Record, frozen=True):
-    """A value, under one plan: `observe` at every row of all ranks gives the watch after it.
+    """Observations under one plan, as an immutable value: `observe` returns the next value for each row of all ranks.
 
-    The same input gives the same answer, so all ranks may ask for themselves.
+    Deterministic, so every rank can evaluate it separately.
     """
 
     planned: tuple[Rates, ...]
-    """May be replaced; what is usual stays what it is as long as the plan does."""
+    """Planned rates; may be replaced without a new plan, and what is usual is kept."""
     seen: tuple[SeenStep, ...] = ()
-    """The latest that were not slow."""
+    """The latest steps that were not slow."""
     slow: tuple[SeenStep, ...] = ()
-    """In a row, that slower links explain; the latest of them."""
+    """The latest consecutive slow steps that slower links explain."""
     slow_cost_s: float = 0.0
-    """What all those in a row took longer than usual."""
+    """Total delay of all those consecutive steps."""
     long_rows: int = 0
-    """In a row, that were slow for whatever reason."""
+    """Number of consecutive slow steps, for any reason."""
     long_cost_s: float = 0.0
-    """What those took longer than usual."""
+    """Total delay of those."""
 
     def resumed(self) -> LinkWatch:
-        """Under the same plan once more: what is usual is known, by however few rows, for none of them warms up."""
+        """Returns to the same plan: usual values are known, even from few rows, because none of them is a warm-up row."""
         return LinkWatch(self.planned, tuple(islice(cycle(self.seen), max(SETTLED, len(self.seen)))))
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what is usual."""
+        """Whether usual values are known."""
         return len(self.seen) >= SETTLED
 
     @property
     def usual_s(self) -> float:
-        """Seconds of a step; 0 before there are any."""
+        """Usual step time; 0 before the first step."""
         return _median(self.seen, lambda row: row.step_s)
 
     @property
     def waited_s(self) -> float:
-        """How much of it all ranks wait for communication."""
+        """The part of the step that all ranks wait for communication."""
         return _median(self.seen, lambda row: row.waited_s)
 
     @property
     def slow_s(self) -> float:
-        """A step that takes longer is slow. None is before it is known what is usual."""
+        """Steps above this time are slow; infinite before usual values are known."""
         return LONGER * self.usual_s if self.settled else math.inf
 
     @property
     def faster(self) -> bool:
-        """Whether the latest steps hint at faster links: they are quicker than those before, since all ranks wait less."""
+        """Whether the latest steps hint at faster links: they are shorter than before because all ranks wait less."""
         was, now = LinkWatch(self.planned, self.seen[:-SETTLED]), LinkWatch(self.planned, self.seen[-SETTLED:])
         shorter_s = was.usual_s - now.usual_s
         return was.settled and LONGER * now.usual_s < was.usual_s and was.waited_s - now.waited_s >= EXPLAINED * shorter_s
 
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
-        """With the rates that links have turned out to carry; None while there is no reason to take others than before."""
+        """Returns the next value, and the new rates if links have changed; otherwise None."""
         if row.step_s <= self.slow_s:
             after = LinkWatch(self.planned, (*self.seen, row)[-(USUAL + SETTLED):])
             more = after._more()
             return after, None if more == self.planned else more
-        if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # whatever it is, it is what steps take now
+        if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # whatever the cause, steps now take this long
             return LinkWatch(self.planned), None
         longer_s = row.step_s - self.usual_s
         after = structs.replace(self, long_rows=self.long_rows + 1, long_cost_s=self.long_cost_s + longer_s)
         if self._fallen((row,)) == self.planned or row.waited_s - self.waited_s < EXPLAINED * longer_s:
             return structs.replace(after, slow=(), slow_cost_s=0.0), None
         after = structs.replace(after, slow=(*self.slow, row)[-IN_A_ROW:], slow_cost_s=self.slow_cost_s + longer_s)
-        if len(after.slow) < IN_A_ROW or after.slow_cost_s < COST_S or (found := self._fallen(after.slow)) == self.planned:
+        if len(after.slow) < IN_A_ROW or after.slow_cost_s < COST_S or (rates := self._fallen(after.slow)) == self.planned:
             return after, None
-        return structs.replace(after, slow=(), slow_cost_s=0.0), found
+        return structs.replace(after, slow=(), slow_cost_s=0.0), rates
 
     def _more(self) -> tuple[Rates, ...]:
-        """What is planned for, but where the latest steps have brought more in, that. What goes out waits in front of the link,
-        in a modem maybe: how fast it went there tells nothing."""
+        """The planned rates, raised where the latest steps have received more. Sent bytes wait before the link, for example in
+        a modem, so their rate shows nothing."""
         latest = self.seen[-SETTLED:]
         sent, received = (sum(row.step_s * node[way].share * node[way].bps for row in latest for node in row.nodes)
                           for way in WAYS)
-        # What nodes send is what nodes receive. Else others' bytes are among it, of a disk in the same house perhaps.
+        # Nodes receive what nodes send; a difference shows foreign traffic, for example of a disk at the same site.
         if not self.settled or max(sent, received) > MORE * min(sent, received):
             return self.planned
         came = [PAYLOAD * _carried(latest, node, DOWN) for node in range(len(self.planned))]
@@ -146,7 +145,7 @@ class LinkWatch(Record, frozen=True):
                      for planned, bps in zip(self.planned, came, strict=True))
 
     def _fallen(self, rows: Sequence[SeenStep]) -> tuple[Rates, ...]:
-        """What is planned for, but where these slow steps tell of slower links, that."""
+        """The planned rates, lowered where these slow steps show slower links."""
         return tuple(Rates(*(self._lower(rows, node, way) for way in WAYS)) for node in range(len(self.planned)))
 
     def _lower(self, rows: Sequence[SeenStep], node: int, way: int) -> float:
@@ -164,21 +163,21 @@ def _carried(rows: Sequence[SeenStep], node: int, way: int) -> float:
 
 
 def _median(rows: Sequence[SeenStep], of: Callable[[SeenStep], float]) -> float:
-    """0 without any."""
+    """0 without rows."""
     return median(map(of, rows)) if rows else 0.0
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Whether some rate differs enough to plan anew."""
+    """Whether some rate differs enough for a new plan."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 def slower(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Whether some rate of `a` is less than in `b`."""
+    """Whether some rate of `a` is lower than in `b`."""
     return any(x < y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 def spelled(rates: Sequence[Rates]) -> str:
-    """In Mb/s, one for all nodes where they are alike."""
+    """In Mb/s; one value if all nodes are equal."""
     each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
     return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"

@@ -1,4 +1,4 @@
-"""Whether what was predicted still holds. Knows two series of seconds; not where they come from, nor what is done about it."""
+"""Prediction check: detects that step times have deviated from the prediction for several steps."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 LIMIT = 0.25
-"""Relative error from which a prediction counts as wrong."""
+"""Relative error above which a prediction counts as wrong."""
 PATIENCE = 8
-"""Steps in a row that must be wrong: one slow step is no trend."""
+"""Consecutive wrong steps that are required, so that one slow step does not count."""
 QUIET = 50
-"""Steps after a word of staleness before the next: the answer to it needs time to show."""
+"""Steps without another report after a stale plan was reported: the reaction takes time to show."""
 
 
 class StalePlan(Record, frozen=True):
-    """The event that a plan no longer holds."""
+    """The event that a plan is stale."""
 
     step: int
     predicted_s: float
     measured_s: float
     lasted: int
-    """Steps in a row that the error has been beyond the limit, in one direction."""
+    """Consecutive steps with an error beyond the limit, in one direction."""
     usual: bool = False
-    """`predicted_s` is what steps took before: of a plan that was kept it is the better prediction."""
+    """Whether `predicted_s` is the usual step time of before, which predicts better for a plan that was kept."""
 
     @property
     def slower(self) -> bool:
@@ -35,25 +35,25 @@ class StalePlan(Record, frozen=True):
 
     @property
     def reason(self) -> str:
-        said = "usual" if self.usual else "predicted"
+        expected = "usual" if self.usual else "predicted"
         return (f"{'the plan is stale: ' if self.slower else ''}steps take {1e3 * self.measured_s:.1f} ms, "
-                f"{1e3 * self.predicted_s:.1f} were {said}, {self.lasted} steps in a row")
+                f"{1e3 * self.predicted_s:.1f} were {expected}, {self.lasted} steps in a row")
 
 
 class PredictionCheck(Record, frozen=True):
-    """A value: `observe` once a step gives the check after it, and an event where the plan is stale."""
+    """An immutable value: `observe`, once per step, returns the next value, and an event if the plan is stale."""
 
     predicted_s: float
     limit: float = LIMIT
     patience: int = PATIENCE
     quiet: int = QUIET
     usual: bool = False
-    """`predicted_s` is what steps took before."""
+    """Whether `predicted_s` is the usual step time of before."""
     wrong: int = 0
-    """Steps in a row, up to now, that the error has been beyond the limit in the direction of `sign`."""
+    """Consecutive steps up to now with an error beyond the limit in the direction of `sign`."""
     sign: int = 0
     silent: int = 0
-    """Steps for which nothing more is said."""
+    """Remaining steps without reports."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.predicted_s) and self.predicted_s > 0):
@@ -61,7 +61,7 @@ class PredictionCheck(Record, frozen=True):
 
     def observe(self, measured_s: float, step: int = 0) -> tuple[PredictionCheck, StalePlan | None]:
         if not (math.isfinite(measured_s) and measured_s > 0):
-            return self, None  # a step without a time says nothing
+            return self, None  # a step without a time is ignored
         error = measured_s / self.predicted_s - 1.0
         sign = (error > self.limit) - (error < -self.limit)
         wrong = self.wrong + 1 if sign and sign == self.sign else abs(sign)

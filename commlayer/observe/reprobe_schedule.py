@@ -1,9 +1,9 @@
-"""When to probe a link again that may have become faster. Knows times and what came of the last probe; measures nothing.
+"""Schedule of link probes: when to probe again a link that may have become faster.
 
-Under a plan for a slow link next to nothing is sent, so a link that has recovered shows at best in faster steps: such a hint is
-followed soon. Without one links are probed all the same, at growing distances: those that were faster once, and later also
-others, which may have been measured while somebody else used them, or the machine. A probe keeps all ranks from training, so
-none comes before a faster link could have won the time that it takes.
+A plan for a slow link sends little, so a link that has recovered shows at best in faster steps; after such a hint a probe
+follows soon. Without a hint links are probed at growing intervals: first those that were faster once, later also others, whose
+measurement may have been disturbed. A probe stops training on all ranks. It therefore waits until a faster link could have
+saved the time that the probe takes.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ import math
 from commlayer.records import Record
 
 FIRST_S, LAST_S = 15.0, 600.0
-"""From one probe that nothing hinted at to the next: twice as long after each that finds nothing."""
+"""Interval between probes without a hint: first and largest; it doubles after each probe that finds nothing."""
 HINTED_S = 1.0
-"""The same where something hints."""
+"""First interval after a hint."""
 COST_MOST = 0.02
-"""Part of the time that probes without a hint may take."""
+"""Fraction of the time that probes without a hint may take."""
 EXPECTED_S = 1.5
-"""What a probe costs, before there was one."""
+"""Assumed duration of a probe before the first one."""
 
 
 class ReprobeSchedule(Record, frozen=True):
-    """A value: each event gives the schedule after it."""
+    """An immutable value: each event returns the next schedule."""
 
     since_s: float = math.inf
-    """When links were last known or probed; never yet."""
+    """Time of the last measurement or probe; infinite before the first."""
     gap_s: float = FIRST_S
     hinted_s: float = HINTED_S
     cost_s: float = 0.0
-    """Of the last probe; 0 before there was one."""
+    """Duration of the last probe; 0 before the first."""
 
     def changed(self, now: float) -> ReprobeSchedule:
-        """Links are known anew."""
+        """Links were measured."""
         return ReprobeSchedule(now, cost_s=self.cost_s)
 
     def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
-        """A probe is over; it has found a faster link, or not."""
+        """A probe has ended; `found`: the link is faster."""
         if found:
             return ReprobeSchedule(now, cost_s=cost_s)
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
-        """`lost`: links were once faster than they are known to be now. `to_win`: the part of the time that links of any speed
-        could save."""
+        """`lost`: links were once faster than their present known rate. `to_win`: fraction of the time that infinitely fast
+        links could save."""
         for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)

@@ -1,4 +1,4 @@
-"""Events as a trace that Perfetto and Chrome show, with what people want to read of it beside. Knows files and events."""
+"""Trace files for Perfetto and Chrome, with the comparison of measured and predicted times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commlayer.observe.events import NO_BUCKET, Event
 
 Lanes = Mapping[str, Sequence[Event]]
 KEY = "commlayer"
-"""Where the comparison stands in a trace's `otherData`, which viewers leave alone."""
+"""Key of the comparison in a trace's `otherData`, which viewers ignore."""
 
 
 def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
@@ -28,9 +28,9 @@ def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def write_trace(path: Path, tracks: Mapping[str, Lanes], comparison: Comparison | None = None) -> None:
-    """One process per track, one thread per lane, in the trace event format. Whole or not at all.
+    """Writes one process per track and one thread per lane, in the trace event format. The write is atomic.
 
-    Viewers nest what lies over one another in a thread, so a lane with several things under way at once gets several threads.
+    Viewers nest overlapping events of a thread, so a lane with concurrent events gets several threads.
     """
     entries: list[dict[str, Any]] = []
     for process, (track, lanes) in enumerate(tracks.items()):
@@ -49,20 +49,20 @@ def write_trace(path: Path, tracks: Mapping[str, Lanes], comparison: Comparison 
 
 
 def read_comparison(path: Path) -> Comparison:
-    """What `write_trace` put beside the events."""
+    """Reads the comparison that `write_trace` has stored."""
     try:
         document = json.loads(path.read_text("utf-8"))
         return msgspec.convert(document["otherData"][KEY], Comparison)
     except OSError as error:
         raise RecordError(f"trace {path}: {error.strerror}", "E-TRACE") from None
     except (ValueError, KeyError, TypeError) as error:
-        told = f": {error}" if isinstance(error, msgspec.ValidationError) else ""
-        raise RecordError(f"trace {path}: not one that commlayer wrote{told}; the setting `trace` makes one",
+        detail = f": {error}" if isinstance(error, msgspec.ValidationError) else ""
+        raise RecordError(f"trace {path}: not one that commlayer wrote{detail}; the setting `trace` makes one",
                           "E-TRACE") from None
 
 
 def _rows(events: Sequence[Event]) -> list[list[Event]]:
-    """As few rows as possible, in each of which one thing ends before the next begins."""
+    """As few rows as possible, without overlapping events in a row."""
     rows: list[list[Event]] = []
     for event in sorted(events, key=lambda e: (e.start_s, e.end_s)):
         free = next((row for row in rows if row[-1].end_s <= event.start_s), None)

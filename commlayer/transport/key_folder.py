@@ -124,7 +124,7 @@ class Keys:
 
     @property
     def list_number(self) -> int:
-        """Number of the list in force: see Listed."""
+        """Number of the active list: see Listed."""
         with self._lock:
             return self._listed.number
 

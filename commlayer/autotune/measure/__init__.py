@@ -1,1 +1,1 @@
-"""Measurements of steps, links and codecs."""
+"""Measurements of steps, links, codecs and learning, as input of planning."""

@@ -1,4 +1,4 @@
-"""Runs of a model on batches of any size that leave no trace: their seconds, and where memory ends. Knows torch, no shares."""
+"""Trial runs of batches of any size: measures their time and the memory limit, without a lasting effect on the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from commlayer.autotune.measure import memory
 from commlayer.errors import InvalidInput
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
-"""The loss of a batch, as a training loop computes it."""
+"""Returns the loss of a batch, as the training loop computes it."""
 BatchOf = Callable[[int], Any]
-"""A batch of so many samples."""
+"""Returns a batch of this many samples."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""What torch's allocators and libraries say in a plain RuntimeError."""
+"""Parts of the plain RuntimeErrors of torch's allocators and libraries."""
 KEPT_COPIES = 3
-"""Of the parameters: what optimizer (two moments) and codecs (a residual) allocate with the first step, and hold ever after."""
+"""Copies of the parameters that optimizer (two moments) and codecs (a residual) allocate in the first step and keep."""
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """What can be run by one rank alone. ValueError where nothing can."""
+    """The model that one rank can run alone. Raises InvalidInput if there is none."""
     module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     if any(isinstance(one, nn.SyncBatchNorm) for one in module.modules()):
         raise InvalidInput("E-USER-CODE",
@@ -41,7 +41,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def batches_of(source: Any) -> BatchOf:
-    """The first samples of a DataLoader's dataset as it collates them, or what a function of the size gives."""
+    """Collates the first samples of a DataLoader's dataset, or calls a function of the size."""
     if not hasattr(source, "collate_fn"):
         if callable(source):
             return source  # type: ignore[no-any-return]
@@ -64,26 +64,27 @@ def batches_of(source: Any) -> BatchOf:
 
 
 class Trial:
-    """Forward and backward of a batch. MemoryError where memory ends."""
+    """Forward and backward pass of a batch. Raises MemoryError at the memory limit."""
 
     def __init__(
         self, model: nn.Module, loss_of: LossOf, batch_of: BatchOf, *, measure: Callable[[int], float] | None = None,
         sharing: int = 1,
     ) -> None:
-        """`measure`: seconds of a batch that was run, in place of the clock's. `sharing`: processes here that do so."""
+        """`measure` returns the seconds of a batch that was run, instead of the clock. `sharing`: processes on this machine
+        that profile at the same time."""
         self._measure = measure
         self._model, self._loss_of, self._batch_of = bare(model), loss_of, batch_of
         self._parameters = list(self._model.parameters())
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._batch: tuple[int, Any] = (0, None)
-        # A CPU's allocator lends what the machine does not have, and the process is killed when it takes it.
+        # A CPU's allocator overcommits memory, and the kernel kills the process that uses it.
         self._peak = memory.Peak() if self._device.type == "cpu" else None
         self._sharing = sharing
 
     def __call__(self, samples: int) -> float:
-        """Seconds."""
+        """Returns the seconds of a batch."""
         if self._too_much(samples) or self._run_out(samples):
-            # Not where the error was caught: its traceback holds what is to be freed.
+            # Not in the except block: the traceback would keep the memory alive.
             self._batch = (0, None)
             gc.collect()
             if self._device.type == "cuda":
@@ -97,7 +98,7 @@ class Trial:
     def _run_out(self, samples: int) -> bool:
         try:
             if self._batch[0] != samples:
-                self._batch = (0, None)  # not both at once
+                self._batch = (0, None)  # frees the old batch first
                 self._batch = (samples, self._batch_of(samples))
             for parameter in self._parameters:
                 parameter.grad = None
@@ -125,7 +126,8 @@ class Trial:
         return time.perf_counter()
 
     def _reserve(self) -> list[torch.Tensor]:
-        """So that memory ends here where it will end in training. MemoryError where that alone does not fit."""
+        """Allocates what training will allocate, so that memory ends at the same size. Raises MemoryError if that alone does
+        not fit."""
         try:
             return [torch.empty_like(p) for p in self._parameters if p.requires_grad for _ in range(KEPT_COPIES)]
         except RuntimeError as error:
@@ -135,7 +137,7 @@ class Trial:
 
     @contextlib.contextmanager
     def untouched(self, *, begun: bool) -> Iterator[None]:
-        """Puts back gradients, buffers (BatchNorm's statistics) and random numbers. `begun`: what training keeps is there."""
+        """Restores gradients, buffers (BatchNorm's statistics) and random state. `begun`: training has allocated its memory."""
         gradients = [parameter.grad for parameter in self._parameters]
         buffers = [(module, name, buffer, buffer.detach().clone())
                    for module in self._model.modules() for name, buffer in module._buffers.items() if buffer is not None]
@@ -161,5 +163,5 @@ class Trial:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether that is what it says."""
+    """Whether the error reports a lack of memory."""
     return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or any(word in str(error) for word in NO_MEMORY)

@@ -1,6 +1,6 @@
-"""What a bucket and a payload cost besides their codec: a worker and a server in this process, over sockets. Knows no prices.
+"""Overhead of buckets and payloads beyond their codec: measured with a worker and a server in this process, over sockets.
 
-Costs are the processor time of each side's own threads: what others take meanwhile, training included, is not in them.
+Costs are the CPU time of each side's own threads, so they exclude other threads such as training.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.stream_transport import StreamTransport
 
 SIZES = (16, 1 << 12, 1 << 16, 1 << 18)
-"""Elements of a bucket: from next to nothing to 1 MiB."""
+"""Elements of a bucket, up to 1 MiB."""
 STEP_NBYTES, MOST_BUCKETS = 4 << 20, 32
-"""What a step sends, and in how many buckets at most."""
+"""Bytes sent per step, and the largest number of buckets."""
 WARM_STEPS, STEPS = 2, 5
 DEADLINE_S = 20.0
 LOCALHOST = "127.0.0.1"
@@ -36,9 +36,9 @@ LOCALHOST = "127.0.0.1"
 
 class Overheads(NamedTuple):
     server: Line
-    """Seconds of a server over bytes of a payload: taking it, and sending a result of its size."""
+    """Server time per payload bytes, for receiving it and sending a result of the same size."""
     bucket: Line
-    """Seconds of a worker over elements of a bucket, coding as they are included."""
+    """Worker time per bucket elements, including the identity codec."""
 
 
 def measure(sizes: Sequence[int] = SIZES, steps: int = STEPS) -> Overheads:
@@ -47,8 +47,8 @@ def measure(sizes: Sequence[int] = SIZES, steps: int = STEPS) -> Overheads:
 
 
 class _Idle:
-    """A server's codec that does nothing, so that what is left of its work is taking and sending. Results are ones: zeros
-    would not travel."""
+    """A server codec that does nothing, so that only receiving and sending remain. Results are ones, because zeros are not
+    sent."""
 
     rounds = 1
     in_means = means = False
@@ -66,7 +66,7 @@ class _Idle:
         """Nothing is summed."""
 
     def emit(self, r: int, acc: None, out: memoryview) -> int:
-        """The server writes into the same few buffers in turn."""
+        """Copies a result, except into a buffer that holds it already: the server reuses a few buffers."""
         if out[:HEADER_NBYTES] != self._ones[:HEADER_NBYTES]:
             out[: self.bound] = self._ones
         return self.bound
@@ -88,7 +88,7 @@ class _Idle:
 
 
 def _costs(numel: int, steps: int) -> tuple[float, float]:
-    """Seconds of the server and of the worker for each bucket of that size."""
+    """Seconds of the server and of the worker per bucket of that size."""
     count = max(1, min(MOST_BUCKETS, STEP_NBYTES // (4 * numel)))
     job = Job(tuple(TensorInfo(f"t{i}", (numel,)) for i in range(count)))
     plan = Plan(job.digest(), tuple(Bucket(i, (Slice(i, 0, numel),), "service") for i in range(count)), servers=1)
@@ -121,7 +121,7 @@ def _costs(numel: int, steps: int) -> tuple[float, float]:
 
 
 def _clock(threads: Sequence[threading.Thread]) -> Callable[[], float]:
-    """Seconds that these threads have computed."""
+    """Returns a clock of the CPU time of these threads."""
     clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident is not None]
     return lambda: sum(map(time.clock_gettime, clocks))
 

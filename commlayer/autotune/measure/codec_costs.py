@@ -1,4 +1,4 @@
-"""What codecs cost on this machine: measured, and fitted to lines. Knows codecs and a clock; no plan and no network."""
+"""Codec costs on this machine: measures codecs and fits lines to the times."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from commlayer.planner.pricing.lines import ZERO
 from commlayer.records import Spec
 
 SIZES = (1 << 12, 1 << 16, 1 << 20)
-"""Elements: 16 KiB, where calls cost more than bytes, to 4 MiB, which no cache of one core holds."""
+"""Elements: from 16 KiB, where calls cost more than bytes, to 4 MiB, which exceeds the cache of one core."""
 COPIED_NBYTES = (1 << 12, 1 << 18, 1 << 22, 1 << 25)
 REPEATS = 5
 MEMBERS = 8
-"""Whose sums an all-reduce must have room for; some more or less need as many bytes."""
+"""Members whose sum an all-reduce must have room for; similar numbers need as many bytes."""
 
 
 def measure(codecs: Sequence[str], sizes: Sequence[int] = SIZES, repeats: int = REPEATS) -> tuple[CodecCost, ...]:
-    """Costs of each codec on the CPU, as a plan would run it: with error feedback where it is biased."""
+    """Costs of each codec on the CPU, as in plans: with error feedback if it is biased."""
     return tuple(_cost(text, sizes, repeats) for text in codecs)
 
 
@@ -40,7 +40,7 @@ def _cost(text: str, sizes: Sequence[int], repeats: int) -> CodecCost:
 
 
 def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float, float]:
-    """Seconds to encode, seconds to add to a sum, bytes, bytes of what an all-reduce adds up: each of all rounds together."""
+    """Seconds to encode, seconds to add to a sum, bytes, and bytes that an all-reduce sums; each for all rounds together."""
     spec = Spec((numel,))
     state, server = codec.init(spec), codec.init_server(spec)
     out, result = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
@@ -61,11 +61,11 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
             nbytes += sent
             if len(accs) > 1:
                 received = codec.emit(r, acc, server, result)
-        if len(accs) > 1:  # what comes back is not one of the payloads
+        if len(accs) > 1:  # the result is not one of the payloads
             begin = time.perf_counter()
             codec.decode(result[:received], state, total)
             add_s = max(add_s, time.perf_counter() - begin)
-        if number:  # the first call warms caches and finds its threshold
+        if number:  # the first call warms caches and determines the threshold
             encodes.append(encode_s)
             adds.append(add_s)
     reduced = sum(Reduced(acc).nbytes for acc in accs) if adds_up(codec) else 0
@@ -73,18 +73,18 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
 
 
 def copies(sizes: Sequence[int] = COPIED_NBYTES, repeats: int = REPEATS) -> Line | None:
-    """Seconds over bytes from a GPU to pinned memory and back, of one way; None without a GPU."""
+    """Seconds per bytes of one copy between a GPU and pinned memory; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     rows = []
     for nbytes in sizes:
-        there, here = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+        cuda, host = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
         seconds = []
         for _ in range(repeats + 1):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            here.copy_(there, non_blocking=True)
-            there.copy_(here, non_blocking=True)
+            host.copy_(cuda, non_blocking=True)
+            cuda.copy_(host, non_blocking=True)
             torch.cuda.synchronize()
             seconds.append((time.perf_counter() - begin) / 2)
         rows.append(median(seconds[1:]))
@@ -92,12 +92,12 @@ def copies(sizes: Sequence[int] = COPIED_NBYTES, repeats: int = REPEATS) -> Line
 
 
 def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
-    """The line with the least relative error through the points, neither floor nor slope below 0."""
+    """Fits the line of least relative error; neither floor nor slope is below 0."""
     x, y = np.asarray(sizes, float), np.maximum(np.asarray(values, float), 1e-12)
     weighted = np.stack([1.0 / y, x / y], axis=1)
     floor, slope = np.linalg.lstsq(weighted, np.ones_like(y), rcond=None)[0]
     if floor < 0 or slope < 0:
-        # The best with one of them at 0.
+        # The best line with one of them at 0.
         only_slope = float((x / y).sum() / ((x / y) ** 2).sum())
         only_floor = float((1.0 / y).sum() / ((1.0 / y) ** 2).sum())
         floor, slope = (0.0, only_slope) if floor < 0 else (only_floor, 0.0)

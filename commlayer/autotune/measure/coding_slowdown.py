@@ -1,8 +1,8 @@
-"""How much longer coding takes beside training than alone: recorded steps against calibrated costs. Knows no clock, no network.
+"""Slowdown of codecs during training: compares recorded steps with calibrated costs.
 
-Calibration codes the same warm memory over and over with a core nearly to itself; in a step memory is cold, all ranks of a
-machine code at once, and threads wait for one another. What the plan in force coded in its first steps tells what that adds. It
-is added by the element, to codecs that the plan does not use as well: cold memory costs a fast codec as much as a slow one.
+Calibration codes the same warm memory repeatedly with an almost idle core. In a step memory is cold, all ranks of a machine
+code at once, and threads wait for each other. The first steps of the plan in force show the difference. It is added per
+element, also for codecs outside the plan: cold memory costs a fast codec as much as a slow one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from commlayer.records import Plan
 
 
 class Load(NamedTuple):
-    """Seconds an element more."""
+    """Additional seconds per element."""
 
     encode_s: float = 0.0
     decode_s: float = 0.0
 
 
 def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost]) -> Load:
-    """From the buckets that go over servers: each is coded once, and its result decoded once, whole."""
+    """Derived from buckets on the server path: each is encoded once, and its result is decoded once, whole."""
     of = {bare(cost.codec): cost for cost in costs if cost.device == "cpu"}
     numel, encode, decode = {}, {}, {}
     for bucket in plan.buckets:
@@ -39,17 +39,17 @@ def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost
 
 
 def under(load: Load, cost: CodecCost) -> CodecCost:
-    """What the codec costs then."""
+    """The codec's cost under this load."""
     encode = structs.replace(cost.encode, slope_s=cost.encode.slope_s + load.encode_s)
     decode = structs.replace(cost.decode, slope_s=cost.decode.slope_s + load.decode_s)
     return structs.replace(cost, encode=encode, decode=decode)
 
 
 def _more(steps: Sequence[RecordedStep], op: str, alone_s: dict[int, float], numel: dict[int, int]) -> float:
-    """The median over the steps; one long step is no load."""
-    found = []
+    """The median over steps, so that one long step does not count."""
+    loads = []
     for step in steps:
         seen = [event for event in step.events if event.op == op and event.bucket in alone_s]
         if seen:
-            found.append(sum(e.seconds - alone_s[e.bucket] for e in seen) / sum(numel[e.bucket] for e in seen))
-    return max(0.0, median(found)) if found else 0.0
+            loads.append(sum(e.seconds - alone_s[e.bucket] for e in seen) / sum(numel[e.bucket] for e in seen))
+    return max(0.0, median(loads)) if loads else 0.0

@@ -1,6 +1,6 @@
-"""What collectives cost inside nodes and between them: a few timed ones, fitted to lines. Knows groups and a clock; no plans.
+"""Cost of collectives inside nodes and between them: a few are timed and fitted to lines.
 
-All ranks call together. How far they go is decided by times that all have heard, so that all make the same calls.
+All ranks call together. The number of calls depends on times that all ranks have exchanged, so that all make the same calls.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ FIRST_NBYTES, LAST_NBYTES, GROWTH = 1 << 10, 16 << 20, 16
 REPEATS = 3
 FLOAT_NBYTES = 4
 LEAST_BYTE_S = 1e-12
-"""No link is faster, whatever a fit through noise says."""
+"""Lower bound of the time per byte, whatever a noisy fit gives."""
 NONE = Line(0.0)
 
 Collective = Callable[[torch.Tensor], Pending]
 
 
 class Grouped(NamedTuple):
-    """Seconds of one message (the floor) and of one byte through a member's link (the slope); zeros where there is no such."""
+    """Seconds per message (the floor) and per byte through a member's link (the slope); zeros if there is no such level."""
 
     inside: Line
     across: Line
 
 
 def measure(groups: Groups, budget_s: float) -> Grouped:
-    """In about that time: a reduce inside each node, at once in all, and an all-reduce over all ranks that reach each other."""
+    """Takes about `budget_s`. Times a reduce inside each node, in all nodes at once, and an all-reduce over all ranks that
+    reach each other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NONE
     if ranks > 1:
@@ -47,16 +48,16 @@ def measure(groups: Groups, budget_s: float) -> Grouped:
 
 
 def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:
-    """Of one message and byte: what was timed, over the messages in a row and the passes that the collective makes."""
-    found = _timed(groups, run, budget_s)
+    """Divides the fitted line by the sequential messages and the passes of the collective."""
+    times_s = _timed(groups, run, budget_s)
     move = moves(name, members)
-    whole = fit(list(found), list(found.values())) if len(found) > 1 else Line(next(iter(found.values())))
+    whole = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
     return Line(whole.floor_s / move.messages, max(whole.slope_s / move.passes, LEAST_BYTE_S), whole.error)
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:
-    """Seconds by bytes, of the slowest rank: at least one size, more and each several times while the time lasts."""
-    found: dict[float, float] = {}
+    """Seconds by bytes, of the slowest rank. Times at least one size; more sizes and repetitions while time remains."""
+    times_s: dict[float, float] = {}
     left_s, nbytes = budget_s, FIRST_NBYTES
     while True:
         x = torch.zeros(nbytes // FLOAT_NBYTES, device=groups.device)
@@ -67,11 +68,11 @@ def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, floa
         if REPEATS * seconds < left_s / 2:
             best_s = _slowest(groups, min(once() for _ in range(REPEATS)))
             left_s, seconds = left_s - REPEATS * best_s, min(seconds, best_s)
-        found[nbytes] = seconds
-        # Of the first size most are messages, which do not grow.
-        likely_s = seconds if len(found) == 1 else seconds * GROWTH
+        times_s[nbytes] = seconds
+        # At the first size most of the time is message latency, which does not grow.
+        likely_s = seconds if len(times_s) == 1 else seconds * GROWTH
         if nbytes >= LAST_NBYTES or likely_s > left_s / 2:
-            return found
+            return times_s
         nbytes *= GROWTH
 
 

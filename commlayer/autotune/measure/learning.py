@@ -1,7 +1,7 @@
-"""One training of a task in a way, by virtual workers in one thread, for what ways cost in steps. Knows no store, no table.
+"""Trains a task with virtual workers in one thread, to measure how many steps a sync mode and codec cost.
 
-What a way does to weights is the package's own: codecs, residuals, buckets and the server's sums (virtual_workers.py), local
-steps, overlapped rounds and the outer optimizer (engine/local_steps.py). A test trains the same over loopback.
+All effects on weights come from the package itself: codecs, residuals, buckets and the server's sums (virtual_workers.py),
+local steps, overlap and the outer optimizer (engine/local_steps.py). A test trains the same over loopback.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from commlayer.records import Plan, Record
 
 STEPS, LOOKS = 240, 30
 WARMUP = 20
-"""Steps over which the rate rises from nothing; from then on it stays, so that each step of a curve
-means the same: factors are read from the second half."""
+"""Steps of the learning rate's warm-up. The rate then stays constant, so that steps are comparable; factors are read from the
+second half."""
 CUT_NBYTES = 1 << 16
 OUTERS = {"plain": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
-"""Plain averaging; and what DiLoCo takes, with Nesterov's momentum. Without a name: see `outer_of`."""
+"""Plain averaging, and DiLoCo's outer optimizer with Nesterov momentum. Without a name: see `outer_of`."""
 
 
 class Way(Record, frozen=True):
-    """What is trained, and how."""
+    """One configuration of a training."""
 
     task: str
     optimizer: str
     codec: str = "identity()"
-    """As plans spell it, without error feedback, which it gets where plans add it."""
+    """As in plans, without error feedback, which is added as in plans."""
     codes: str = "gradients"
     every: int = 1
     overlap: str = ""
@@ -52,15 +52,15 @@ class Way(Record, frozen=True):
     ratio_over: Literal["bucket", "plan"] = "bucket"
     fragments: int = 1
     rate: float = 0.0
-    """The optimizer's; 0: the task's own."""
+    """Learning rate of the optimizer; 0 means the task's own."""
     outer: str = ""
-    """What an exchange does with the mean change: one of `OUTERS`; or "", what it does under that optimizer by itself."""
+    """Outer optimizer of an exchange: one of `OUTERS`, or "" for the default of the optimizer."""
     batches: int = 1
-    """Of the task's, that a worker takes in a step: its batch is so many times as large."""
+    """Task batches per worker and step; they act as one larger batch."""
 
     @property
     def dense(self) -> Way:
-        """What it is compared with."""
+        """The reference configuration."""
         return Way(self.task, self.optimizer, workers=self.workers, seed=self.seed, batches=self.batches)
 
     @property
@@ -69,7 +69,7 @@ class Way(Record, frozen=True):
 
 
 def outer_of(way: Way) -> Outer:
-    """Without a name what attach() takes by itself. ValueError for a name that there is not."""
+    """Without a name the default of attach(). Raises InvalidInput for an unknown name."""
     if not way.outer:
         return usual("adam" if way.optimizer == "adam" else "sgd")
     if way.outer not in OUTERS:
@@ -79,35 +79,36 @@ def outer_of(way: Way) -> Outer:
 
 
 class Task(NamedTuple):
-    """What is trained: equal for equal seeds, and made anew for each worker."""
+    """A task to train. Equal seeds give equal tasks; created once per worker."""
 
     model: nn.Module
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    """For a model like this one, at the rate that the user would take."""
+    """Creates the optimizer for a model like this one, at the user's learning rate."""
     batches: Callable[[int, int], Iterator[Any]]
-    """Of a rank among so many, without end."""
+    """Endless batches for a rank and a number of workers."""
     loss: Callable[[nn.Module, Any], torch.Tensor]
     validation: Callable[[nn.Module], float]
 
 
 Make = Callable[[int], Task]
-"""By seed."""
+"""Creates a task from a seed."""
 
 
 def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
-    """The validation loss at `looks` places. NaN where weights are no numbers. ValueError for a task that cannot be trained."""
+    """Returns the validation loss at `looks` points; NaN after weights have become non-finite. Raises InvalidInput for a task
+    that cannot be trained."""
     task = make(way.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
                            f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
                            "average; take a model without, such as one with LayerNorm or GroupNorm")
-    made = (_Local if way.updates else _Averaged)(way, task, make)
+    trainer = (_Local if way.updates else _Averaged)(way, task, make)
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
-        made.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], min(1.0, step / WARMUP))
+        trainer.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], min(1.0, step / WARMUP))
         if step * looks % steps < looks:
-            curve.append(_validated(way, task.validation(made.learnt())))
+            curve.append(_validated(way, task.validation(trainer.learnt())))
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
     return curve
@@ -122,7 +123,7 @@ def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
 
 
 def _validated(way: Way, found: Any) -> float:
-    """As a number; one line if it is none."""
+    """Converts a validation result to a number, or raises a one-line error."""
     try:
         return float(found)
     except (TypeError, ValueError):
@@ -136,16 +137,16 @@ def losses(task: Task, way: Way, model: nn.Module, batches: Sequence[Any]) -> to
 
 
 def _loss(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
-    """One line if the task gives none."""
-    found: Any = task.loss(model, batch)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+    """The loss of a batch; raises a one-line error if the task returns none."""
+    loss: Any = task.loss(model, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InvalidInput("E-USER-CODE",
-                           f"task {way.task} returned {type(found).__name__} as its loss, needed is one number with a gradient")
-    return found
+                           f"task {way.task} returned {type(loss).__name__} as its loss, needed is one number with a gradient")
+    return loss
 
 
 class _Optimizer:
-    """A task's, with its rates rising at the start."""
+    """A task's optimizer with learning-rate warm-up."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._inner = task.optimizer(model)
@@ -161,15 +162,15 @@ class _Optimizer:
 
 
 def plan_of(way: Way, model: nn.Module) -> Plan:
-    """Buckets of 64 kB over one server."""
+    """The plan, with buckets of 64 KiB on one server."""
     codec = parse(way.codec)
-    made = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
+    plan = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
                                 fuse_nbytes=CUT_NBYTES, cut_nbytes=CUT_NBYTES)
-    return structs.replace(made, ratio_over=way.ratio_over)
+    return structs.replace(plan, ratio_over=way.ratio_over)
 
 
 class _Averaged:
-    """Gradients are averaged, and every worker takes the same step: one model stands for all."""
+    """Averaged gradients: all workers take the same step, so one model represents all."""
 
     def __init__(self, way: Way, task: Task, make: Make) -> None:
         del make
@@ -194,7 +195,7 @@ class _Averaged:
 
 
 class _Local:
-    """Each worker has a model and an optimizer of its own, and their changes are averaged."""
+    """Local steps: each worker has its own model and optimizer, and their changes are averaged."""
 
     def __init__(self, way: Way, task: Task, make: Make) -> None:
         self._way, self._task = way, task
@@ -202,7 +203,7 @@ class _Local:
         self._optimizers = [_Optimizer(task, model) for model in self._models]
         plan = plan_of(way, task.model)
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
-        # An exchange that is brought in right behind its beginning is one that does not overlap with steps.
+        # Without overlap, an exchange is completed directly after its start.
         self._locals = [LocalSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
                                    fragments=way.fragments, overlap=True, lengths=self._sums.lengths(rank))
                         for rank, model in enumerate(self._models)]
@@ -231,18 +232,19 @@ class _Local:
 
 
 class _Sums:
-    """What local steps ask of runtime.worker.Worker, of all workers in one thread: a turn is summed when the last begins it."""
+    """Stands in for engine.worker.Worker for all workers in one thread. A fragment is summed when the last worker has sent it.
+    """
 
     def __init__(self, virtual: VirtualWorkers, plan: Plan, fragments: int) -> None:
         self._virtual = virtual
         self._places = fragments_of(plan.buckets, fragments)
         self.turns = [[plan.buckets[place] for place in places] for places in self._places]
         self._given: dict[int, Mapping[int, torch.Tensor]] = {}
-        """By rank, of the turn that is summed."""
+        """Changes by rank, of the fragment being summed."""
         self._mean: dict[int, torch.Tensor] = {}
         self._telling: dict[int, tuple[float, float]] = {}
         self.told: list[tuple[float, float]] = []
-        """By rank, what was told in the turn that is summed."""
+        """Lengths by rank, of the fragment being summed."""
 
     def worker(self, rank: int) -> Any:
         return _Rank(self, rank)
@@ -273,7 +275,7 @@ class _Sums:
 
 
 class _Told:
-    """What workers tell each other, as local steps of one see it."""
+    """The exchange of lengths between workers, as one worker's LocalSteps sees it."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank = sums, rank
@@ -286,7 +288,7 @@ class _Told:
 
 
 class _Rank:
-    """One worker, as local steps see it."""
+    """One worker, as its LocalSteps sees it."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank, self.turns = sums, rank, sums.turns
@@ -297,7 +299,7 @@ class _Rank:
         self._sums.give(self._rank, changes, turn)
 
     def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
-        del turn  # the last that was summed
+        del turn  # only the last summed fragment is available
         self._sums.write(targets)
         return True
 
@@ -305,13 +307,13 @@ class _Rank:
         """All batches weigh the same."""
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """A round has begun."""
+        """No action: sums are complete at once."""
 
     def wait(self, deadline_s: float, turn: int = 0) -> None:
-        """It is here."""
+        """No action: results are available at once."""
 
     def end(self, *, finite: bool) -> None:
-        """Nothing is taken back."""
+        """No action: nothing is rolled back."""
 
     def applied(self, numbers: Sequence[int], turn: int) -> None:
-        """All of it."""
+        """No action: all of it was applied."""

@@ -1,7 +1,7 @@
-"""From curves of trainings to what each way costs in steps: rows of a learning table. Trains nothing, and knows no files.
+"""Cost in steps of each sync mode and codec, computed from curves of trainings: the rows of a learning table.
 
-A way's factor at step N' is N' over the step at which dense training had the loss that the way has at N'. Its mean over the
-last half of a run is the way's: so no run is longer than another, and large factors are seen as small ones are.
+The factor at step N is N divided by the step at which dense training first had the same loss. A configuration's factor is the
+mean over the last half of its run. So all runs have the same length, and large factors are measured like small ones.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from commlayer.errors import InvalidInput
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
 
 MOST = 20.0
-"""What has learnt as good as nothing costs so much."""
+"""Factor of a training that has learned almost nothing."""
 CAUTIOUS = 0.8
 EARLY = (40, 80)
-"""Steps that are early in a run, behind its warm-up."""
+"""Steps that count as early, after the warm-up."""
 
 
 Curve = Sequence[float]
 
 
 class Cost(NamedTuple):
-    """Of one run against the dense one of the same task, optimizer, workers and seed. Noise may put it below 1, and below 0."""
+    """Of one run, relative to the dense run of the same task, optimizer, workers and seed. Noise may push `steps` below 1 and
+    `loss` below 0."""
 
     steps: float
     loss: float
 
 
 def smooth(curve: Curve) -> list[float]:
-    """Means over five looks, of what there is at the ends."""
+    """Means over five points, fewer at the ends."""
     return [fmean(curve[max(0, i - 2) : i + 3]) for i in range(len(curve))]
 
 
 def cost(curve: Curve, dense: Curve) -> Cost:
-    """`dense` was shown to be finite. Over what dense training costs against itself, which noise puts a little above 1."""
+    """`dense` must be finite. The result is relative to dense training against itself, which noise puts slightly above 1."""
     if not all(map(math.isfinite, curve)):
         return Cost(MOST, MOST)
     mine, best = smooth(curve), smooth(dense)
@@ -50,13 +51,13 @@ def cost(curve: Curve, dense: Curve) -> Cost:
 
 
 def early(curve: Curve, dense: Curve) -> float:
-    """The factor of early steps, unsmoothed: a mean over five looks blurs the first, steep steps of dense training."""
+    """The factor of early steps without smoothing, which would blur the first steep steps of dense training."""
     looks = range(EARLY[0] * len(dense) // STEPS, EARLY[1] * len(dense) // STEPS)
     return _over(curve, dense, looks) if all(map(math.isfinite, curve)) else MOST
 
 
 def _over(mine: Curve, dense: Curve, looks: range) -> float:
-    """At these looks, over what dense training comes to against itself."""
+    """The factor at these points, relative to that of dense training against itself."""
     return min(MOST, _factor(mine, dense, looks) / _factor(dense, dense, looks))
 
 
@@ -66,7 +67,7 @@ def _factor(mine: Curve, dense: Curve, looks: range) -> float:
 
 
 def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
-    """In looks, from the beginning of the training: where that curve first was as low, on lines between looks."""
+    """The time, in points from the start, at which the curve first reached this loss; interpolated between points."""
     below = np.flatnonzero(falling <= loss)
     if not len(below):
         return float(len(falling))
@@ -77,8 +78,8 @@ def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
 
 
 def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
-    """Of all runs whose dense one is there, too."""
-    made = {}
+    """Costs of all runs that have a dense counterpart."""
+    results = {}
     for way, curve in curves.items():
         dense = curves.get(way.dense)
         if dense is None or way == way.dense or way.rate:
@@ -86,16 +87,17 @@ def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
         if not all(map(math.isfinite, dense)):
             raise InvalidInput("E-USER-CODE",
                                f"task {way.task}: dense training with {way.optimizer} ends in a loss of nan: lower its rate")
-        made[way] = cost(curve, dense)
-    return made
+        results[way] = cost(curve, dense)
+    return results
 
 
 def rows(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
-    """Of all that was measured on all tasks: for each number of workers, and where there are several, the worst of them.
+    """The rows of all measurements, for each number of workers. If there are several numbers, also a row with the worst of
+    them.
 
-    Figures of fewer tasks would stand beside those of all as if they were of the same.
+    Rows of fewer tasks are left out, because they could not be compared with the others.
     """
-    made: list[LearningRow] = []
+    table_rows: list[LearningRow] = []
     tasks = {way.optimizer: {other.task for other in found if other.optimizer == way.optimizer} for way in found}
     for key, by_workers in sorted(_grouped(found).items(), key=lambda item: repr(item[0])):
         each = [_row(key, workers, runs) for workers, runs in sorted(by_workers.items())]
@@ -103,14 +105,14 @@ def rows(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRo
         if not enough:
             continue
         worst = {field: max(getattr(row, field) for row in enough) for field in ("steps", "steps_high", "loss", "loss_high")}
-        made.append(structs.replace(enough[0], workers=0, tasks=max(row.tasks for row in enough),
+        table_rows.append(structs.replace(enough[0], workers=0, tasks=max(row.tasks for row in enough),
                                     runs=sum(row.runs for row in enough), **worst))
-        made += enough if len(enough) > 1 else []
-    return tuple(made)
+        table_rows += enough if len(enough) > 1 else []
+    return tuple(table_rows)
 
 
 def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
-    """What one worker costs by itself, against several."""
+    """The cost of one worker alone, relative to several."""
     for way, curve in curves.items():
         together = structs.replace(way, workers=ALONE_AMONG)
         if way.workers == ALONE and together in curves:
@@ -118,7 +120,7 @@ def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
 
 
 def alone_rows(curves: Mapping[Way, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
-    """That, a row for each optimizer."""
+    """The rows of `alone`, one per optimizer."""
     found: dict[_Key, dict[str, list[Cost]]] = {}
     for way, one in alone(curves):
         found.setdefault(key_of(way), {}).setdefault(way.task, []).append(one)
@@ -129,17 +131,17 @@ _Key = tuple[str, str, str, int, str, bool]
 
 
 def key_of(way: Way) -> _Key:
-    """The combination, as a row names it."""
+    """The configuration, as a row names it."""
     return way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
 
 
 def told(way: Way) -> bool:
-    """Whether rows have words for it."""
+    """Whether rows can express the configuration."""
     return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer and way.batches == 1
 
 
 def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
-    """By combination, workers and task."""
+    """Grouped by configuration, workers and task."""
     groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
     for way, one in found.items():
         if told(way):
@@ -157,6 +159,7 @@ def _row(key: _Key, workers: int, runs: Mapping[str, Sequence[Cost]]) -> Learnin
 
 
 def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
-    """What is better than dense is chance, and counts as dense; but only here, or chance would count on one side alone."""
+    """Median and cautious quantile. Values better than dense are chance and count as dense; clipping before would bias the
+    median."""
     cautious = float(np.quantile(values, CAUTIOUS))
     return round(max(least, median(values)), 4), round(max(least, cautious), 4)

@@ -1,7 +1,7 @@
-"""How fast this machine's link is, one way at a time: chunks to several servers or from them. Knows no sockets and no plan.
+"""Link rate measurement: sends chunks to several servers, or requests chunks from them, in one direction at a time.
 
-What tells a rate is how fast chunks come in once connections have opened their windows, so the fastest stretches count.
-Several servers at once, because one's own link may be slower than the one that is asked about.
+The rate is that of the fastest intervals, after connections have opened their windows. Several servers are used at once,
+because one server's own link may be slower than the measured one.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from commlayer.transport.protocol import SERVER_BASE, peer_name
 
 PINGS = 4
 ALIKE = 1.1
-"""Two pings that differ by no more than this factor are enough: threads of busy machines answer late, and not twice alike."""
+"""Two pings within this factor are sufficient: threads of busy machines answer late, and rarely twice alike."""
 FIRST_NBYTES = 32 << 10
-"""Under way at first, each way; of a link of 1 Mb/s a quarter of a second."""
+"""Initial bytes in flight per direction; a quarter of a second on a 1 Mb/s link."""
 CHUNKS = 8
-"""Of what may be under way to a server. More would cost more processor time than bytes on fast links."""
+"""Chunks in flight per server. More would cost more CPU time than the transfer on fast links."""
 LEAST_NBYTES, MOST_NBYTES = 4 << 10, 1 << 20
-"""Of a chunk. Smaller ones would cost more processor time than a link of some Mb/s."""
+"""Size of a chunk. Smaller ones would cost more CPU time than a link of a few Mb/s."""
 LEAST_ROUND_TRIP_S = 0.02
-"""However near servers are, threads of busy machines answer no sooner; so what went through in it is recent, too."""
+"""Minimum of the recent interval: threads of busy machines do not answer sooner, however near the servers are."""
 RECENT = 3
-"""Round trips: what went through in them is recent, for with full queues a chunk takes as long."""
+"""Round trips that count as recent: with full queues a chunk takes as long."""
 STRETCH = 0.6
-"""Of the time: how long a rate is taken over."""
+"""Fraction of the time over which a rate is taken."""
 HEADROOM = 1.5
-"""Times the measured rate that a node may send at. A short probe may find too little, and a pace below the link's would make
-that true; one that is too high costs a few lost segments."""
+"""Nodes may send at this multiple of the measured rate. A short probe may read too low, and a pace below the link's rate would
+confirm the error; a pace that is too high costs a few lost segments."""
 NEARLY_ALL = 0.9
-"""So many stretches are slower than the rate: windows open in them, or a thread comes late. The fastest may hold what had piled
-up before such a thread."""
+"""Quantile of the interval rates. Slower intervals contain opening windows or late threads; the fastest may contain data
+queued before a late thread."""
 
 
 UP, DOWN = 0, 1
-"""Ways: to servers, and from them."""
+"""Directions: to servers, and from them."""
 
 
 class Arrival(NamedTuple):
-    """A chunk went through."""
+    """A completed chunk."""
 
     server: int
     way: int
@@ -51,34 +51,34 @@ class Arrival(NamedTuple):
 
 
 class Network(Protocol):
-    """Where chunks go."""
+    """The interface through which chunks are sent."""
 
     def ask(self, server: int, way: int, nbytes: int) -> None:
-        """Sends so many bytes to the server, or has them sent from there."""
+        """Sends this many bytes to the server (UP), or requests them from it (DOWN)."""
 
     def next(self, patience_s: float) -> Arrival:
-        """The next that has gone through, or the error of the one that cannot."""
+        """Waits for the next completed chunk, or raises its error."""
 
     def now(self) -> float: ...
 
 
 def round_trip(network: Network, server: int, patience_s: float) -> float:
-    """Seconds, when nothing else is on the way."""
-    found = [_ping(network, server, patience_s)]
-    while len(found) < PINGS:
-        found.append(_ping(network, server, patience_s))
-        first, second = sorted(found)[:2]
+    """The shortest round trip in seconds, without other traffic of the probe."""
+    times_s = [_ping(network, server, patience_s)]
+    while len(times_s) < PINGS:
+        times_s.append(_ping(network, server, patience_s))
+        first, second = sorted(times_s)[:2]
         if second <= ALIKE * first:
             break
-    return min(found)
+    return min(times_s)
 
 
 def rate(
     network: Network, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
     *, expected_bps: float = 0.0,
 ) -> float:
-    """bits per second one way (see Arrival), in about that time and what is still under way then."""
-    # What is expected may be on its way from the start.
+    """Bits per second in one direction (UP or DOWN). Takes about `budget_s`, plus the time of chunks in flight."""
+    # The expected amount may be in flight from the start.
     first_nbytes = max(FIRST_NBYTES, int(expected_bps / 8 * round_trip_s))
     return _Way(way, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
 
@@ -91,7 +91,7 @@ def _ping(network: Network, server: int, patience_s: float) -> float:
 
 
 class _Way:
-    """One direction: how much is under way to whom, and what has gone through when."""
+    """One direction: bytes in flight per server, and completed chunks."""
 
     def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
         self._way, self._first_nbytes = way, first_nbytes
@@ -99,11 +99,11 @@ class _Way:
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[Arrival] = []
         self._recent = 0
-        """The first arrival of late."""
+        """Index of the first recent arrival."""
         self._recent_nbytes = 0
 
     def run(self, network: Network, budget_s: float, patience_s: float) -> float:
-        """The rate."""
+        """Runs the measurement and returns the rate."""
         until = network.now() + budget_s
         while True:
             now = network.now()
@@ -114,11 +114,11 @@ class _Way:
             self._arrived(network.next(patience_s))
 
     def _fill(self, network: Network, now: float) -> None:
-        """Twice what went through lately: windows open faster than the connections' own."""
+        """Keeps twice the recently completed bytes in flight, which grows faster than TCP windows."""
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
-        if self._recent:  # by now it is known what the link carries, which may be less than was expected
+        if self._recent:  # the link's rate is known now and may be lower than expected
             self._first_nbytes = FIRST_NBYTES
         room = min(max((self._first_nbytes + 2 * self._recent_nbytes) // len(self._to), LEAST_NBYTES), CHUNKS * MOST_NBYTES)
         nbytes = min(max(room // CHUNKS, LEAST_NBYTES), MOST_NBYTES)
@@ -133,7 +133,7 @@ class _Way:
         self._recent_nbytes += arrival.nbytes
 
     def _rate_bps(self, stretch_s: float) -> float:
-        """Of stretches that long; all in one if it was all over sooner."""
+        """The NEARLY_ALL quantile over intervals of this length; a single interval if the transfer was shorter."""
         seen, end, nbytes = self._seen, 0, 0
         rates: list[float] = []
         for first in range(len(seen)):

@@ -1,4 +1,4 @@
-"""How much memory this process takes at its peak, and how much the machine has left. Linux says; elsewhere nothing is known."""
+"""Peak memory of this process and free memory of the machine, from Linux's /proc and cgroups; elsewhere unknown."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 _LIMIT, _TAKEN = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 RESET_PEAK = "5"
-"""See proc(5)."""
+"""Resets the peak: see proc(5)."""
 
 
 def room_nbytes() -> float:
-    """What the machine, or the container's limit, leaves to all processes."""
+    """Memory that the machine, or the container's limit, leaves to all processes."""
     room = _field(_MACHINE, "MemAvailable")
-    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         room = min(room, float(_LIMIT.read_text()) - float(_TAKEN.read_text()))
     return room
 
 
 class Peak:
-    """Predicts what a batch takes from what smaller ones took at their peaks."""
+    """Predicts the memory of a batch from the peaks of smaller ones."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
@@ -31,13 +31,13 @@ class Peak:
             _RESET.write_text(RESET_PEAK)
 
     def end(self, samples: int) -> None:
-        """A batch has run since `begin`."""
+        """Records the peak of a batch that ran since `begin`."""
         peak = _field(_STATUS, "VmHWM")
         if peak < math.inf:
             self._peaks[samples] = max(peak, self._peaks.get(samples, 0.0))
 
     def more_nbytes(self, samples: int) -> float:
-        """Of a batch beyond what the process holds now; 0 while fewer than two smaller ones are known."""
+        """Predicted memory of a batch beyond the process's present use; 0 until two smaller batches are known."""
         known = sorted(self._peaks.items())[-2:]
         if len(known) < 2 or samples <= known[-1][0]:
             return 0.0
@@ -46,7 +46,7 @@ class Peak:
 
 
 def _field(file: Path, name: str) -> float:
-    """Bytes; infinite where the system does not say."""
+    """Bytes; infinite if the system does not report it."""
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,4 +1,4 @@
-"""When a step makes and needs each tensor: timed here without any communication, or read off recorded steps. Knows no plans."""
+"""Times at which a step needs and produces each tensor: measured here without communication, or taken from recorded steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
 
 
 class _Watch:
-    """Hooks that note times. A GPU is waited for at each, so what it computes counts where it belongs."""
+    """Hooks that record times. Each synchronizes a GPU, so that its work counts for the right tensor."""
 
     def __init__(self, model: nn.Module, tensors: int) -> None:
         parameters = [p for _, p in parameters_of(model)]
@@ -119,11 +119,11 @@ def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> flo
 
 
 def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:
-    """Medians over the steps. `places`: the tensors' order in the forward pass, as far as it was seen.
+    """Medians over the steps. `places`: the tensors' known order in the forward pass.
 
-    A hook sees when gradients become final and when a step ends, not where the forward pass does: what lies before the first
-    gradient counts as forward, and tensors are taken to be needed at equal distances over it. Communication is in none of it,
-    since training waits for it only between the last gradient and the step's end.
+    Hooks see when gradients become final and when a step ends, but not where the forward pass ends. The time before the first
+    gradient counts as forward pass, and tensors are assumed to be needed at equal intervals in it. Communication is not
+    included: training waits for it only between the last gradient and the step's end.
     """
     if not steps:
         raise InvalidInput("E-USER-CODE", "no recorded step to take times from: record at least one")

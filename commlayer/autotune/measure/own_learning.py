@@ -1,8 +1,8 @@
-"""What ways cost in steps on a task of the user's: the campaign in small, and its table. Knows a task; chooses nothing.
+"""Learning table of a user's own task: measures how many steps sync modes and codecs cost on a small proxy.
 
     table = measured("task.py", make, [*ways_of(("int4()",), (4, 16))], tell)
 
-The method is that of the shipped table (`python -m bench learning`), with the user's model, data, optimizer and rate.
+Uses the method of the built-in table (`python -m bench learning`) with the user's model, data, optimizer and rate.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from commlayer.planner.model.learning import ALONE
 from commlayer.planner.tables.learning import LearningTable, Provenance
 
 OWN = "your proxy"
-"""As what such rows are told from shipped ones."""
+"""Source that distinguishes these rows from the built-in ones."""
 Tell = Callable[[Way, float, LearningTable | None], None]
-"""Hears of each training: its last loss, and the table so far."""
+"""Called after each training with its last loss and the table so far."""
 
 
 def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Way]:
-    """What is worth knowing first: each codec of gradients and of updates; and with the finest one that is no sparse one, local
-    steps, waited for and overlapped, and where these are asked for updates of each step that overlap."""
+    """The most useful configurations: each codec for gradients and for updates; local steps, with and without overlap, with
+    the finest codec that is not sparse; and, if local steps are requested, overlapped updates of each step."""
     dense = Way("", "")
     yield dense
     yield structs.replace(dense, workers=ALONE)
@@ -46,7 +46,7 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
 
 
 def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: int = STEPS, seeds: int = 1) -> LearningTable:
-    """Trains all of them. ValueError, a line, for a task that cannot be trained."""
+    """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
     family = family_of(_optimizer(name, make))
     if family == "other":
         raise InvalidInput("E-USER-CODE",
@@ -65,14 +65,14 @@ def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: i
 
 
 def _trained(way: Way, make: Make, steps: int) -> Sequence[float]:
-    """What a user's model or optimizer makes of a step is theirs: one line says it."""
+    """Trains one configuration; an error in the user's code becomes one line."""
     try:
         curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
     except ValueError:
         raise
     except Exception as error:
         raise InvalidInput("E-USER-CODE", f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
-    if (least := min(curve)) <= 0:  # one that has diverged is no number, and counts as such
+    if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
         raise InvalidInput("E-USER-CODE",
                            f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
                            "as "
@@ -88,6 +88,6 @@ def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
 def _table(name: str, curves: dict[Way, Sequence[float]]) -> LearningTable | None:
     rows = learning_costs.rows(learning_costs.costs(curves))
     rows += learning_costs.alone_rows(curves) if rows else ()
-    made = Provenance(datetime.date.today().isoformat(), f"commlayer tune {name} --learning", len(curves), (f"{OWN}: {name}",),
-                      str(torch.__version__), OWN)
-    return LearningTable(made, rows) if rows else None
+    source = Provenance(datetime.date.today().isoformat(), f"commlayer tune {name} --learning", len(curves),
+                        (f"{OWN}: {name}",), str(torch.__version__), OWN)
+    return LearningTable(source, rows) if rows else None

@@ -1,7 +1,7 @@
-"""Workers of one job in one thread: a plan's codecs, buckets and server without a network. Knows gradients; no model, no clock.
+"""Virtual workers: all workers of a job in one thread, with a plan's codecs, buckets and server but without a network.
 
-Everything that decides what is learnt is the runtime's own: buckets gather, codecs code with residuals, the summation service
-adds in member order and codes the sum again. Only what carries bytes is left out.
+Everything that affects learning is the runtime's own code: buckets gather, codecs encode with residuals, and the summation
+service adds in member order and encodes the sum. Only the transport is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commlayer.transport.protocol import Header, Kind, Message
 
 
 class VirtualWorkers:
-    """`world` workers and a server, under a plan of which one server sums every bucket."""
+    """`world` workers and a server, under a plan whose buckets are all summed by one server."""
 
     def __init__(self, job: Job, plan: Plan, world: int) -> None:
         self.world, self._step = world, 0
@@ -38,7 +38,8 @@ class VirtualWorkers:
         """Bytes of the last step's results."""
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
-        """The mean over all workers' gradients, which every worker gets; what the busiest direction of a worker carries for it.
+        """Returns the mean of all workers' gradients, as each worker gets it, and the bytes in the busiest direction of a
+        worker.
 
         `gradients`: by worker, in the order of the job's tensors.
         """
@@ -52,9 +53,10 @@ class VirtualWorkers:
         return mean, max(received, *sent)
 
     def exchange(self, place: int, gradients: Sequence[Any], mean: Any) -> tuple[list[int], int]:
-        """One bucket's part of a step: writes its slices of `mean`. What each worker sends for it, and what each receives.
+        """One bucket's part of a step: writes its slices of `mean`. Returns the bytes that each worker sends, and that each
+        receives.
 
-        Gradients and mean are by the number of the tensor; only the bucket's own need be there.
+        Gradients and mean are indexed by tensor number; only the bucket's own tensors are needed.
         """
         bucket = self._buckets[place]
         sent, received, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
@@ -81,9 +83,9 @@ class VirtualWorkers:
         return sent, received
 
     def end(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self._step += 1
 
     def code(self, rank: int, worker: WorkerBucket) -> memoryview:
-        """One bucket's payload. For who measures what is sent, too."""
+        """Returns one bucket's payload; a hook for subclasses that measure payloads."""
         return worker.payload[: worker.encode()]

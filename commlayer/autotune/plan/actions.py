@@ -84,9 +84,9 @@ class StartPlanning(Record, frozen=True):
     """Rank 0: plans on a thread while training continues. Answered by `Planned`."""
 
     current: Plan
-    """The plan in force."""
+    """The active plan."""
     known: Plan | None
-    """The planner's form of the plan in force, if the planner made it."""
+    """The planner's form of the active plan, if the planner made it."""
     links: tuple[Link, ...]
     step_s: float
     """Current time of a step."""
@@ -106,7 +106,7 @@ class Switch(Record, frozen=True):
 
 
 class Describe(Record, frozen=True):
-    """Rank 0: basis and communication price of the plan in force, for traces and for shares."""
+    """Rank 0: basis and communication price of the active plan, for traces and for shares."""
 
     basis: Basis | None
     price: Price | None

@@ -33,7 +33,7 @@ class Candidate(NamedTuple):
     runnable: Plan
     """The same plan with buckets assigned to the running servers."""
     current: Plan
-    """The planner's form of the plan that was in force during planning."""
+    """The planner's form of the previously active plan during planning."""
     current_s: float
     """Its step time at the prices used for this plan."""
     uncontended_s: float
@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     steps: float = 1.0
     """Convergence factor of this plan, cautious estimate."""
     current_steps: float = 1.0
-    """Convergence factor of the plan that was in force."""
+    """Convergence factor of the previously active plan."""
     leaves: str = ""
     """Why steps no longer use the average of all gradients; "" if they do, or did not before."""
     alone_s: float = 0.0
@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
 
     @property
     def back(self) -> Candidate:
-        """The plan that was in force, as a candidate for a roll-back."""
+        """The previously active plan, as a candidate for a roll-back."""
         return self._replace(basis=self.basis._replace(plan=self.current), price=self.current_price, steps=self.current_steps,
                              leaves="", beside=())
 
@@ -94,11 +94,11 @@ class ReplanVerdict(NamedTuple):
     """Outcome of a planning, with step times."""
 
     measured_s: float
-    """Under the plan in force, as measured by all ranks."""
+    """Under the active plan, as measured by all ranks."""
     priced_s: float
     """Under the same plan, at prices that were not fitted to the measured time."""
     found_s: float
     """Under the best plan found, at prices fitted to the measured time."""
     measured_steps: float = 1.0
     found_steps: float = 1.0
-    """Convergence factors of the plan in force and of the plan found."""
+    """Convergence factors of the active plan and of the plan found."""

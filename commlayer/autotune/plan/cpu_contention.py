@@ -23,7 +23,7 @@ ROUNDS = 6
 def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
     """Slowdown of CPU work relative to work measured alone; 1 if a slowdown cannot explain the measured step.
 
-    `step_s(f)`: step time under the plan in force if CPU work were f times as slow.
+    `step_s(f)`: step time under the active plan if CPU work were f times as slow.
     """
     low, high = 1.0, MOST
     if step_s(low) >= measured_s or step_s(high) < measured_s:

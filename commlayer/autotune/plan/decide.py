@@ -305,7 +305,7 @@ def _switched(state: State, fact: Switched) -> Decided:
 
 
 def _described(state: State, actions: Sequence[Action]) -> State:
-    """Records the basis and price of the plan in force from `Describe` actions."""
+    """Records the basis and price of the active plan from `Describe` actions."""
     for each in actions:
         if isinstance(each, Describe):
             state = structs.replace(state, in_force=_in_force(state)._replace(basis=each.basis, price=each.price))

@@ -41,9 +41,9 @@ PLAIN = 0.18
 """The plan without compression is tried if a loss is priced to come later by at most this fraction. In trials it took up to
 16 % less than its price: prices are least accurate for paths unlike the measured ones."""
 OFF = 10.0
-"""If the plan in force takes this many times its price, or this small a part of it, the prices are not used."""
+"""If the active plan takes this many times its price, or this small a part of it, the prices are not used."""
 STALE = LIMIT
-"""Relative error of the step time above which the plan in force counts as stale."""
+"""Relative error of the step time above which the active plan counts as stale."""
 
 Decided = tuple[Lead, list[Action]]
 
@@ -71,7 +71,7 @@ def pace_since(lead: Lead, slow_s: float) -> float:
 
 
 def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
-    """Proposes the plan found if it is worth a switch. Otherwise the plan in force stays, and its step time is measured."""
+    """Proposes the plan found if it is worth a switch. Otherwise the active plan stays, and its step time is measured."""
     if not isinstance(lead.phase, Planning) or lead.phase.order != fact.order:
         return lead, []  # a newer planning has replaced this one
     found, measured_s = fact.found, fact.order.step_s
@@ -108,7 +108,7 @@ def _discarded(lead: Lead, found: Candidate, *, keep: bool) -> Decided:
 
 
 def _hopeless(found: Candidate, current_steps: float) -> bool:
-    """Whether the plan needs too many steps to be useful, and more than the plan in force."""
+    """Whether the plan needs too many steps to be useful, and more than the active plan."""
     return found.steps >= MOST_STEPS and found.steps > current_steps
 
 

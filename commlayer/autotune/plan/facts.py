@@ -37,7 +37,7 @@ class StepReport(NamedTuple):
 
 
 class InForce(NamedTuple):
-    """The plan in force. Its basis and price are known on rank 0 at most."""
+    """The active plan. Its basis and price are known on rank 0 at most."""
 
     plan: Plan
     basis: Basis | None = None

@@ -45,15 +45,15 @@ class SearchOrder(NamedTuple):
     """Input of a search."""
 
     current: Plan
-    """The plan in force, as workers run it."""
+    """The active plan, as workers run it."""
     known: Plan | None
-    """The planner's form of the plan in force, if the planner made it."""
+    """The planner's form of the active plan, if the planner made it."""
     server_nodes: tuple[int, ...]
     """The node of each server."""
     inputs: PlanInputs
     """With profile prices that exclude contention for processors."""
     measured_s: float
-    """Step time under the plan in force."""
+    """Step time under the active plan."""
     contention: float = 0.0
     """Slowdown of work on processors relative to work measured alone; 0 if it must be fitted to the measured step."""
     apart: bool = False
@@ -69,12 +69,12 @@ class SearchResult(NamedTuple):
 
 
 def search(order: SearchOrder) -> SearchResult:
-    """Finds the best plan, and prices the plan in force."""
+    """Finds the best plan, and prices the active plan."""
     begin = time.perf_counter()
     job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
     assert alone is not None
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
-    # Recorded steps wait for their results, even if the plan in force overlaps them with the next forward pass.
+    # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
     if not order.contention:  # after a measurement; later rates of links come from the traffic of steps
         cluster = sped_up(cluster, lambda faster: step_s(recorded, PlanInputs(job, faster, alone, policy)), order.measured_s)
@@ -272,7 +272,7 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
 
 
 def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
-    """The uncompressed plan at the same prices. None if it is in force, or if workers cannot reach each other."""
+    """The uncompressed plan at the same prices. None if it is active, or if workers cannot reach each other."""
     made_from = found.basis.inputs
     if not made_from.cluster.reachable:
         return None

@@ -68,7 +68,7 @@ class Replanner:
         self._process.close()
 
     def measured(self, measurements: Measurements) -> None:
-        """Sets new measurements, made under the plan in force."""
+        """Sets new measurements, made under the active plan."""
         self._measured, self._profile, self._contention = measurements, None, 0.0
         self._energy = self._energy or measurements.energy
 
@@ -79,7 +79,7 @@ class Replanner:
     def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Limits) -> Candidate:
         """The best plan for nodes with these links.
 
-        `current` is in force; `known` is the planner's form of it, if the planner made it. `allowed` holds the script's
+        `current` is active; `known` is the planner's form of it, if the planner made it. `allowed` holds the script's
         limits.
         """
         connection, measured = self._connection, self._begun()

@@ -63,7 +63,7 @@ class Planning(Record, frozen=True):
 
     order: StartPlanning
     checks: bool = False
-    """Whether the price of the plan in force must agree with its step time: steps were just measured over these links."""
+    """Whether the price of the active plan must agree with its step time: steps were just measured over these links."""
 
 
 class Proposing(Record, frozen=True):
@@ -71,9 +71,9 @@ class Proposing(Record, frozen=True):
 
     candidate: Candidate
     before_s: float = 0.0
-    """Step time under the plan in force."""
+    """Step time under the active plan."""
     for_pace: bool = False
-    """Prices cannot distinguish it from the plan in force; only its step time can."""
+    """Prices cannot distinguish it from the active plan; only its step time can."""
     back: bool = False
     """Whether this is a roll-back to the previous plan, under which a loss came sooner."""
 
@@ -101,15 +101,15 @@ class Lead(Record, frozen=True):
     phase: Steady | Planning | Proposing | Trial | Settling = Steady()
     check: PredictionCheck | None = None
     recent: tuple[float, ...] = ()
-    """Latest step times under the plan in force; `check` uses the median of the last three."""
+    """Latest step times under the active plan; `check` uses the median of the last three."""
     steps: float = 1.0
-    """Convergence factor of the plan in force."""
+    """Convergence factor of the active plan."""
     harder: float = 1.0
-    """Error multiplier of compression for this model that was used for the plan in force."""
+    """Error multiplier of compression for this model that was used for the active plan."""
     pace_s: float = 0.0
-    """Step time of the plan in force when the present planning began."""
+    """Step time of the active plan when the present planning began."""
     stale: bool = False
-    """Whether steps under the plan in force differ from the prediction."""
+    """Whether steps under the active plan differ from the prediction."""
     moved: bool = False
     """Whether shares have changed since work was last measured."""
     searched: tuple[Link, ...] = ()
@@ -117,7 +117,7 @@ class Lead(Record, frozen=True):
     discarded: bool = False
     """Whether the last search was discarded because its prices were far from the step time."""
     known: tuple[Plan, Plan] | None = None
-    """The plan that was last put in force here, and the planner's form of it."""
+    """The plan that was last activated here, and the planner's form of it."""
     plan_s: float = 0.0
     """Time of the last planning that found a candidate."""
     lateness: float = 1.0

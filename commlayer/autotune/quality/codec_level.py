@@ -61,7 +61,7 @@ class AccuracyLimits(Record, frozen=True):
 
 
 class Complaint(NamedTuple):
-    """A limit that the level in force violates."""
+    """A limit that the active level violates."""
 
     kind: Literal["finite", "cosine", "norm", "residual", "loss"]
     text: str
@@ -76,7 +76,7 @@ class LevelDecision(NamedTuple):
 
 
 class LevelState(Record, frozen=True):
-    """The level in force and its history. `floor` is the lowest level that accuracy permits."""
+    """The active level and its history. `floor` is the lowest level that accuracy permits."""
 
     level: float
     floor: float
@@ -91,7 +91,7 @@ class LevelState(Record, frozen=True):
     lowered: bool = False
     """Whether the floor's latest move was downward."""
     mean_residual: float | None = None
-    """In gradient norms; None before the first observation under the plan in force."""
+    """In gradient norms; None before the first observation under the active plan."""
     drained_from: float = 0.0
     """The latest residual if the mean is above its bound; otherwise 0."""
     draining: bool = False
@@ -164,7 +164,7 @@ def _too_lossy(state: LevelState, seen: Fidelity, owing: bool) -> Complaint | No
 
 
 def _raised(state: LevelState) -> LevelState:
-    # Starts from the level in force, not from a lower floor, so that raising the floor has an effect.
+    # Starts from the active level, not from a lower floor, so that raising the floor has an effect.
     factor = min(MOST_BACK_OFF, BACK_OFF * 2.0**state.complaints)
     floor = min(state.limits.highest, max(state.floor, state.level) * factor)
     patience = min(2 * state.patience, MOST_PATIENCE) if state.lowered else state.patience

@@ -73,7 +73,7 @@ def next_look(state: AccuracyState, now: int) -> tuple[AccuracyState, Look | Non
 
 
 def fade(state: AccuracyState) -> float:
-    """Weight of earlier observations under the plan in force, against new ones."""
+    """Weight of earlier observations under the active plan, against new ones."""
     return LONG_FADE if state.plan.cosine else FADE
 
 

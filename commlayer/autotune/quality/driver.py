@@ -60,12 +60,12 @@ class AccuracyGuard:
         self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0, *,
         by_budget: bool = True,
     ) -> None:
-        """With `by_budget` bounds follow from the limits; otherwise from what is usual under the codecs in force."""
+        """With `by_budget` bounds follow from the limits; otherwise from what is usual under the active codecs."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
         assert connection.rows is not None
         self._rows = connection.rows.rows("what compressing loses")
         self._told: tuple[int, Plan] | None = None
-        """The step after which rows were last sent, and the plan then in force."""
+        """The step after which rows were last sent, and the plan then active."""
         self._own = OwnMeasurements(time.perf_counter())
         self._exposed_s = 0.0
         """Total wait for communication at the end of the last step."""
@@ -202,7 +202,7 @@ class AccuracyGuard:
         self._carry_out(lines)
 
     def _take(self, base: Plan | None = None) -> PlanLevels:
-        """Adopts the plan in force. `base` is the plan that it was made finer from."""
+        """Adopts the active plan. `base` is the plan that it was made finer from."""
         self._plan = self._in_force
         self._base = base or self._plan
         self._watched = gradient_comparison.watched(self._worker) if not self._plan.steps_locally else []

@@ -45,7 +45,7 @@ class GradientError(NamedTuple):
 
 
 class PlanLevels(Record, frozen=True):
-    """The plan in force, as far as the guard needs it."""
+    """The active plan, as far as the guard needs it."""
 
     level: float
     """Level of the coarsest codec; 1 without codecs."""
@@ -95,7 +95,7 @@ class AccuracyState(Record, frozen=True):
     level: LevelState
     plan: PlanLevels
     since: int = 0
-    """First step of the plan in force."""
+    """First step of the active plan."""
     compare_at: int = SETTLE
     """No comparison over all ranks before this step."""
     look_every: int = 1
@@ -103,20 +103,20 @@ class AccuracyState(Record, frozen=True):
     elements: int = FEWEST
     """Elements per comparison."""
     looks: int = 0
-    """Count under the plan in force, so that looks rotate over the whole model."""
+    """Count under the active plan, so that looks rotate over the whole model."""
     compared: int = 0
-    """Usable comparisons under the plan in force."""
+    """Usable comparisons under the active plan."""
     spent_s: float = 0.0
     """Time of comparisons over all ranks, since the start."""
     summed: Dots = Dots()
-    """Faded sum of the comparisons under the plan in force."""
+    """Faded sum of the comparisons under the active plan."""
     step_s: float = 0.0
     """The median rank's, in the latest rows."""
     pending: CodecChange | None = None
     """To be carried out after the commit of the step."""
     made: MadeChange | None = None
     warned: frozenset[str] = frozenset()
-    """Kinds of complaints already logged for the plan in force."""
+    """Kinds of complaints already logged for the active plan."""
 
 
 class Look(NamedTuple):

@@ -49,7 +49,7 @@ class WorkerTime(NamedTuple):
     step_s: float
     comm_s: float
     overlap: float
-    """Rank 0's price of communication under the plan in force, and the fraction of computing that overlaps it; 0 if unknown."""
+    """Rank 0's price of communication under the active plan, and the fraction of computing that overlaps it; 0 if unknown."""
     shares: float
     """Checksum of the rank's shares."""
 
