@@ -66,16 +66,16 @@ def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> t
 
 
 def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *, known: bool) -> OpDeviation:
-    took = [{b: s for (o, b), s in cell.items() if o == op} for cell in measured.values()]
-    hoped = [{b: s for (o, b), s in cell.items() if o == op} for cell in foreseen.values()]
-    off: dict[int, float] = {}
-    for mine, its in zip(took, hoped, strict=True):
+    measured_by_node = [{b: s for (o, b), s in cell.items() if o == op} for cell in measured.values()]
+    predicted_by_node = [{b: s for (o, b), s in cell.items() if o == op} for cell in foreseen.values()]
+    differences: dict[int, float] = {}
+    for mine, its in zip(measured_by_node, predicted_by_node, strict=True):
         for bucket in {*mine, *its} - {NO_BUCKET}:
-            off[bucket] = max(off.get(bucket, 0.0), abs(mine.get(bucket, 0.0) - its.get(bucket, 0.0)))
-    predicted_s = mean(sum(each.values()) for each in hoped)
+            differences[bucket] = max(differences.get(bucket, 0.0), abs(mine.get(bucket, 0.0) - its.get(bucket, 0.0)))
+    predicted_s = mean(sum(each.values()) for each in predicted_by_node)
     return OpDeviation(
-        op, max(len({*each} - {NO_BUCKET}) for each in took), mean(sum(each.values()) for each in took),
-        predicted_s if known else None, max(off, key=lambda b: (off[b], -b)) if off and known else None,
+        op, max(len({*each} - {NO_BUCKET}) for each in measured_by_node), mean(sum(each.values()) for each in measured_by_node),
+        predicted_s if known else None, max(differences, key=lambda b: (differences[b], -b)) if differences and known else None,
     )
 
 

@@ -118,8 +118,8 @@ class LinkWatch(Record, frozen=True):
         """Returns the next value, and the new rates if links have changed; otherwise None."""
         if row.step_s <= self.slow_s:
             after = LinkWatch(self.planned, (*self.seen, row)[-(USUAL + SETTLED):])
-            more = after._more()
-            return after, None if more == self.planned else more
+            raised = after._more()
+            return after, None if raised == self.planned else raised
         if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # whatever the cause, steps now take this long
             return LinkWatch(self.planned), None
         longer_s = row.step_s - self.usual_s
@@ -127,9 +127,9 @@ class LinkWatch(Record, frozen=True):
         if self._fallen((row,)) == self.planned or row.waited_s - self.waited_s < EXPLAINED * longer_s:
             return structs.replace(after, slow=(), slow_cost_s=0.0), None
         after = structs.replace(after, slow=(*self.slow, row)[-IN_A_ROW:], slow_cost_s=self.slow_cost_s + longer_s)
-        if len(after.slow) < IN_A_ROW or after.slow_cost_s < COST_S or (rates := self._fallen(after.slow)) == self.planned:
+        if len(after.slow) < IN_A_ROW or after.slow_cost_s < COST_S or (lowered := self._fallen(after.slow)) == self.planned:
             return after, None
-        return structs.replace(after, slow=(), slow_cost_s=0.0), rates
+        return structs.replace(after, slow=(), slow_cost_s=0.0), lowered
 
     def _more(self) -> tuple[Rates, ...]:
         """The planned rates, raised where the latest steps have received more. Sent bytes wait before the link, for example in
@@ -140,9 +140,9 @@ class LinkWatch(Record, frozen=True):
         # Nodes receive what nodes send; a difference shows foreign traffic, for example of a disk at the same site.
         if not self.settled or max(sent, received) > MORE * min(sent, received):
             return self.planned
-        came = [PAYLOAD * _carried(latest, node, DOWN) for node in range(len(self.planned))]
+        received_bps = [PAYLOAD * _carried(latest, node, DOWN) for node in range(len(self.planned))]
         return tuple(planned._replace(down_bps=bps) if bps > MORE * planned.down_bps else planned
-                     for planned, bps in zip(self.planned, came, strict=True))
+                     for planned, bps in zip(self.planned, received_bps, strict=True))
 
     def _fallen(self, rows: Sequence[SeenStep]) -> tuple[Rates, ...]:
         """The planned rates, lowered where these slow steps show slower links."""

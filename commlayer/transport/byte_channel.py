@@ -45,8 +45,8 @@ def binding_of(channel: ByteChannel) -> bytes:
 
 def tells_ends(channel: ByteChannel) -> bool:
     """Whether an end of stream without BYE shows that the peer's machine ended it. If False, the link may have been cut."""
-    shown: bool = getattr(channel, "tells_ends", True)
-    return shown
+    value: bool = getattr(channel, "tells_ends", True)
+    return value
 
 
 def certified_of(channel: ByteChannel) -> Certified | None:

@@ -51,13 +51,13 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
             peer = certified(name)
         except PermissionError as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        over, begun = asyncio.Event(), asyncio.Event()
+        over, answered = asyncio.Event(), asyncio.Event()
 
         async def finish() -> None:
             over.set()
 
         async def write(data: bytes) -> None:
-            await begun.wait()  # a message written before the initial metadata would end the stream
+            await answered.wait()  # a message written before the initial metadata would end the stream
             await context.write(data)
 
         stream = GrpcStream(context.read, write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
@@ -69,7 +69,7 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
             if not room:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
             await context.send_initial_metadata((TAKEN,))
-            begun.set()
+            answered.set()
             await over.wait()  # or cancelled: the peer is gone
         finally:
             stream.close()

@@ -133,8 +133,8 @@ def meet(
         raise CorruptFrame(f"says it is peer {hello.rank}, allowed 0 to 65535", peer=who)
     mine = nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
-    given = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
-    if not proves(given, secret, b"dial", mine, hello_bytes, *_bound(channel)):
+    answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
+    if not proves(answer, secret, b"dial", mine, hello_bytes, *_bound(channel)):
         welcome(sock, rank, UNPROVED, b"", who, deadline)
         raise Refused(UNPROVED, peer=who, code="E-SECRET")
     return Met(hello, proof(secret, b"accept", mine, hello_bytes, *_bound(channel)))

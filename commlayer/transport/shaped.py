@@ -105,11 +105,11 @@ class Shaped(Wrapper):
                         return
                 *_, queued, operation, header, body = heapq.heappop(self._up)
                 self._sending = True
-            left = HEADER_NBYTES + len(body)
-            while left > 0 and not self._stop.is_set():
-                nbytes = min(left, CHUNK_NBYTES)
+            remaining = HEADER_NBYTES + len(body)
+            while remaining > 0 and not self._stop.is_set():
+                nbytes = min(remaining, CHUNK_NBYTES)
                 self._clock.sleep_until(self._links.send(host, queued, nbytes), self._stop)
-                left -= nbytes
+                remaining -= nbytes
             assert operation.peer is not None
             mailbox.follow(operation, self._inner.send(operation.peer, header, body))
 

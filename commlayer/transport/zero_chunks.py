@@ -77,8 +77,8 @@ def put_back(body: memoryview, max_nbytes: int, allocate: Callable[[int], memory
     bits = np.unpackbits(np.frombuffer(body[_SIZE.size : start], np.uint8), bitorder="little").view(np.bool_)
     if bits[count:].any():
         raise CorruptFrame(f"a body without its zeros names chunks behind the {count} that it has")
-    kept = np.count_nonzero(bits[:full])
-    stop = start + kept * CHUNK_NBYTES
+    nonzero = np.count_nonzero(bits[:full])
+    stop = start + nonzero * CHUNK_NBYTES
     expected = stop + (rest if rest and bits[full] else 0)
     if len(body) != expected:
         raise CorruptFrame(f"a body without its zeros has {len(body)} bytes, by its bitmap {expected}")

@@ -141,7 +141,7 @@ class Trial:
         gradients = [parameter.grad for parameter in self._parameters]
         buffers = [(module, name, buffer, buffer.detach().clone())
                    for module in self._model.modules() for name, buffer in module._buffers.items() if buffer is not None]
-        drawn, numpy_drawn = random.getstate(), np.random.get_state()  # datasets draw from both
+        random_state, numpy_state = random.getstate(), np.random.get_state()  # datasets draw from both
         reserve = [] if begun else self._reserve()
         cuda = [self._device.index or 0] if self._device.type == "cuda" else []
         try:
@@ -150,8 +150,8 @@ class Trial:
         finally:
             reserve.clear()
             self._batch = (0, None)
-            random.setstate(drawn)
-            np.random.set_state(numpy_drawn)
+            random.setstate(random_state)
+            np.random.set_state(numpy_state)
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
             with torch.no_grad():

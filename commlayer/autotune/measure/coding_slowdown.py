@@ -1,7 +1,7 @@
 """Slowdown of codecs during training: compares recorded steps with calibrated costs.
 
 Calibration codes the same warm memory repeatedly with an almost idle core. In a step memory is cold, all ranks of a machine
-code at once, and threads wait for each other. The first steps of the plan in force show the difference. It is added per
+code at once, and threads wait for each other. The first steps of the active plan show the difference. It is added per
 element, also for codecs outside the plan: cold memory costs a fast codec as much as a slow one.
 """
 

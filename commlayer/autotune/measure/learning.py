@@ -115,9 +115,9 @@ def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> li
 
 
 def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
-    drawn = list(islice(feed, way.batches))
-    if len(drawn) == way.batches:
-        return drawn
+    batches = list(islice(feed, way.batches))
+    if len(batches) == way.batches:
+        return batches
     raise InvalidInput("E-USER-CODE",
                        f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
 
@@ -260,10 +260,10 @@ class _Sums:
     def give(self, rank: int, changes: Mapping[int, torch.Tensor], turn: int) -> None:
         self._given[rank] = changes
         if len(self._given) == self._virtual.world:
-            given = [self._given.pop(each) for each in range(self._virtual.world)]
+            all_changes = [self._given.pop(each) for each in range(self._virtual.world)]
             self._mean = {t: torch.empty_like(change) for t, change in changes.items()}
             for place in self._places[turn]:
-                self._virtual.exchange(place, given, self._mean)
+                self._virtual.exchange(place, all_changes, self._mean)
             if turn == len(self.turns) - 1:
                 self._virtual.end()
 

@@ -121,10 +121,10 @@ def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
 
 def alone_rows(curves: Mapping[Way, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
     """The rows of `alone`, one per optimizer."""
-    found: dict[_Key, dict[str, list[Cost]]] = {}
+    grouped: dict[_Key, dict[str, list[Cost]]] = {}
     for way, one in alone(curves):
-        found.setdefault(key_of(way), {}).setdefault(way.task, []).append(one)
-    return tuple(_row(key, ALONE, runs) for key, runs in sorted(found.items()) if len(runs) >= least_tasks)
+        grouped.setdefault(key_of(way), {}).setdefault(way.task, []).append(one)
+    return tuple(_row(key, ALONE, runs) for key, runs in sorted(grouped.items()) if len(runs) >= least_tasks)
 
 
 _Key = tuple[str, str, str, int, str, bool]

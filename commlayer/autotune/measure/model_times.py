@@ -22,13 +22,13 @@ WARM_STEPS, STEPS = 2, 5
 def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
     """The model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
     job = job_of(model)
-    watch, kept = _Watch(model, len(job.tensors)), dict[int, int]()
+    watch, activations = _Watch(model, len(job.tensors)), dict[int, int]()
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            activations[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     try:
@@ -39,7 +39,7 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
             watch.step(loss_of)
     finally:
         watch.remove()
-    return Job(job.tensors, batch, structs.replace(watch.timing(), activation_nbytes=float(sum(kept.values()))), name)
+    return Job(job.tensors, batch, structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values()))), name)
 
 
 class _Watch:

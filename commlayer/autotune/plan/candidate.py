@@ -1,4 +1,4 @@
-"""Results of planning for a running job: a plan, and the plan in force at the same prices."""
+"""Results of planning for a running job: a plan, and the active plan at the same prices."""
 
 from __future__ import annotations
 

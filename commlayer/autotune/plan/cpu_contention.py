@@ -1,7 +1,7 @@
 """Contention for processors: fits a slowdown of CPU work to the measured step.
 
 Workers and servers on one machine, data loaders and other programs wait for each other, and prices measured one at a time
-exclude these waits. The step under the plan in force shows how large they are, if CPU work can explain the step at all. The
+exclude these waits. The step under the active plan shows how large they are, if CPU work can explain the step at all. The
 rest is attributed to the network, whose rates have been measured.
 """
 

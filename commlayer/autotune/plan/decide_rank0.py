@@ -74,29 +74,29 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
     """Proposes the plan found if it is worth a switch. Otherwise the active plan stays, and its step time is measured."""
     if not isinstance(lead.phase, Planning) or lead.phase.order != fact.order:
         return lead, []  # a newer planning has replaced this one
-    found, measured_s = fact.found, fact.order.step_s
-    if found is None:
+    best, measured_s = fact.found, fact.order.step_s
+    if best is None:
         return structs.replace(lead, phase=Settling()), [Say(f"no plan: {fact.why}")]
     if in_force.plan != fact.order.current:
         line = "found a plan, but meanwhile somebody has changed the one in force"
         return structs.replace(lead, phase=Steady(), stale=True), [Say(line)]
-    if lead.phase.checks and max(found.current_s, lead.pace_s) >= OFF * min(found.current_s, lead.pace_s):
-        return _discarded(lead, found, keep=keep)
-    verdict = ReplanVerdict(measured_s, found.uncontended_s, found.plan.step_s, found.current_steps, found.steps)
-    lead = structs.replace(lead, plan_s=found.took_s, steps=found.current_steps, beside=() if keep else found.beside,
+    if lead.phase.checks and max(best.current_s, lead.pace_s) >= OFF * min(best.current_s, lead.pace_s):
+        return _discarded(lead, best, keep=keep)
+    verdict = ReplanVerdict(measured_s, best.uncontended_s, best.plan.step_s, best.current_steps, best.steps)
+    lead = structs.replace(lead, plan_s=best.took_s, steps=best.current_steps, beside=() if keep else best.beside,
                            verdicts=(*lead.verdicts, verdict), discarded=False)
-    line = (f"a plan of {len(found.plan.buckets)} buckets for steps of {_ms(found.plan.step_s)}{_needs(found.steps)}; the one "
-            f"in force takes {_ms(measured_s)}, {_ms(found.current_s)} by the same prices{_needs(found.current_steps)}")
-    hint = [Suggest(found.hint)] if found.hint else []
-    enough = 1.0 + AS_SOON if found.steps <= found.current_steps - FINER else 1.0 - WORTH
-    later = found.plan.step_s * found.steps * lead.lateness > enough * found.current_s * found.current_steps
-    if keep or later or _hopeless(found, found.current_steps):
-        alone = _beside_alone(found, found.current_s * found.current_steps)
+    line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the one "
+            f"in force takes {_ms(measured_s)}, {_ms(best.current_s)} by the same prices{_needs(best.current_steps)}")
+    hint = [Suggest(best.hint)] if best.hint else []
+    enough = 1.0 + AS_SOON if best.steps <= best.current_steps - FINER else 1.0 - WORTH
+    later = best.plan.step_s * best.steps * lead.lateness > enough * best.current_s * best.current_steps
+    if keep or later or _hopeless(best, best.current_steps):
+        alone = _beside_alone(best, best.current_s * best.current_steps)
         return structs.replace(lead, phase=Settling()), [
-            Describe(found.back.basis, found.current_price), Say(f"kept the plan in force{alone}: found {line}"), *hint]
-    return structs.replace(lead, phase=Proposing(found, lead.pace_s)), [
-        Describe(in_force.basis, found.current_price),
-        Say(f"found {line}{_beside_alone(found, found.plan.step_s * found.steps)}"), *hint]
+            Describe(best.back.basis, best.current_price), Say(f"kept the plan in force{alone}: found {line}"), *hint]
+    return structs.replace(lead, phase=Proposing(best, lead.pace_s)), [
+        Describe(in_force.basis, best.current_price),
+        Say(f"found {line}{_beside_alone(best, best.plan.step_s * best.steps)}"), *hint]
 
 
 def _discarded(lead: Lead, found: Candidate, *, keep: bool) -> Decided:

@@ -297,15 +297,15 @@ class AutoPlan:
 
     def _switch(self, candidate: Candidate | None) -> None:
         connection = self._connection
-        left = connection.plan
+        previous = connection.plan
         try:
             switch(connection, None if candidate is None else candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
             self._feed(Refused(str(error)))
             return
         assert connection.plan is not None
-        assert left is not None
-        self._feed(Switched(connection.plan, left))
+        assert previous is not None
+        self._feed(Switched(connection.plan, previous))
 
     # ---- what actions need
 

@@ -1,4 +1,4 @@
-"""Plan search for a running job: finds the best plan at measured prices and prices the plan in force.
+"""Plan search for a running job: finds the best plan at measured prices and prices the active plan.
 
 Pure and without torch; planning_process.py runs it in a child process.
 """
@@ -189,8 +189,8 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
     assert profile is not None
     assert policy is not None
     known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    kept = tuple(codec for codec in known if keeps(codec))
-    return structs.replace(made_from, policy=structs.replace(policy, codecs=kept)) if 0 < len(kept) < len(known) else made_from
+    fit = tuple(codec for codec in known if keeps(codec))
+    return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(known) else made_from
 
 
 def _computing_s(made_from: PlanInputs) -> float:

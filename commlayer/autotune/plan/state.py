@@ -11,8 +11,8 @@ Rank 0 in addition searches for plans and judges them:
     from         to           when
     any          Planning     all ranks have measured, or links have changed
     Planning     Proposing    the search found a plan that is worth a switch
-    Planning     Settling     it found none: the plan in force stays
-    Planning     Steady       the plan in force was changed during the search
+    Planning     Settling     it found none: the active plan stays
+    Planning     Steady       the active plan was changed during the search
     Proposing    Trial        all ranks have switched to the plan
     Proposing    Settling     all ranks have rolled back, or kept their plan because a rank refused the new one
     Trial        Proposing    a loss comes later than before: roll back; or another candidate is close

@@ -158,7 +158,7 @@ class AccuracyGuard:
         since."""
         if self._told is None or self._told[0] + 1 == self._steps:
             return
-        (told, plan), self._told = self._told, None
+        (step, plan), self._told = self._told, None
         try:
             rows = [GradientError.of(row) for row in self._rows.read()]
         except CommError as error:
@@ -168,7 +168,7 @@ class AccuracyGuard:
             return
         if decide.telling(rows):
             self._own.fade(decide.fade(self._state))
-        self._state, actions = decide.decide(self._state, rows, told, acts=self.acts)
+        self._state, actions = decide.decide(self._state, rows, step, acts=self.acts)
         self._carry_out(actions)
 
     # ---- what was decided

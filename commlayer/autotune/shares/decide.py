@@ -70,10 +70,10 @@ def told(state: SharesState, step: int) -> SharesState:
 
 def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[SharesState, tuple[Action, ...]]:
     """Decides on the rows of all ranks. Raises CommError if a rank's shares differ from rank 0's."""
-    odd = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
-    if odd:
+    mismatched = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
+    if mismatched:
         raise CommError(f"decided on other shares than rank 0 at step {state.row_step}: the ranks differ in the arguments of "
-                        "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(odd)}",
+                        "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(mismatched)}",
                         code="E-RANKS-DIFFER")
     balancer = state.balancer.copy()
     lead = now + int(max(row.lookahead for row in rows)) - state.row_step

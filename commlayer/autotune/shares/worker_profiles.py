@@ -55,12 +55,12 @@ def together(
         with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
             profiles, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
-    begun = opening(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
+    start = opening(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
                     communication=communication, shares_of=shares_of)
     if profiles[sampler.rank].ended:
         sampler.cap = profiles[sampler.rank].cap
-    sampler.announce(first, begun.decision.by_worker)
-    return profiles, begun
+    sampler.announce(first, start.decision.by_worker)
+    return profiles, start
 
 
 def _members(session: Session) -> Members:
