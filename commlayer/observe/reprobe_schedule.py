@@ -43,8 +43,8 @@ class ReprobeSchedule(Record, frozen=True):
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
-        """`lost`: links were once faster than their present known rate. `to_win`: fraction of the time that infinitely fast
-        links could save."""
+        """`lost`: links were once faster than now known. `to_win`: fraction of the time that infinitely fast links could save.
+        """
         for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)

@@ -30,8 +30,7 @@ _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
 _sockets: set[socket.socket] = set()
-"""All open sockets. A forked child (a DataLoader worker) closes its copies; otherwise peers would see a dead trainer as
-connected."""
+"""All open sockets. A forked child (DataLoader worker) closes its copies; otherwise a dead trainer would seem connected."""
 
 
 def watch(sock: socket.socket) -> socket.socket:

@@ -13,8 +13,7 @@ from commlayer import native
 
 POLYNOMIAL = 0x82F63B78
 LANE_NBYTES = 256
-"""The portable version splits long data into lanes of this length and advances all lanes at once; short data goes byte by
-byte."""
+"""The portable version advances all lanes of this length at once; shorter data goes byte by byte."""
 MIN_LANES = 32
 
 

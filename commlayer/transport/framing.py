@@ -93,8 +93,7 @@ def seal(packed: bytes, crc: int) -> bytes:
 
 
 def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[Header, int, int]:
-    """Decodes HEADER_NBYTES bytes to a header, the body's size and its CRC. Raises CorruptFrame. `begun`: other frames came
-    before this one."""
+    """Decodes HEADER_NBYTES bytes to header, body size and CRC. Raises CorruptFrame. `begun`: not the first frame."""
     _check_magic(data, begun=begun)
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise Damaged("the header's checksum does not match")

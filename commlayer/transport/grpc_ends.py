@@ -42,8 +42,7 @@ does not expose them, so the child finds them by address. Otherwise peers would 
 
 
 def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.GenericRpcHandler:
-    """The server's handler. `certified` maps gRPC's peer name to a certificate; it raises PermissionError if a required one
-    is missing."""
+    """The server's handler. `certified` maps gRPC's peer name to a certificate, or raises PermissionError if one is missing."""
 
     async def frames(_: Any, context: Any) -> None:
         name = context.peer()

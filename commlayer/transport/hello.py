@@ -84,8 +84,7 @@ T = TypeVar("T", bound=Record)
 
 
 def same_job(mine: Hello) -> Admit:
-    """Admits dialers of the same job and protocol, and of the same plan if both ends have one. Reveals no digest of this
-    end."""
+    """Admits dialers of the same job and protocol, and of the same plan if both have one. Reveals no digest of this end."""
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
@@ -185,8 +184,7 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
 
 
 def _wait_until(sock: ByteChannel, deadline: float) -> None:
-    """Sets the socket's timeout. Raises TimeoutError after the deadline, so that a peer cannot extend it by sending single
-    bytes."""
+    """Sets the socket's timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -16,8 +16,7 @@ _LAST = 1 << 32
 
 
 class _Wire:
-    """One direction between two peers. A thread that finds the wire idle delivers until the queue is empty; others only
-    enqueue."""
+    """One direction between two peers. A thread that finds it idle delivers until the queue is empty; others only enqueue."""
 
     def __init__(self, source: int, target: Mailbox) -> None:
         self._source, self._target = source, target

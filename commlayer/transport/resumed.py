@@ -81,8 +81,7 @@ class Resumed(Wrapper):
 
     def __init__(self, inner: Transport, carrier: Carrier, waits: Waits,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
-        """`carrier` is the lowest transport below `inner`, or `inner` itself. `recycle` takes back bodies of dropped
-        messages."""
+        """`carrier` is the lowest transport below `inner`, or `inner` itself. `recycle` takes bodies of dropped messages."""
         super().__init__(inner)
         self._waits, self._recycle = waits, recycle
         self._mailbox = Mailbox()

@@ -26,8 +26,7 @@ FLUSH_S = 5.0
 
 
 class _Arrival(NamedTuple):
-    """An incoming frame: before its first bit, then (`reserved`) until it is complete. A loss keeps its place after the
-    data."""
+    """An incoming frame before its first bit, then (`reserved`) until it is complete. A loss stays after the data."""
 
     peer: int
     what: Message | CommError

@@ -77,8 +77,8 @@ class TlsSocket(socket.socket):
     # ---- the handshake
 
     def handshake(self, deadline: float) -> Certified:
-        """Returns the other end's certificate. Raises Refused with a reason, DeadlineExceeded, PeerLost or Damaged; the
-        caller adds the peer."""
+        """Returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged; the caller adds the
+        peer."""
         try:
             while True:
                 try:

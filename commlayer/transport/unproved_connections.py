@@ -65,8 +65,7 @@ class Hall:
             self._work.notify_all()
 
     def why(self, sock: ByteChannel, error: Exception) -> str:
-        """The reason for a failed handshake. A connection that was evicted for its silence is not a Probe: this end closed
-        it."""
+        """The reason for a failed handshake. A connection evicted for its silence is no Probe, because this end closed it."""
         with self._work:
             return Probe(error.what) if isinstance(error, Unsaid) and sock in self._here else str(error)
 

@@ -126,8 +126,8 @@ class Trial:
         return time.perf_counter()
 
     def _reserve(self) -> list[torch.Tensor]:
-        """Allocates what training will allocate, so that memory ends at the same size. Raises MemoryError if that alone does
-        not fit."""
+        """Allocates what training will allocate, so that memory ends at the same size. MemoryError if that alone does not fit.
+        """
         try:
             return [torch.empty_like(p) for p in self._parameters if p.requires_grad for _ in range(KEPT_COPIES)]
         except RuntimeError as error:

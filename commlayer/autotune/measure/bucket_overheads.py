@@ -47,8 +47,7 @@ def measure(sizes: Sequence[int] = SIZES, steps: int = STEPS) -> Overheads:
 
 
 class _Idle:
-    """A server codec that does nothing, so that only receiving and sending remain. Results are ones, because zeros are not
-    sent."""
+    """A server codec that does nothing, which leaves receiving and sending. Results are ones, because zeros are not sent."""
 
     rounds = 1
     in_means = means = False

@@ -36,8 +36,7 @@ class Grouped(NamedTuple):
 
 
 def measure(groups: Groups, budget_s: float) -> Grouped:
-    """Takes about `budget_s`. Times a reduce inside each node, in all nodes at once, and an all-reduce over all ranks that
-    reach each other."""
+    """Within about `budget_s`, times a reduce inside all nodes at once, and an all-reduce over ranks that reach each other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NONE
     if ranks > 1:

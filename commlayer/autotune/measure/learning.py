@@ -29,8 +29,7 @@ from commlayer.records import Plan, Record
 
 STEPS, LOOKS = 240, 30
 WARMUP = 20
-"""Steps of the learning rate's warm-up. The rate then stays constant, so that steps are comparable; factors are read from the
-second half."""
+"""Warm-up steps of the learning rate. It then stays constant: factors are read from the second half of a curve."""
 CUT_NBYTES = 1 << 16
 OUTERS = {"plain": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
 """Plain averaging, and DiLoCo's outer optimizer with Nesterov momentum. Without a name: see `outer_of`."""

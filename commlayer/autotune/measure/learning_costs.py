@@ -29,8 +29,7 @@ Curve = Sequence[float]
 
 
 class Cost(NamedTuple):
-    """Of one run, relative to the dense run of the same task, optimizer, workers and seed. Noise may push `steps` below 1 and
-    `loss` below 0."""
+    """One run relative to its dense run. Noise may push `steps` below 1 and `loss` below 0."""
 
     steps: float
     loss: float
@@ -159,7 +158,6 @@ def _row(key: _Key, workers: int, runs: Mapping[str, Sequence[Cost]]) -> Learnin
 
 
 def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
-    """Median and cautious quantile. Values better than dense are chance and count as dense; clipping before would bias the
-    median."""
+    """Median and cautious quantile. Values below dense are chance and count as dense; clipping earlier would bias them."""
     cautious = float(np.quantile(values, CAUTIOUS))
     return round(max(least, median(values)), 4), round(max(least, cautious), 4)

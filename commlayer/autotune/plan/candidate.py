@@ -19,8 +19,7 @@ LEAVES = 0.85
 """Averaged gradients are given up if the time to a loss falls to this fraction or below. (With three quarters, links of 50
 Mb/s reached a loss later than links of 10 Mb/s: decision 0126.)"""
 MOST_STEPS = 3.0
-"""Plans with a convergence factor above this are never chosen, however short their predicted step is: no prediction is
-accurate enough."""
+"""Plans with a convergence factor above this are never chosen: no predicted step time is accurate enough to justify them."""
 WAY = ("codes", "overlap", "local_steps", "fragments")
 """Fields of a plan that define its sync mode."""
 

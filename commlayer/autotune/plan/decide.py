@@ -284,8 +284,7 @@ def _switch(state: State) -> Switch:
 
 
 def _switched(state: State, fact: Switched) -> Decided:
-    """Restarts the observation of links and steps, which differ by plan. On a return to the previous plan its observation
-    is resumed."""
+    """Restarts the observation of links and steps, which differ by plan; resumes it on a return to the previous plan."""
     known = state.links
     assert known is not None
     watch = LinkWatch(decide_rank0.rates_of(known.links))

@@ -64,8 +64,7 @@ def planning(
 
 
 def pace_since(lead: Lead, slow_s: float) -> float:
-    """Step time since steps became slow, because rows are averages that include earlier steps. 0 if no step was slow on
-    this rank."""
+    """Step time since steps became slow, because rows average over earlier steps, too. 0 if no step was slow on this rank."""
     slow = list(takewhile(lambda step_s: step_s > slow_s, reversed(lead.recent)))
     return median(slow) if slow else 0.0
 
@@ -129,8 +128,7 @@ def _needs(steps: float) -> str:
 
 
 def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | None) -> Decided:
-    """Starts planning again if topk loses much more of this model's gradients than usual, so that another plan may be
-    better."""
+    """Starts planning again if topk loses much more of this model's gradients than usual."""
     if links is None or not isinstance(lead.phase, Steady) or times <= HARDER * lead.harder or not lead.recent:
         return lead, []
     line = (f"topk loses more of these gradients than is usual: what it costs in steps beyond dense training is counted "
@@ -248,8 +246,7 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
 
 
 def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
-    """Proposes another candidate whose price is close, since a few steps decide more reliably. `step_s`: under the plan in
-    force."""
+    """Proposes another candidate with a similar price, since a few steps decide better. `step_s` is the active plan's."""
     basis, beside, lead = in_force.basis, lead.beside, structs.replace(lead, phase=Steady(), beside=())
     for place, other in enumerate(beside):
         most = 1 + PLAIN if other.dense else LEAVES

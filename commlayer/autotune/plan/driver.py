@@ -80,8 +80,8 @@ def auto_of(connection: Connection) -> AutoPlan | None:
 
 
 class AutoPlan:
-    """Every rank calls `after_step` after each step on averaged gradients, and `after_exchange` after each exchange of
-    local steps."""
+    """Every rank calls `after_step` after a step on averaged gradients, and `after_exchange` after an exchange of local steps.
+    """
 
     def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
         """With `keep` it looks for plans and never switches. `probe_s` limits the time of all probes together."""
@@ -120,8 +120,8 @@ class AutoPlan:
         self._after(1, self._connection.passed_s)
 
     def _after(self, steps: int, ended: float) -> None:
-        """`steps` have ended since the last call, the last one at `ended`. A CommError is latched in the worker if another
-        rank is lost."""
+        """Handles `steps` steps, the last one ended at `ended`. A CommError is latched in the worker if another rank is lost.
+        """
         worker = self._connection.worker
         assert worker is not None
         if not (self._connection.terms.auto or self._state.keep):
@@ -148,8 +148,7 @@ class AutoPlan:
         self._ended, self._besides_s, self._exposed_s = ended, besides_s, self._connection.worker.counters.exposed_s
 
     def after_exchange(self) -> None:
-        """Called after local steps, or one of their fragments, have been exchanged: counts the local steps since the last
-        call."""
+        """Called after local steps, or one of their fragments, have been exchanged: counts the local steps since then."""
         plan = self._connection.plan
         assert plan is not None
         if not self._busy and plan.steps_locally:

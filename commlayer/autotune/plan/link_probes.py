@@ -56,8 +56,7 @@ LONGEST_S = 0.3
 TOLD_BPS = 20e6
 """Faster links are always probed: processors, or servers waiting for each other, may have limited the steps."""
 BUSY, BUSY_TRIPS = 0.35, 8
-"""A link limited the steps if it was busy for this fraction of them and for this many round trips, which is longer than
-windows take to open."""
+"""A link limited the steps if it was busy for this fraction of them, and for more round trips than windows take to open."""
 
 
 class _Known(NamedTuple):

@@ -35,8 +35,7 @@ from commlayer.records import Plan
 T = TypeVar("T")
 
 OBSERVED = "topk"
-"""Codec family whose measured cosine predicts its cost in steps for a model; none was fitted for other families (decision
-0127)."""
+"""Codec family whose measured cosine predicts its cost in steps; none was fitted for other families (decision 0127)."""
 
 
 class Replanner:
@@ -77,10 +76,9 @@ class Replanner:
         return self._begun().rows
 
     def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Limits) -> Candidate:
-        """The best plan for nodes with these links.
+        """The best plan for nodes with these links, within the script's limits (`allowed`).
 
-        `current` is active; `known` is the planner's form of it, if the planner made it. `allowed` holds the script's
-        limits.
+        `current` is active; `known` is the planner's form of it, if the planner made it.
         """
         connection, measured = self._connection, self._begun()
         if self._profile is None:

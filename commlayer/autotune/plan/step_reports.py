@@ -55,8 +55,7 @@ class StepReports:
         return self._left <= 0 and bool(self._since)
 
     def tell(self, word: int, plan_s: float, slow_s: float) -> list[StepReport]:
-        """Sends this rank's row. Returns all rows if all ranks wait for them, which a rank does if its step took longer than
-        `slow_s`."""
+        """Sends this rank's row. Returns all rows if all ranks wait for them, as after a step longer than `slow_s`."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, waited_s = map(fmean, zip(*self._since, strict=True))

@@ -105,8 +105,7 @@ def begin(level: float, limits: AccuracyLimits | None = None) -> LevelState:
 
 
 def observe(state: LevelState, seen: Fidelity, loss: LossRise, needed: float) -> tuple[LevelState, LevelDecision]:
-    """Returns the new state and the decision. `seen` is the worst of the sampled pieces; `needed` is the plan's level without
-    accuracy limits."""
+    """Returns the new state and the decision. `seen`: the worst sampled piece; `needed`: the plan's level without limits."""
     state, complaint = complaint_of(state, seen, loss)
     state = _raised(state) if complaint else _calmer(state)
     target = min(state.limits.highest, max(state.floor, needed, state.level if state.draining else 0.0))

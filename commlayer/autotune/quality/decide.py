@@ -44,8 +44,7 @@ OFTEN, SELDOM = 8, 32
 FADE = 0.5
 """Weight of earlier comparisons against the latest."""
 LONG_FADE, FEWEST_SEEN = 0.9, 6
-"""The same, and the least number of comparisons, if no budget is given: the bounds describe whole models, so many pieces are
-needed."""
+"""The same without a given budget, and the least number of comparisons: the bounds then describe whole models."""
 EQUAL = 0.99
 """Ratios have three digits: levels within this factor count as equal (as in engine/codec_floor.py)."""
 

@@ -40,8 +40,7 @@ from commlayer.records import Plan
 
 
 def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
-    """The guard, if configured: for jobs of several ranks with an automatic plan or a loss budget, or if requested. Otherwise
-    None."""
+    """The guard for jobs of several ranks with an automatic plan or a loss budget, or if requested; otherwise None."""
     if connection.worker is None or connection.groups is None:
         return None
     named = bool(config.max_loss or config.loss)
@@ -154,8 +153,7 @@ class AccuracyGuard:
             self._worker.counters.guard_s += prepared_s  # counters pass to the worker of the next plan
 
     def _hear(self) -> None:
-        """Reads the rows that were sent after the previous step and carries out the decisions; ignored if the plan has changed
-        since."""
+        """Reads the rows sent after the previous step and carries out the decisions, unless the plan has changed since."""
         if self._told is None or self._told[0] + 1 == self._steps:
             return
         (step, plan), self._told = self._told, None

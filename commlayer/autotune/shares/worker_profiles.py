@@ -34,8 +34,7 @@ def together(
     session: Session, sampler: Sampler, policy: Policy, communication: Communication, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
 ) -> tuple[list[WorkerProfile], Opening]:
-    """Returns every rank's profile and the opening. Sets the sampler's cap and shares. `shares_of` replaces the default way to
-    compute shares."""
+    """Returns every rank's profile and the opening; sets the sampler's cap and shares. `shares_of` computes the shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
     trial = Trial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
@@ -72,8 +71,7 @@ def _members(session: Session) -> Members:
 def _exchanged(
     rows: Rows, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
 ) -> tuple[list[WorkerProfile], int]:
-    """All profiles, and the first step that is free on all ranks. A rank whose model raised an error reports that before it
-    ends."""
+    """All profiles, and the first step that is free on all ranks. A rank whose model raised an error reports that first."""
     rungs = ladder(sampler.batch)
     try:
         mine = run()
