@@ -84,7 +84,8 @@ class LinkWatch(Record, frozen=True):
     """Total delay of those."""
 
     def resumed(self) -> LinkWatch:
-        """Returns to the same plan: usual values are known, even from few rows, because none of them is a warm-up row."""
+        """The watch after a return to the same plan: usual values stay known, even from few rows, since none is a warm-up row.
+        """
         return LinkWatch(self.planned, tuple(islice(cycle(self.seen), max(SETTLED, len(self.seen)))))
 
     @property

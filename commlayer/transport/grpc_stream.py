@@ -60,7 +60,7 @@ class GrpcStream:
         self._wrote_nbytes, self._wrote_in_s, self._rate, self._wrote_s = 0, 0.0, 0.0, time.monotonic()
         self._silence = self._loop.call_later(IDLE_S, self._idle)
 
-    # ---- as of a socket
+    # ---- socket interface
 
     def settimeout(self, value: float | None, /) -> None:
         self._limit_s = value
@@ -132,7 +132,7 @@ class GrpcStream:
             self._changed.notify_all()
         self._loop.call_soon_threadsafe(self._ends)
 
-    # ---- what a connection asks of the kernel about a socket
+    # ---- replaces the kernel's tcp_info of a socket
 
     def seen(self) -> Seen:
         """The rate is bytes accepted by gRPC per second of writing. The round trip is unknown."""
@@ -142,7 +142,7 @@ class GrpcStream:
             self._wrote_nbytes, self._wrote_in_s = 0, 0.0
             return Seen(self._rate, 0.0)
 
-    # ---- on the loop; what these wait for ends when the call does
+    # ---- on the event loop; these coroutines end with the call
 
     def spawn(self, what: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(what)

@@ -114,7 +114,7 @@ class Resumed(Wrapper):
             self._closing.wait(FIRST_S)
         self._listen(peer)
 
-    # ---- out
+    # ---- sending
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)
@@ -139,7 +139,7 @@ class Resumed(Wrapper):
         if handle.error() is None:  # otherwise it is sent again, or fails with the peer
             mailbox.sent(request.tag.operation, request.header)
 
-    # ---- in
+    # ---- receiving
 
     def _listen(self, peer: int) -> None:
         """Takes the messages that have arrived, then posts a receive for the next one."""
@@ -213,7 +213,7 @@ class Resumed(Wrapper):
                 request.tag.operation.fail(reason)
         self._mailbox.end_generations(reason, generation)
 
-    # ---- a break
+    # ---- reconnecting
 
     def _broken(self, peer: int, error: CommError) -> None:
         link = self._links.get(peer)
@@ -299,7 +299,7 @@ class Resumed(Wrapper):
         if not self._closing.is_set():
             mailbox.log.warning(line, *values)
 
-    # ---- the rest
+    # ---- Transport
 
     def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)

@@ -71,7 +71,7 @@ class Shaped(Wrapper):
         host = self._hosts[self.rank]
         return self._hosts.get(peer, host) == host
 
-    # ---- out
+    # ---- sending
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         self._watch(peer)
@@ -112,7 +112,7 @@ class Shaped(Wrapper):
             assert operation.peer is not None
             mailbox.follow(operation, self._inner.send(operation.peer, header, body))
 
-    # ---- in
+    # ---- receiving
 
     def _arrived(self, handle: Handle) -> None:
         """Posts one receive at a time, after the previous message is handled, so that arrivals keep their order."""
@@ -197,7 +197,7 @@ class Shaped(Wrapper):
         except CorruptFrame as error:
             self.abort(error, peer)
 
-    # ---- the rest
+    # ---- Transport
 
     def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
         if peer is not None:

@@ -87,7 +87,7 @@ class StreamTransport:
         self._mailbox = Mailbox(settings.max_kept_nbytes)
         self._lock = threading.Condition()  # notified when a rank is free again
         self._connections: dict[int, Connection] = {}
-        self._taken: set[int] = set()  # ranks that are connected or in their greeting
+        self._taken: set[int] = set()  # ranks that are connected or in their handshake
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         # A TLS handshake takes one more round trip.
@@ -349,7 +349,7 @@ class StreamTransport:
         """Sets the known upload rate of this end's link (0: unknown). Connections that send large bodies share it."""
         self._pacer.follow(bps)
 
-    # ---- the five methods
+    # ---- Transport
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         if len(body) > self._settings.max_nbytes:

@@ -74,11 +74,11 @@ class TlsSocket(socket.socket):
         self._heard = not server
         """Whether the dialer has sent any byte."""
 
-    # ---- the handshake
+    # ---- handshake
 
     def handshake(self, deadline: float) -> Certified:
-        """Returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged; the caller adds the
-        peer."""
+        """Returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged, without the peer's name.
+        """
         try:
             while True:
                 try:
@@ -181,7 +181,7 @@ class TlsSocket(socket.socket):
         code, text = _ALERTS[alert_parts[2]]
         return Refused(text.format(me=mine), code=code)
 
-    # ---- bytes
+    # ---- data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Like a socket's, without flags. 0 at end of stream."""

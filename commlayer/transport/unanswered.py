@@ -72,7 +72,7 @@ class Unanswered(Generic[T]):
         if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
             return None
         if header.flags & request.header.flags & Flag.AGAIN:
-            return None  # answers the previous request, which was already encoded again
+            return None  # an earlier demand to encode again, which the kept request already meets
         del self._kept[place]
         self._had[_place(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:

@@ -71,7 +71,7 @@ class Probe(Record, frozen=True):
 
 
 class Pace(Record, frozen=True):
-    """Limits senders to these links, one per node."""
+    """Sets the pace of senders from these links, one per node."""
 
     links: tuple[Link, ...]
 

@@ -55,9 +55,9 @@ WARM_STEPS = 2
 """The first steps determine thresholds, buffers and the forward order; their times do not represent later ones."""
 MEASURED_STEPS = 5
 SOON_S, LINKS_HOLD = 0.75, 1 / 3
-"""Recording starts at the last warm-up step, and only that step is measured, if steps are slow and limited by links: a step
-takes at least SOON_S and all ranks wait for communication for at least LINKS_HOLD of it. A plan that shortens such steps is
-worth more than further measurements. No plan shortens computing, which takes longest in the first steps."""
+"""The first steps are measured at the end of the warm-up, without further steps, if steps are slow and limited by links: a
+step takes at least SOON_S and all ranks wait for communication for at least LINKS_HOLD of it. A plan that shortens such steps
+is worth more than further measurements. No plan shortens computing, which takes longest in the first steps."""
 UNEVEN = 1.5
 """A rank is slow if it computes this many times as long as the fastest one: more than contention for processors explains."""
 UNEVEN_S = 0.005
@@ -173,7 +173,7 @@ def _uneven(fact: Measured) -> list[Say]:
     return [Say(f"{fact.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}")]
 
 
-# ---- rows that all ranks hear
+# ---- rows of all ranks
 
 
 def _heard(state: State, fact: Heard, now: float) -> Decided:

@@ -38,8 +38,8 @@ SLOWER = 0.02
 """All ranks roll back if a loss comes later than under the previous plan by more than this fraction. Medians of so few
 steps differ by as much under one plan, and a roll-back has a cost: servers drop their residuals."""
 PLAIN = 0.18
-"""The plan without compression is tried if a loss is priced to come later by at most this fraction. In trials it took up to
-16 % less than its price: prices are least accurate for paths unlike the measured ones."""
+"""The plan without compression is tried if a loss is priced to come later by at most this fraction: in trials it took up to 16
+% less than its price. Prices are least accurate for paths unlike the measured ones. Local steps must reach LEAVES."""
 OFF = 10.0
 """If the active plan takes this many times its price, or this small a part of it, the prices are not used."""
 STALE = LIMIT
@@ -194,8 +194,8 @@ def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead,
 
 
 def to_win(lead: Lead, watch: LinkWatch) -> float | None:
-    """Upper limit of the time to a loss that any plan can save, with infinitely fast links and lossless compression, as a
-    fraction. None before the step time is known."""
+    """Largest fraction of the time to a loss that any plan could save, with infinitely fast links and no loss by compression.
+    None before the step time is known."""
     return 1.0 - (1.0 - watch.waited_s / watch.usual_s) / lead.steps if watch.settled and watch.usual_s > 0 else None
 
 

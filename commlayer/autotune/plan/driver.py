@@ -115,8 +115,8 @@ class AutoPlan:
         self._record()
 
     def after_step(self) -> None:
-        """Ends a step at the end of its backward pass. With overlap="forward" the call comes in the next backward pass; the
-        time in between belongs to no step."""
+        """A step ends with its backward pass, even if this call comes later: with overlap="forward" it comes during the next
+        step."""
         self._after(1, self._connection.passed_s)
 
     def _after(self, steps: int, ended: float) -> None:
@@ -244,7 +244,7 @@ class AutoPlan:
         self._replanner.measured(measurements)
         rows = measurements.rows
         computing_s = () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows)
-        shares = connection.members is None  # where workers may leave no Controller is taken
+        shares = connection.members is None  # jobs that workers may leave refuse a Controller
         self._feed(Measured(tuple(links_of(connection, rows)), measurements.step_s, computing_s,
                             tuple(map(connection.called, range(len(rows)))), shares))
         if self._reports is None and not self._state.keep:
@@ -306,7 +306,7 @@ class AutoPlan:
         assert previous is not None
         self._feed(Switched(connection.plan, previous))
 
-    # ---- what actions need
+    # ---- helpers of actions
 
     def _join(self) -> None:
         """Ends a search that hangs, before the other ranks time out."""

@@ -177,7 +177,7 @@ def meter_of(made: Connection) -> InterfaceCounters | None:
 
 
 def pace(made: Connection, links: Sequence[Link]) -> None:
-    """Limits this rank, and the servers on its node, to slightly below the node's link."""
+    """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
     groups = _groups(made)
     assert made.uplink is not None
     up_bps = link_rates.HEADROOM * links[groups.node].up_bps

@@ -119,7 +119,7 @@ def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
         at = 0
         for s in bucket.slices:
             part = 1.0 if bucket.buffer else _nonzero(bucket.x[at : at + s.numel])
-            # A codec without coding of results overwrites the gradient with the result.
+            # Unless `in_means`, the result has overwritten the gradient.
             sent, received = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
             nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (sent + received) / 2)
             at += s.numel

@@ -127,7 +127,7 @@ class Lead(Record, frozen=True):
     verdicts: tuple[ReplanVerdict, ...] = ()
 
 
-# ---- all of it
+# ---- complete state
 
 
 class Links(Record, frozen=True):

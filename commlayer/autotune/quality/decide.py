@@ -159,7 +159,7 @@ def _scheduled(state: AccuracyState, rows: Sequence[GradientError], now: int) ->
 def _adjusted(state: AccuracyState, seen: Fidelity, loss: LossRise) -> tuple[AccuracyState, tuple[Action, ...]]:
     """Requests finer codecs after a complaint, or coarser ones after a long calm."""
     level, decision = codec_level.observe(state.level, seen, loss, needed=state.plan.base_level)
-    # Limits measured in training replace the job's first level, but not a floor that its own complaints have set.
+    # Only a floor raised by complaints limits the planner, not the level that the job happened to start with.
     bound = BoundPlanner(level.floor if level.complained else 0.0)
     pending = state.pending
     if decision.changed:

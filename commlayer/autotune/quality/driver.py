@@ -169,7 +169,7 @@ class AccuracyGuard:
         self._state, actions = decide.decide(self._state, rows, step, acts=self.acts)
         self._carry_out(actions)
 
-    # ---- what was decided
+    # ---- carrying out decisions
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
