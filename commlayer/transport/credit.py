@@ -1,4 +1,4 @@
-"""Congestion credit of a connection: limits bytes in flight to slightly above rate times round trip.
+"""Flow control of a connection: limits bytes in flight to slightly above rate times round trip.
 
 Bytes handed to the kernel cannot be overtaken by more urgent frames. A long queue at the link also delays all other
 connections, including heartbeats.
@@ -85,11 +85,8 @@ class Credit:
         return self.nbytes / self._round_trip_s if self._round_trip_s else 0.0
 
     def wait_s(self, waiting_nbytes: int) -> float:
-        """How long the next part should wait with this many bytes in flight.
-
-        The part may exceed the limit: otherwise a part that is a large share of the limit would hold the rate below the
-        link's.
-        """
+        """How long the next part should wait with this many bytes in flight. The part may exceed the limit: otherwise large
+        parts would hold the rate below the link's."""
         if not self.settled or not self._best:
             return 0.0
         over = waiting_nbytes - self.nbytes

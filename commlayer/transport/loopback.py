@@ -1,4 +1,4 @@
-"""In-process transport: peers are threads of one process, without sockets. For tests and jobs with a single process."""
+"""In-process transport: peers are threads of one process, without sockets. Used by tests."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ ANSWERED_BY: dict[int, Kind] = {
 MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT))
 """Gradients of embeddings and experts have zero chunks. Probes must keep their size."""
 NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
-"""Requests numbered in `used`, from 1 for each worker and server, so that a repeated one is recognized; 0 means no number."""
+"""Requests with a sequence number in `used`, from 1 for each worker and server, so that repeats are recognized; 0: none."""
 
 
 class Header(NamedTuple):

@@ -127,7 +127,7 @@ class TlsSocket(socket.socket):
         self._pull()
 
     def _wait_until(self, deadline: float) -> None:
-        """Sets the timeout. Raises TimeoutError after the deadline, so that a peer cannot extend it by sending single bytes."""
+        """Sets the timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
