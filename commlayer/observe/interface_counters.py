@@ -17,7 +17,7 @@ from commlayer.observe.link_throughput import Reading, Throughput, throughput
 PERIOD_S = 0.05
 """About the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a core."""
 KEPT = 1200
-"""A minute of readings, longer than the time between two looks."""
+"""A minute of readings, longer than the time between two calls of `look`."""
 COUNTERS = Path("/proc/net/dev")
 SIOCGIFADDR = 0x8915
 
@@ -38,11 +38,11 @@ class InterfaceCounters:
 
     @property
     def since_s(self) -> float:
-        """Length of the interval that the next look covers."""
+        """Length of the interval that the next `look` covers."""
         return time.monotonic() - self._readings[0].at_s if self._readings else 0.0
 
     def look(self) -> Throughput:
-        """Throughput since the last look."""
+        """Throughput since the last call."""
         self._read()
         readings = []
         while len(self._readings) > 1:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 LEAST_NBYTES = 16 << 10
-"""Less than this between two looks is control traffic."""
+"""Less than this between first and last reading is control traffic."""
 DOWN_PART = 0.25
 """Fraction of the received bytes that came at the reported rate or faster. Counting bytes instead of time excludes idle
 intervals. It also excludes bytes that arrived while waiting for a slower peer, if they are the smaller part."""

@@ -69,7 +69,7 @@ Decided = tuple[State, list[Action]]
 
 
 def begin(rank: int, *, per_node: int = 1, keep: bool = False) -> State:
-    """The state before the first step. With `keep` the planner looks for plans and never switches."""
+    """The state before the first step. With `keep` the planner searches for plans and never switches."""
     return State(Warming(WARM_STEPS), Lead() if rank == 0 else None, per_node, keep)
 
 
@@ -112,7 +112,7 @@ def _step_over(state: State, fact: StepOver) -> Decided:
             state, actions = _with(state, lead), [*actions, *more, *again]
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
-        if state.links is None:  # of the first steps, which are recorded, too
+        if state.links is None:  # the job's first steps, which were recorded
             return state, [*actions, TellPace(fact.seconds, fact.waited_s)]
         state, more = _record(state)
         return state, [*actions, *more]

@@ -84,7 +84,7 @@ class AutoPlan:
     """
 
     def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
-        """With `keep` it looks for plans and never switches. `probe_s` limits the time of all probes together."""
+        """With `keep` it searches for plans and never switches. `probe_s` limits the time of all probes together."""
         self._connection, self._job, self._probe_s = connection, job, probe_s
         per_node = 1 if connection.groups is None else connection.groups.ranks_per_node
         self._state = begin(connection.rank, per_node=per_node, keep=keep)

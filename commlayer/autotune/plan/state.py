@@ -151,7 +151,7 @@ class State(Record, frozen=True):
     per_node: int = 1
     """Ranks per node; the first rank's row reports the traffic of the node's link."""
     keep: bool = False
-    """Whether the planner looks for plans without ever switching."""
+    """Whether the planner searches for plans without ever switching."""
     step: int = 0
     """The last step reported."""
     in_force: InForce | None = None

@@ -137,7 +137,7 @@ def complaint_of(state: LevelState, seen: Fidelity, loss: LossRise) -> tuple[Lev
 
 
 def follow(state: LevelState, level: float) -> LevelState:
-    """Adapts to a plan set by the user. Without an earlier complaint, its level becomes the new lower limit."""
+    """Adapts to a plan set by the user. Without an earlier complaint its level is permitted, even below the limits."""
     limits, floor = state.limits, state.floor
     if not state.complained:
         floor = min(floor, level)

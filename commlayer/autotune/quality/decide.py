@@ -37,7 +37,7 @@ from commlayer.engine.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 
 LOCALLY = 0.2
-"""Share of the comparison time for each rank's look at its own payloads; the rest is for comparisons over all ranks."""
+"""Share of the comparison time for each rank's checks of its own payloads; the rest is for comparisons over all ranks."""
 OFTEN, SELDOM = 8, 32
 """Comparisons that can repeat within OFTEN steps examine more elements; those that must wait over SELDOM steps examine fewer.
 """

@@ -135,7 +135,7 @@ class AccuracyGuard:
     # ---- between two steps
 
     def after_step(self) -> None:
-        """Switches plans if the rows of the previous step require it, and prepares the next look."""
+        """Switches plans if the rows of the previous step require it, and prepares the next check."""
         self._own.step_over(time.perf_counter())
         self._exposed_s = self._worker.counters.exposed_s
         self._hear()

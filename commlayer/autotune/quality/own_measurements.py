@@ -16,7 +16,7 @@ STEPS_KEPT = 9
 
 
 class OwnMeasurements:
-    """This rank's looks at its own payloads, its losses, and the time of steps and looks."""
+    """This rank's checks of its own payloads, its losses, and the time of steps and checks."""
 
     def __init__(self, now_s: float) -> None:
         self._begin_s = now_s
@@ -39,7 +39,7 @@ class OwnMeasurements:
         self._looks += 1
 
     def prepared(self, seconds: float) -> None:
-        """Adds the cost of a look that falls before its step."""
+        """Adds the cost of preparing a check before its step."""
         self._here_s += seconds
 
     def compared(self, seconds: float) -> None:

@@ -28,7 +28,7 @@ class GradientError(NamedTuple):
     """Comparison of the received sum with the exact one. Not finite if the step cannot be used."""
     loss: LossRise
     here_s: float
-    """Mean seconds of a look at this rank's payloads."""
+    """Mean seconds of a check of this rank's payloads."""
     everywhere_s: float
     """Seconds of the previous comparison over all ranks; for the first one, of the present one so far."""
     step_s: float
@@ -61,7 +61,7 @@ class PlanLevels(Record, frozen=True):
     typical: float = 0.0
     """Median cosine of workers' payloads under its codecs in trainings; 0 if unknown."""
     overlapped: bool = False
-    """Whether results arrive during the next forward pass: then a look makes the step wait for all of them."""
+    """Whether results arrive during the next forward pass: then a check makes the step wait for all of them."""
 
     @property
     def settle_steps(self) -> int:
@@ -99,11 +99,11 @@ class AccuracyState(Record, frozen=True):
     compare_at: int = SETTLE
     """No comparison over all ranks before this step."""
     look_every: int = 1
-    """Steps between looks at this rank's own payloads."""
+    """Steps between checks of this rank's own payloads."""
     elements: int = FEWEST
     """Elements per comparison."""
     looks: int = 0
-    """Count under the active plan, so that looks rotate over the whole model."""
+    """Count under the active plan, so that checks rotate over the whole model."""
     compared: int = 0
     """Usable comparisons under the active plan."""
     spent_s: float = 0.0
