@@ -47,7 +47,7 @@ class RecordedStep(NamedTuple):
 
 
 class Recorder:
-    """Collects the events of one step at a time. A mark costs one test when off and one append when on. Thread-safe."""
+    """Collects the events of one step at a time. Any thread may add marks: one test when off, one append when on."""
 
     def __init__(self) -> None:
         self.on = False

@@ -1,7 +1,7 @@
 """Connection handshake: four frames that identify the dialer, prove the job's secret to both ends, and admit or refuse.
 
-HELLO and CHALLENGE carry random nonces. PROOF and WELCOME carry proofs over both nonces that only a holder of the secret
-can compute, so a recorded handshake is useless on another connection. Nothing about the job is revealed before the proof.
+HELLO and CHALLENGE carry random nonces. PROOF and WELCOME carry proofs over both nonces, which need the secret. A recorded
+handshake is therefore useless on another connection. Nothing about the job is revealed before the proof.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 TCP connections that start together each send at the rate that they last had alone, and overflow the link's queue. With four
 nodes pushing dense gradients to each other, a third of the time went to retransmissions.
 
-BBR starts at 2.89 times the rate it knows, until a round with enough data brings no increase. A credit leaves no round
-enough data, so BBR stayed at that factor. Over 100 Mb/s and 150 ms, its bursts lost a quarter of the rate in every third
-run.
+BBR starts at 2.89 times the rate it knows, until a round with enough data brings no increase. A credit leaves no round enough
+data, so BBR kept that factor. Over 100 Mb/s and 150 ms its bursts lost a quarter of the rate in a third of all runs.
 """
 
 from __future__ import annotations

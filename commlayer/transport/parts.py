@@ -26,8 +26,6 @@ def cut(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
 
 
 class _Body:
-    """An unfinished body."""
-
     def __init__(self, header: Header, room: memoryview, part_nbytes: int) -> None:
         self.header, self.room, self.part_nbytes = header, room, part_nbytes
         self.next = self.filled = 0

@@ -17,8 +17,6 @@ POLL_S = 2e-4
 
 
 class Pending:
-    """A collective in progress. On CUDA, work is ordered by streams."""
-
     def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
         self._work, self._what, self._on_device = work, what, on_device
 

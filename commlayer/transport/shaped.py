@@ -1,7 +1,7 @@
 """Link shaping: a transport that gives hosts slow links, to emulate a WAN on one machine without root.
 
-A frame waits for the sender's uplink in order of (step, order). It goes to the inner transport when its last bit is sent,
-and is delivered at the receiver after the delay and its turn on the downlink. Peers on one host are not shaped.
+A frame waits for the sender's uplink in order of (step, order) and goes to the inner transport when its last bit is sent. The
+receiver delivers it after the delay and its turn on the downlink. Peers on one host are not shaped.
 """
 
 from __future__ import annotations

@@ -131,7 +131,6 @@ def _validated(way: Way, found: Any) -> float:
 
 
 def losses(task: Task, way: Way, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
-    """The mean loss of these batches."""
     return torch.stack([_loss(task, way, model, batch) for batch in batches]).mean()
 
 

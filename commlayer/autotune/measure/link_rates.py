@@ -103,7 +103,6 @@ class _Way:
         self._recent_nbytes = 0
 
     def run(self, network: Network, budget_s: float, patience_s: float) -> float:
-        """Runs the measurement and returns the rate."""
         until = network.now() + budget_s
         while True:
             now = network.now()

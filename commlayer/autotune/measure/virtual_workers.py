@@ -83,7 +83,6 @@ class VirtualWorkers:
         return sent, received
 
     def end(self) -> None:
-        """Ends the step."""
         self._step += 1
 
     def code(self, rank: int, worker: WorkerBucket) -> memoryview:

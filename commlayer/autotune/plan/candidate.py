@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
     runnable: Plan
     """The same plan with buckets assigned to the running servers."""
     current: Plan
-    """The planner's form of the previously active plan during planning."""
+    """The planner's form of the plan that was active during planning."""
     current_s: float
     """Its step time at the prices used for this plan."""
     uncontended_s: float
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     steps: float = 1.0
     """Convergence factor of this plan, cautious estimate."""
     current_steps: float = 1.0
-    """Convergence factor of the previously active plan."""
+    """Convergence factor of the plan that was active."""
     leaves: str = ""
     """Why steps no longer use the average of all gradients; "" if they do, or did not before."""
     alone_s: float = 0.0
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
 
     @property
     def back(self) -> Candidate:
-        """The previously active plan, as a candidate for a roll-back."""
+        """The plan that was active, as a candidate for a roll-back."""
         return self._replace(basis=self.basis._replace(plan=self.current), price=self.current_price, steps=self.current_steps,
                              leaves="", beside=())
 

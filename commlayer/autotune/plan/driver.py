@@ -115,8 +115,7 @@ class AutoPlan:
         self._record()
 
     def after_step(self) -> None:
-        """A step ends with its backward pass, even if this call comes later: with overlap="forward" it comes during the next
-        step."""
+        """A step ends with its backward pass, also if this call comes in the next step, as it does with overlap="forward"."""
         self._after(1, self._connection.passed_s)
 
     def _after(self, steps: int, ended: float) -> None:

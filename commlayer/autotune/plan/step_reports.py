@@ -1,8 +1,7 @@
 """Exchange of rows about steps between all ranks.
 
 A row is sent after a step and read after the next one, so that no rank waits. If a step was slow on every rank, all wait for
-the rows at once: that costs little compared with the step, and the next one may be as slow. All ranks act on the same rows
-after the same step.
+the rows at once: that costs little then, and the next step may be as slow. All ranks act on the same rows after the same step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decisions of load balancing, as pure functions: when ranks exchange their times, and which shares follow.
 
-All ranks receive the same rows, feed them to the same balancer and reach the same decision, so there is no coordinator and
-nothing to distribute. `now` is the next step to train: a decision applies to a step that no loader has drawn yet.
+All ranks feed the same rows to the same balancer and reach the same decision, so there is no coordinator. `now` is the next
+step to train: a decision applies to a step that no loader has drawn yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Controller: balances a job while it trains, from measured times to shares to the sampler.
 
-Measurements of a step are sent at its end and read at the end of the next step, so that the exchange overlaps a whole step.
-The decisions are in autotune/shares/decide.py.
+Measurements of a step are sent at its end and read at the next one's, so that the exchange overlaps a whole step. The
+decisions are in autotune/shares/decide.py.
 """
 
 from __future__ import annotations
