@@ -50,8 +50,8 @@ def throughput(readings: Sequence[Reading]) -> Throughput:
     """From the first reading to the last; readings are in order of time."""
     spans = [(b.at_s - a.at_s, b.up_nbytes - a.up_nbytes, b.down_nbytes - a.down_nbytes) for a, b in pairwise(readings)]
     # A counter that decreases was reset, because the interface went down.
-    whole = [span for span in spans if span[0] >= SOONEST_S and span[1] >= 0 and span[2] >= 0]
-    up, down = [(s, up) for s, up, _ in whole], [(s, down) for s, _, down in whole]
+    valid = [span for span in spans if span[0] >= SOONEST_S and span[1] >= 0 and span[2] >= 0]
+    up, down = [(s, up) for s, up, _ in valid], [(s, down) for s, _, down in valid]
     return Throughput(_way(_joined(up), UP_PART), _way(down, DOWN_PART))
 
 

@@ -296,8 +296,8 @@ class Connection:
         try:
             while True:
                 while (frame := self._reader.next()) is not None:
-                    if (whole := self._assembly.whole(frame)) is not None:
-                        self._take(whole)
+                    if (assembled := self._assembly.whole(frame)) is not None:
+                        self._take(assembled)
                 n = self._sock.recv_into(self._reader.wanted())
                 if n == 0:
                     between = self._reader.between and self._assembly.between

@@ -180,8 +180,8 @@ class Shaped(Wrapper):
             else:
                 if isinstance(arrival.what, Message):
                     nbytes = HEADER_NBYTES + len(arrival.what.body)
-                    whole = self._links.receive(host, due, arrival.last_bit, nbytes)
-                    self._whole[arrival.peer] = max(whole, self._whole.get(arrival.peer, whole))
+                    complete_s = self._links.receive(host, due, arrival.last_bit, nbytes)
+                    self._whole[arrival.peer] = max(complete_s, self._whole.get(arrival.peer, complete_s))
                 with self._work:
                     heapq.heappush(self._down, (self._whole.get(arrival.peer, due), seq, arrival._replace(reserved=True)))
 

@@ -82,10 +82,10 @@ def put_back(body: memoryview, max_nbytes: int, allocate: Callable[[int], memory
     expected = stop + (rest if rest and bits[full] else 0)
     if len(body) != expected:
         raise CorruptFrame(f"a body without its zeros has {len(body)} bytes, by its bitmap {expected}")
-    whole = allocate(nbytes)
-    np.frombuffer(whole, np.uint8)[:] = 0  # the memory may have been used before
+    restored = allocate(nbytes)
+    np.frombuffer(restored, np.uint8)[:] = 0  # the memory may have been used before
     chunk = f"V{CHUNK_NBYTES}"
-    np.frombuffer(whole, chunk, full)[bits[:full]] = np.frombuffer(body[start:stop], chunk)
+    np.frombuffer(restored, chunk, full)[bits[:full]] = np.frombuffer(body[start:stop], chunk)
     if stop < expected:
-        whole[full * CHUNK_NBYTES :] = body[stop:]
-    return whole
+        restored[full * CHUNK_NBYTES :] = body[stop:]
+    return restored

@@ -50,8 +50,8 @@ def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: fl
     """Divides the fitted line by the sequential messages and the passes of the collective."""
     times_s = _timed(groups, run, budget_s)
     move = moves(name, members)
-    whole = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
-    return Line(whole.floor_s / move.messages, max(whole.slope_s / move.passes, LEAST_BYTE_S), whole.error)
+    line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
+    return Line(line.floor_s / move.messages, max(line.slope_s / move.passes, LEAST_BYTE_S), line.error)
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:

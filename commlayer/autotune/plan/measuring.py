@@ -103,8 +103,8 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
                 at += s.numel
             energy = torch.stack(parts).cpu() / float(bucket.scaled) ** 2
             energies.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
-    whole = float(energies.sum())
-    return tuple(energies.tolist()) if 0.0 < whole < math.inf else ()
+    total = float(energies.sum())
+    return tuple(energies.tolist()) if 0.0 < total < math.inf else ()
 
 
 def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:

@@ -52,7 +52,7 @@ def least_usual(buckets: Iterable[Bucket]) -> tuple[float, float]:
 
 def typical_cosine(buckets: Sequence[Bucket]) -> float:
     """Median cosine of workers' payloads for all these buckets, in trainings with Adam; 0 if none uses topk."""
-    whole, squares, sparse = 0, 0.0, False
+    numel, squares, sparse = 0, 0.0, False
     for b in buckets:
         names = [named(codec).core for codec in (b.by_node or (b.codec,))]
         for name in names:
@@ -61,8 +61,8 @@ def typical_cosine(buckets: Sequence[Bucket]) -> float:
                 (_, _, _, t0), (_, _, _, t1), part = _around(name.ratio)
                 cosine, sparse = t0 + part * (t1 - t0), True
             squares += b.numel * cosine**2 / len(names)
-        whole += b.numel
-    return (squares / whole) ** 0.5 if sparse else 0.0
+        numel += b.numel
+    return (squares / numel) ** 0.5 if sparse else 0.0
 
 
 def harder(cosine: float, typical: float) -> float:
