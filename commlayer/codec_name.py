@@ -1,6 +1,6 @@
-"""A codec's spelling as a value: its family, every argument, what is inside. Parsed once, where text enters.
+"""Parses a codec's spelling into a value: family, arguments, inner codec.
 
-Reads literals and known names only and evaluates nothing. Knows what arguments may be; no bytes, no tensors, no torch.
+Parsing reads literals and known names only and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from commlayer.errors import InvalidInput
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES
 
 VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
-"""Kinds of values that sparse codecs send."""
+"""Value types of sparse codecs and their bits."""
 LEVEL_BITS: Mapping[int, int] = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
-"""qsgd's levels and the bits that they fill, sign included."""
+"""qsgd's levels and the bits per value, including the sign."""
 DRAWN_VALUES = ("fp32", "fp16", "bf16")
-"""Kinds of values of random-k: sums of them need no scale."""
+"""Value types of random-k: they sum without a scale."""
 NORMS = ("max", "l2")
 RUNS = (8, 16, 32, 64)
 MOST_RANK = 256
 MOST_BLOCK = 1 << 20
 ELEMENT_NBYTES = 4
 NAMES_NBYTES = 4096
-"""Of the names and numbers of one codec's state, generously."""
+"""Upper bound for the names and numbers in one codec's state."""
 
 FEEDBACK = "error_feedback"
 TWO_WAY = "two_way"
 SPARSE = ("topk", "block_threshold", "randomk")
-"""Families that send some entries and not others."""
+"""Families that send only some entries."""
 
 
 class CodecName(msgspec.Struct, frozen=True):
-    """
+    """A parsed codec.
+
     >>> named("error_feedback(topk(0.5))").bare == named("topk(ratio=0.5, values='int8')")
     True
     >>> named("momentum(topk(values='fp32'))").core.get("values")
@@ -47,24 +48,24 @@ class CodecName(msgspec.Struct, frozen=True):
 
     family: str
     arguments: tuple[tuple[str, Any], ...]
-    """All of them, in order; what was left out has its default."""
+    """All arguments in order, with defaults filled in."""
 
     def __str__(self) -> str:
-        """The shortest spelling that says its ratio."""
+        """The shortest spelling; the ratio is always shown."""
         rules = RULES[self.family]
-        said = [f"{name}={value if isinstance(value, CodecName) else repr(value)}" for name, value in self.arguments
+        arguments = [f"{name}={value if isinstance(value, CodecName) else repr(value)}" for name, value in self.arguments
                 if name == "ratio" or value != rules[name].default]
-        return f"{self.family}({', '.join(text.removeprefix('inner=') for text in said)})"
+        return f"{self.family}({', '.join(text.removeprefix('inner=') for text in arguments)})"
 
     def get(self, name: str) -> Any:
-        """The argument of that name; None where the family has none such."""
+        """The argument's value; None if the family has no such argument."""
         return dict(self.arguments).get(name)
 
     @property
     def inner(self) -> CodecName | None:
-        """What it is wrapped around."""
-        found = self.get("inner")
-        return found if isinstance(found, CodecName) else None
+        """The codec that this one wraps, if any."""
+        value = self.get("inner")
+        return value if isinstance(value, CodecName) else None
 
     @property
     def core(self) -> CodecName:
@@ -73,14 +74,15 @@ class CodecName(msgspec.Struct, frozen=True):
 
     @property
     def bare(self) -> CodecName:
-        """Without error feedback, which a plan adds where it is needed and whose cost is in every profile's figures."""
+        """The codec without outer error feedback. Plans add error feedback where it is needed, and profiled costs include
+        it."""
         return self.inner if self.family == FEEDBACK and self.inner is not None else self
 
     @property
     def ratio(self) -> float | None:
-        """Of the entries, as many are sent; None for a codec that sends all."""
-        found = self.core.get("ratio")
-        return None if found is None else float(found)
+        """The part of entries that is sent; None for a codec that sends all."""
+        value = self.core.get("ratio")
+        return None if value is None else float(value)
 
     @property
     def sparse(self) -> bool:
@@ -88,11 +90,11 @@ class CodecName(msgspec.Struct, frozen=True):
 
     @property
     def shaped(self) -> bool:
-        """Whether it needs a matrix: of a vector it sends every element as it is."""
+        """Whether the codec needs a matrix; it sends vectors uncompressed."""
         return self.core.family == "powersgd" and not any(part.family == "partition" for part in self.layers())
 
     def around(self, make: Callable[[CodecName], CodecName]) -> CodecName:
-        """The same wrappers around what is made of the core."""
+        """The same wrappers around `make(core)`."""
         if self.inner is None:
             return make(self)
         inner = self.inner.around(make)
@@ -100,24 +102,24 @@ class CodecName(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> CodecName:
-        """Without partitions, which cost what they are around costs."""
+        """The codec without partitions: a partition costs the same as the codec it wraps."""
         name = CodecName(self.family, tuple((argument, value.whole if isinstance(value, CodecName) else value)
                                             for argument, value in self.arguments))
         return name.inner if name.family == "partition" and name.inner is not None else name
 
     def kept_nbytes(self, numel: int) -> int:
-        """At most so many bytes a server keeps of a bucket from step to step."""
+        """Upper bound for the bytes of a bucket's state that a server keeps between steps."""
         slices = sum(layer.slices(numel) for layer in self.layers())
         return ELEMENT_NBYTES * numel + NAMES_NBYTES * (1 + slices)
 
     @property
     def most_nbytes(self) -> int:
-        """Of a bucket's elements as float32, so that what a server keeps of it fits a frame."""
+        """Largest bucket, in float32 bytes, whose server state still fits a frame."""
         room = MAX_FRAME_NBYTES - self.kept_nbytes(0)
         return min(MAX_BUCKET_NBYTES, room * ELEMENT_NBYTES * 1024 // (self.kept_nbytes(1024) - self.kept_nbytes(0)))
 
     def slices(self, numel: int) -> int:
-        """Into how many a partition cuts a bucket; 0 for what cuts none."""
+        """Number of slices that a partition cuts a bucket into; 0 if this codec is no partition."""
         parts, nbytes, shapes = (self.get(name) for name in ("parts", "nbytes", "shapes"))
         return int(min(parts, numel) if parts else -(-numel * ELEMENT_NBYTES // nbytes) if nbytes else len(shapes or ()))
 
@@ -128,7 +130,7 @@ class CodecName(msgspec.Struct, frozen=True):
             yield from self.inner.layers()
 
     def but_ratio(self) -> CodecName:
-        """What codecs that differ in their ratio alone have in common."""
+        """The codec with its ratio blanked: equal for codecs that differ only in the ratio."""
         return CodecName(self.family, tuple(
             (name, value.but_ratio() if isinstance(value, CodecName) else None if name == "ratio" else value)
             for name, value in self.arguments
@@ -139,11 +141,11 @@ REMOVED: Mapping[str, str] = {
     "ef21": "error_feedback(topk(...))", "dgc": "topk(...)", "momentum_correction": "topk(...)", "shared_int": "int8()",
     "chain": "topk(..., values='int8')", "terngrad": "qsgd(levels=1)", "natural": "qsgd()", "warmup": "the plan's field warmup",
 }
-"""Families that there were, and what to use instead."""
+"""Removed families and their replacements."""
 
 
 class _Rule(NamedTuple):
-    """Of one argument."""
+    """What one argument may be."""
 
     default: Any
     fits: Callable[[Any], bool]
@@ -152,7 +154,7 @@ class _Rule(NamedTuple):
 
 _NEEDED = object()
 _parsing = threading.Lock()
-"""CPython 3.11's parser fails in one thread (SystemError) if another enters it at a collection of garbage."""
+"""CPython 3.11's parser fails with SystemError in one thread if another thread enters it during garbage collection."""
 
 
 def _whole(value: object, least: int = 1) -> bool:
@@ -164,8 +166,9 @@ def _number(value: Any) -> bool:
 
 
 def _one_of(default: Any, kinds: Any, note: str = "") -> _Rule:
-    said = ", ".join(map(repr, kinds))
-    return _Rule(default, lambda v: isinstance(v, str | int) and not isinstance(v, bool) and v in kinds, f"one of {said}{note}")
+    choices = ", ".join(map(repr, kinds))
+    return _Rule(default, lambda v: isinstance(v, str | int) and not isinstance(v, bool) and v in kinds,
+                 f"one of {choices}{note}")
 
 
 def _block(default: int, multiple: int) -> _Rule:
@@ -213,14 +216,14 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
     "error_feedback": {"inner": _INNER, "lr_correction": _FLAG},
     "momentum": {"inner": _INNER, "beta": _BETA},
 }
-"""By family its arguments, in the order of its factory."""
+"""Arguments per family, in the order of its factory's parameters."""
 
 
 _BOTH_WAYS = {**RULES, TWO_WAY: {"up": _INNER, "down": _INNER}}
 
 
 def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **arguments: Any) -> None:
-    """ValueError in one line for the first of these arguments that no such codec can have."""
+    """Raises a one-line ValueError for the first argument that the family does not allow."""
     for name, value in arguments.items():
         rule = every[family][name]
         if not rule.fits(value):
@@ -228,18 +231,18 @@ def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **
     if family == "partition":
         given = {name: arguments.get(name) for name in ("parts", "nbytes", "shapes")}
         if list(given.values()).count(None) != 2:
-            said = ", ".join(f"{name} {'is ' if name == 'parts' else ''}{value!r}" for name, value in given.items())
-            raise InvalidInput("E-CODEC-ARGUMENT", f"partition: {said}; exactly one must be set")
+            values = ", ".join(f"{name} {'is ' if name == 'parts' else ''}{value!r}" for name, value in given.items())
+            raise InvalidInput("E-CODEC-ARGUMENT", f"partition: {values}; exactly one must be set")
 
 
 @functools.lru_cache(4096)
 def named(text: str) -> CodecName:
-    """What `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"; else a ValueError in one line."""
+    """Parses a codec such as "error_feedback(topk(ratio=0.01, values='int8'))"; a one-line ValueError if it is malformed."""
     return _read(_call(text), text)
 
 
 def up_and_down(text: str) -> tuple[CodecName, CodecName | None]:
-    """The codec to the server, and the one back if `text` is "two_way(up, down)". Both stand apart in a plan's bucket.
+    """The upload codec, and the download codec if `text` is "two_way(up, down)". A plan's bucket stores them separately.
 
     >>> [str(way) for way in up_and_down("two_way(topk(0.01), down=int8())")]
     ['topk(ratio=0.01)', 'int8()']
@@ -252,7 +255,7 @@ def up_and_down(text: str) -> tuple[CodecName, CodecName | None]:
 
 
 def misspelled(text: str) -> str:
-    """Why `text` is no codec; empty if it is one."""
+    """Why `text` is no codec; empty if it is valid."""
     try:
         up_and_down(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The one reader of environment and TOML. Knows names, allowed values and where a value came from; not what it is for."""
+"""Settings of one process, read from arguments, environment variables and a TOML file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from commlayer.records import Record
 from commlayer.setting_sources import PREFIX, checked, from_argument, from_environment, from_file
 
 KEYS_TOKEN = "token"
-"""The file of a node's keys that holds the job's secret."""
+"""File in a node's key folder that holds the job's secret."""
 LEAST_UNHEARD_S = 5.0
 MOST_CODEC_THREADS = 4
-"""Unless asked for more: beyond it memory is the limit."""
+"""Upper limit of the default: with more threads, coding is limited by memory bandwidth."""
 
 
 class Config(Record, frozen=True):
@@ -28,97 +28,99 @@ class Config(Record, frozen=True):
 
     join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
-    """Servers that a job on several machines starts listen elsewhere, unless told: on the address that leads to MASTER_ADDR."""
+    """The servers of a multi-machine job ignore this default: they listen on the address that leads to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
     port: kinds.Port = 0
-    """Where a coordinator listens; a summation server in the same process takes the next one, one with `join` this one.
+    """The coordinator's port. A summation server in the same process takes the next port; a server with `join` takes this
+    one.
 
     Further servers that training processes start take any free port.
     """
     carrier: kinds.Carrier = "auto"
-    """What data travels on; gRPC is for networks that pass HTTP/2 alone. "auto": to a server gRPC where TCP does not get
-    through, at a server both."""
+    """What data travels on. gRPC is for networks that pass only HTTP/2. With "auto" a worker uses gRPC where TCP fails,
+    and a server accepts both."""
     insecure: kinds.Flag = False
     token: kinds.Secret = ""
-    """The job's secret: who does not know it is refused. Processes of one torchrun make and share one by themselves."""
+    """The job's secret; peers without it are refused. Processes of one torchrun agree on one by themselves."""
     token_file: kinds.Text = ""
-    """A file that holds it."""
+    """A file that holds the token."""
     keys: kinds.Text = ""
-    """This node's folder of those that `commlayer keys` makes: all connections are TLS then, with certificates on both ends."""
+    """This node's folder from `commlayer keys`. With keys all connections use mutual TLS."""
     audit: kinds.Text = ""
-    """A file to which coordinator and servers append a line of JSON for who joins, is refused or leaves, and for each plan."""
+    """Coordinator and servers append a JSON line to this file for each join, refusal, departure and plan."""
     servers: kinds.Servers = "one"
     node: kinds.Node = -1
-    """Which machine a server of this process shares, -1: the one whose host name it has, else one of its own; workers under
-    torchrun count their own."""
+    """Number of the machine that a server in this process shares. -1: the machine with the same host name, else one of its
+    own. Workers under torchrun derive theirs."""
     home: kinds.Text = ""
-    """Set by `commlayer launch`: how the coordinator knows this machine, whose ranks reach the others through it alone."""
+    """Set by `commlayer launch`: the coordinator's name for this site. Its ranks reach other sites only through the
+    coordinator."""
     batch: kinds.Weight = 1.0
-    """What `session.weight(n)` counts as one: the batch that each worker is planned to have. The same on all workers."""
+    """The batch size that `session.weight(n)` counts as weight one: the planned batch per worker. The same on all workers."""
     ranks_per_node: kinds.Count = 0
-    """0: those that share a machine, and an agent where torchrun started them."""
+    """0: derived from shared machines, and from torchrun's agents where torchrun started the ranks."""
     deadline_s: kinds.Seconds = 600.0
-    """For one that lives but is slow (evaluates, compiles). The dead are noticed by their heartbeats, long before."""
+    """For peers that are alive but slow (evaluating, compiling). Heartbeats detect dead peers much earlier."""
     join_deadline_s: kinds.Seconds = 60.0
     heartbeat_s: kinds.Seconds = 1.0
     dead_after_s: kinds.Seconds = 10.0
-    """Silence after which a peer is dead. A training thread may hold the GIL, and so the heartbeats, for seconds."""
+    """Silence after which a peer counts as dead. A training thread can hold the GIL, and so delay heartbeats, for seconds."""
     reconnect_s: kinds.Window = 60.0
-    """How long a broken connection is tried to be made again before its peer counts as lost; deadline_s bounds it."""
+    """How long a broken connection is retried before its peer counts as lost; at most deadline_s."""
     min_workers: kinds.Count = 0
-    """Of a job of homes, said where `commlayer serve` runs: while so many workers are left, they go on without those that die
-    or leave. 0: all must stay."""
+    """For jobs of sites, set where `commlayer serve` runs: training continues without lost workers while at least this
+    many are left. 0: every worker is required."""
     journal: kinds.Text = ""
-    """A folder in which a summation server writes down what it owes and has answered, so that one that was killed goes on when
-    it is started again. Empty: then its end is the job's."""
+    """Folder for a summation server's journal, from which a restarted server resumes. Empty: a killed server ends the job."""
     journal_required: kinds.Flag = False
-    """What a server does without room for its journal: refuses to serve, or goes on and says so."""
+    """Without disk space for its journal, a server refuses to serve if this is true; otherwise it logs a warning and
+    continues."""
     fuse_nbytes: kinds.Bytes = 1 << 20
     cut_nbytes: kinds.CutBytes = 4 << 20
     ratio_over: kinds.RatioOver = "bucket"
-    """Whether a sparse codec's ratio is that of each bucket, or of all of a plan together, with one threshold for all. "bucket"
-    leaves it to the plan."""
+    """Whether a sparse codec's ratio applies per bucket, or to the whole plan with one threshold for all buckets. "bucket"
+    leaves the choice to the plan."""
     warmup: kinds.Count = 0
-    """Steps over which the ratios of sparse codecs come down from 25 %. 0 leaves it to the plan."""
+    """Steps over which the ratios of sparse codecs decrease from 25 %. 0 leaves it to the plan."""
     backend: kinds.Backend = "auto"
     codec_threads: kinds.Threads = 0
-    """Threads that share the coding of a large bucket; 0: the cores of this machine by its ranks, at most 4."""
+    """Threads that share the coding of a large bucket. 0: this machine's cores divided by its ranks, at most 4."""
     trace: kinds.Text = ""
-    """A file for a trace of a few steps, once the plan stands: predicted and measured. Empty for none."""
+    """File for a trace of a few steps after the plan is chosen, predicted and measured. Empty: no trace."""
     max_loss: kinds.Budget = 0.0
-    """How much larger the loss may get than dense training's, relative to it: what plan="auto" and the guard keep to."""
+    """Allowed increase of the loss over dense training, relative to dense training's loss. Binds plan="auto" and the
+    quality guard."""
     guard: kinds.GuardMode = "auto"
-    """What watches that budget does when it is exceeded: "auto" acts where the plan was left to commlayer and else warns, if
-    there is a budget; "warn" and "act" do it for any plan, within 5 % where no budget is named."""
+    """What the quality guard does when the loss budget is exceeded. "auto" acts on automatic plans and warns on others, if
+    there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
     drift: kinds.DriftMode = "resync"
-    """What is done where ranks no longer have the same parameters: "resync" takes them and the optimizer's state of them from
-    rank 0, "end" ends the job, "warn" says so. The same on all ranks."""
+    """What happens when parameters differ between ranks: "resync" copies them and their optimizer state from rank 0, "end"
+    ends the job, "warn" logs it. The same on all ranks."""
     drift_steps: kinds.Spacing = -1
-    """Steps in which all parameters are compared once, 0: never, -1: as many as it takes to cost no more than 0.1 % of the
-    time. The same on all ranks."""
+    """Steps over which every parameter is compared once. 0: never. -1: as many as keep the cost below 0.1 % of the time.
+    The same on all ranks."""
     loss: kinds.Text = ""
-    """A loss model that `commlayer tune` wrote: what codecs cost, for plan="auto"."""
+    """A loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto"."""
     learning: kinds.Text = ""
-    """A table that `commlayer tune --learning` wrote: what ways cost in steps on your own task, in place of the shipped one."""
-    """Whether servers refuse a contribution whose norm is far out of what the others' are ("norms"), and also one that is not
-    finite ("all": not with a GradScaler, which lives by seeing those). The same on all ranks."""
+    """A table written by `commlayer tune --learning`: convergence factors measured on the user's task. Replaces the
+    shipped table."""
     shape: kinds.Text = ""
-    """Link shaping inside the process, for the demo; empty for none."""
+    """In-process link shaping for the demo. Empty: none."""
 
 
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",
          "min_workers")
-"""Settings that all ranks of a job must have alike: they decide what all do together, or what a sum means."""
+"""Settings that must be equal on all ranks: they decide what ranks do together, or what a sum means."""
 ALIKE_SET = ("join", "trace", "loss", "learning")
-"""Settings that must be there on all ranks or on none, whatever they are."""
+"""Settings that must be set on all ranks or on none; their values may differ."""
 
 
 JOINS = "@"
-"""In the setting home, ahead of the number of the first worker of a home that joins a running job."""
+"""In the setting `home`, separates the site's name from the number of its first worker, if the site joins a running job."""
 
 
 class Launch(NamedTuple):
-    """Who this process is, as its process group or its launcher says; a process started by hand is rank 0 of 1."""
+    """Rank and place of this process, from its process group or launcher. A process started by hand is rank 0 of 1."""
 
     rank: int = 0
     world: int = 1
@@ -126,11 +128,11 @@ class Launch(NamedTuple):
     local_world: int = 1
     node: int = 0
     agent: int = -1
-    """Which of its launcher's agents started it; processes of several are on several nodes. -1: nobody says."""
+    """Number of the launcher's agent that started this process; different agents count as different nodes. -1: unknown."""
     home: str = ""
-    """Not empty: `commlayer launch` started it, and it reaches ranks on other machines through a coordinator alone."""
+    """Set if `commlayer launch` started the process: it reaches ranks on other machines only through a coordinator."""
     joins: int = -1
-    """Not -1: its home joins a job that runs, and this is the worker's number there."""
+    """Not -1: this worker's number in the running job that its site joins."""
 
 
 _TYPES = get_type_hints(Config, include_extras=True)
@@ -138,7 +140,7 @@ _TYPES = get_type_hints(Config, include_extras=True)
 
 def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None,
                 cwd: str | Path = ".") -> Config:
-    """The settings in force, checked; a RecordError names the field, its source, what was got and what is allowed."""
+    """Reads and checks all settings. A RecordError names the field, its source, the value and the allowed values."""
     environ = os.environ if environ is None else environ
     if isinstance(argument, Config):
         argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
@@ -162,7 +164,7 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Rank and world as the process group says where there is one, else as the variables of torchrun or Slurm do."""
+    """Rank and world size, from the process group if one exists, else from the variables of torchrun or Slurm."""
     group = None if environ is not None else _of_group()
     environ = os.environ if environ is None else environ
 
@@ -176,8 +178,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     if group is not None:
         rank, world = group
     elif bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
-        there, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
-        raise RecordError(f"{there} is in the environment but {missing} is not, and there is no process group: set both "
+        present, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
+        raise RecordError(f"{present} is in the environment but {missing} is not, and there is no process group: set both "
                           "(torchrun does) or none, or call init_process_group first (Lightning does when fit() "
                           "begins)", "E-LAUNCH-ENVIRONMENT")
     elif not environ.get("RANK") and environ.get("SLURM_PROCID"):
@@ -191,34 +193,34 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
     local_world, local_rank = number("LOCAL_WORLD_SIZE", 1), number("LOCAL_RANK", 0)
     node = number("GROUP_RANK", rank // max(local_world, 1))
-    said = environ.get("GROUP_RANK") or environ.get("LOCAL_WORLD_SIZE")
+    agent_known = environ.get("GROUP_RANK") or environ.get("LOCAL_WORLD_SIZE")
     if group is not None and not environ.get("LOCAL_WORLD_SIZE"):
-        local_rank = 0  # a launcher that says no more than that is not asked
+        local_rank = 0  # launchers that set no LOCAL_WORLD_SIZE are not trusted with LOCAL_RANK
     home, _, first = environ.get(PREFIX + "HOME", "").partition(JOINS)
     joins = int(first) + number("LOCAL_RANK", 0) if first.isdecimal() else -1
-    found = Launch(rank, world, local_rank, local_world, node, node if said else -1, home, joins)
-    if found.rank >= found.world:
-        raise RecordError(f"RANK: got {found.rank} from the environment, allowed: below WORLD_SIZE, which is {found.world}",
+    launch = Launch(rank, world, local_rank, local_world, node, node if agent_known else -1, home, joins)
+    if launch.rank >= launch.world:
+        raise RecordError(f"RANK: got {launch.rank} from the environment, allowed: below WORLD_SIZE, which is {launch.world}",
                           "E-LAUNCH-ENVIRONMENT")
-    if found.local_rank >= local_world:
-        raise RecordError(f"LOCAL_RANK: got {found.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
+    if launch.local_rank >= local_world:
+        raise RecordError(f"LOCAL_RANK: got {launch.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
                           f"which is {local_world}", "E-LAUNCH-ENVIRONMENT")
-    return found
+    return launch
 
 
 def _of_group() -> tuple[int, int] | None:
-    """Rank and world of torch's process group, if somebody has made one."""
+    """Rank and world size of torch's process group, or None if there is none yet."""
     dist = sys.modules.get("torch.distributed")
     return (dist.get_rank(), dist.get_world_size()) if dist and dist.is_available() and dist.is_initialized() else None
 
 
 def master() -> str:
-    """The machine where the ranks meet, as far as the launcher says."""
+    """The launcher's rendezvous host, or an empty string."""
     return launcher_says("MASTER_ADDR")
 
 
 def launcher_says(name: str) -> str:
-    """A variable of a launcher, or of what it starts, such as MASTER_PORT."""
+    """A variable set by a launcher or torchrun, such as MASTER_PORT; empty if unset."""
     return os.environ.get(name, "")
 
 
@@ -228,89 +230,91 @@ def has_proxy() -> bool:
 
 
 def use_interface(name: str) -> None:
-    """Gloo, which would go by what the host name resolves to, goes by this network interface, unless somebody has chosen."""
+    """Points Gloo at this network interface unless the user chose one. Gloo's default is the address that the host name
+    resolves to."""
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def alike(config: Config) -> dict[str, str]:
-    """What must be the same on all ranks, as text."""
-    told = {name: str(getattr(config, name)) for name in ALIKE}
-    return told | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
+    """The settings that must agree on all ranks, as text to compare."""
+    values = {name: str(getattr(config, name)) for name in ALIKE}
+    return values | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
 
 
 NOTICE_HEARTBEATS = 3
-"""After an error servers stay as long as it takes the others to hear from the coordinator who left or died."""
+"""After an error servers keep running for this many heartbeats, so that the other workers learn from the coordinator which
+worker left or died."""
 
 
 def reconnect_window_s(config: Config) -> float:
-    """reconnect_s, as far as deadline_s leaves time for it."""
     return min(config.reconnect_s, config.deadline_s)
 
 
 def notice_s(config: Config) -> float:
-    """By then a worker has the coordinator's word on what it knows."""
+    """Time within which a worker has received what the coordinator knows."""
     return NOTICE_HEARTBEATS * config.heartbeat_s
 
 
 def verdict_s(config: Config) -> float:
-    """The same of who has fallen silent: the silence after which it counts as dead comes first."""
+    """Time within which a worker has the coordinator's verdict on a silent peer: dead_after_s must pass first."""
     return config.dead_after_s + notice_s(config)
 
 
 def judged_s(config: Config) -> float:
-    """Behind its own deadline a worker that others may leave waits so long: by then the coordinator has judged who has fallen
-    silent, or hangs, and this worker has heard of it."""
+    """How long a worker that may continue without others waits after its own deadline. By then the coordinator has judged
+    silent or hung peers, and this worker has received the verdict."""
     return reconnect_window_s(config) + verdict_s(config)
 
 
 def unheard_s(config: Config) -> float:
-    """After so long without a word of the other machine's kernel a data connection is broken. Where it can be made again that
-    costs little, also where the other end had only been slow to make room."""
+    """Time without a TCP acknowledgement after which a data connection counts as broken. If it can be reconnected, the
+    time is short: a false alarm about a slow receiver costs little."""
     window_s = reconnect_window_s(config)
     return min(config.deadline_s, max(LEAST_UNHEARD_S, window_s / 4)) if window_s else config.deadline_s
 
 
 def codec_threads(config: Config, launch: Launch) -> int:
-    """How many threads may share the coding of a bucket: a node's ranks together do not outnumber its cores."""
+    """Threads that may share the coding of a bucket: the ranks of a node together use at most its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return config.codec_threads or max(1, min(MOST_CODEC_THREADS, cores // max(launch.local_world, 1)))
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """The environment for a child process that is to have exactly these settings."""
+    """Environment for a child process with exactly these settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    # The environment of a process is not for secrets: others of the same user read it, and children inherit it.
+    # Other processes of this user can read the environment and children inherit it, so secrets are left out.
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
-    # An empty file setting keeps the child from reading a commlayer.toml of its own.
+    # An empty CONFIG keeps the child from reading a commlayer.toml of its own.
     return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
 
 
 def take_environment(wanted: Mapping[str, str]) -> None:
-    """In a process that was forked: from here on its environment has these variables, and no other settings."""
+    """Replaces all settings in a forked process's environment with these."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
     os.environ.update({PREFIX + "CONFIG": "", **wanted})
 
 
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a worker of a home: what torchrun would say to it, and these settings."""
-    told = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,
+    """Environment for a worker of a site: torchrun's variables and these settings."""
+    launcher = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,
             "LOCAL_WORLD_SIZE": launch.local_world, "GROUP_WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    made = os.environ | {name: str(value) for name, value in told.items()}
+    environment = os.environ | {name: str(value) for name, value in launcher.items()}
     first = f"{JOINS}{launch.joins - launch.local_rank}" if launch.joins >= 0 else ""
-    made |= {PREFIX + "HOME": launch.home + first} | {PREFIX + name.upper(): value for name, value in settings.items() if value}
+    environment |= {PREFIX + "HOME": launch.home + first} | {
+        PREFIX + name.upper(): value for name, value in settings.items() if value}
     if sys.platform == "linux":
-        made.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of groups within this machine
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for process groups within this machine
     if launch.local_world > 1:
-        made.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    return made
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    return environment
 
 
 def _with_token(config: Config, source: Callable[[str], str]) -> Config:
-    """With what the file of the setting token_file holds, or, where there is no other secret, the one in the folder of keys."""
+    """Fills in the token from token_file, or else from the key folder if no other secret is set."""
     if config.keys:
-        # Whoever changes the directory later still means this folder.
+        # Make the path absolute: the process may change its directory later.
         config = msgspec.structs.replace(config, keys=str(Path(config.keys).expanduser().absolute()))
     if not config.token_file:
         if not config.keys or config.token:
@@ -328,7 +332,7 @@ KEYS_REMEDY = "; `commlayer keys add NAME` makes a folder of keys for each node,
 
 
 def _secret_in(path: Path, where: str, remedy: str = "") -> str:
-    """What that file holds; errors begin with `where`."""
+    """Reads a secret from a file; errors begin with `where`."""
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
@@ -345,14 +349,14 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
 
 
 def quiet_grpc() -> None:
-    """Before grpc is imported: its fork handlers hang forked children (DataLoader workers) that exit while a channel lives, and
-    what it writes of a refused handshake by itself stands around the one line that says why."""
+    """Call before importing grpc. Its fork handlers hang forked children (DataLoader workers) that exit while a channel is
+    open, and its own log lines about refused handshakes hide commlayer's one line that explains the refusal."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """The two halves of "host:port" or "[v6 address]:port"."""
+    """Splits "host:port" or "[v6 address]:port"."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in bare and bare == host) or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -368,7 +372,7 @@ def join_host(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Without asking a name service: a name that is not "localhost" counts as remote."""
+    """Never resolves names: any name except "localhost" counts as remote."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -376,7 +380,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_plain_text(name: str, host: str, config: Config) -> None:
-    """Whether traffic may go to or come from `host`; the error names it by `name`."""
+    """Raises if plain-text traffic to or from `host` is not allowed; the error names the setting `name`."""
     if not is_loopback(host) and not config.insecure and not config.keys:
         raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set keys ({PREFIX}KEYS) to a folder that "
                           "`commlayer keys init` and `commlayer keys add NAME` make, or set insecure (insecure=True, "
@@ -384,7 +388,7 @@ def check_plain_text(name: str, host: str, config: Config) -> None:
 
 
 def _check_plain_text(config: Config) -> None:
-    """Plain text leaves the machine only where the user has said so, to an address that the user has named."""
+    """Plain text may leave the machine only with the user's consent, and only to addresses that the user has set."""
     remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", config.advertise)) if host]
     remote += [("join", host_port(config.join)[0])] if config.join else []
     for name, host in remote:

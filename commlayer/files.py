@@ -1,7 +1,4 @@
-"""Files that are there whole or not at all, whatever breaks off while they are written; pages of which a part is made anew.
-
-Knows bytes and marks; no formats.
-"""
+"""Writes files atomically, and replaces a marked part of a page."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from commlayer.errors import InvalidInput
 
 
 def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: int = 0o666) -> None:
-    """All of them, each in place of what was there, or none. OSError with the name of the one that cannot be written.
+    """Writes all files or none; each replaces its old version. OSError names the file that cannot be written.
 
-    `durable`: they outlast a power failure when this returns. `mode`: who may read them, from the first
-    byte on, less the umask.
+    `durable`: the files survive a power failure once this returns. `mode`: access rights from the first byte on, less the
+    umask.
     """
-    # By process, so that two that write the same file do not mix: the last one's stays.
+    # The process id keeps two processes that write the same file apart: the last one wins.
     parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in contents}
     path = next(iter(parts))
     try:
         for path, part in parts.items():
             with contextlib.suppress(FileNotFoundError):
-                part.unlink()  # of a former process of that number, with another mode
+                part.unlink()  # left by an earlier process with this id, perhaps with another mode
             with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
                 file.write(contents[path])
             if durable:
@@ -44,7 +41,7 @@ def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: 
 
 
 def sync(path: Path) -> None:
-    """A file's contents, or a folder's names, to the disk: no power failure leaves a name without its contents."""
+    """Flushes a file's contents, or a folder's entries, to disk. After a power failure no name lacks its contents."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,7 +50,7 @@ def sync(path: Path) -> None:
 
 
 def between(page: str, begin: str, end: str, made: str) -> str:
-    r"""The page with that in place of what stands between the two marks, each on a line of its own. ValueError where one lacks.
+    r"""Replaces the text between two marks, each on a line of its own. ValueError if a mark is missing.
 
     >>> between("a\n<\nold\n>\nb", "<", ">", "new")
     'a\n<\nnew\n>\nb'

@@ -1,4 +1,4 @@
-"""What a loss budget leaves of codecs: measured penalties in place of guesses, unmeasured codecs left out. No torch, no job."""
+"""Applies a loss budget to codecs: measured penalties replace estimates, unmeasured codecs are excluded."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_table
 
 DENSE = "identity()"
 BUDGET = 0.05
-"""Where something has to keep to a budget and none is named."""
+"""Default budget for components that need one."""
 
 
 def penalty(model: LossModel, codec: str) -> float:
-    """Of a spelling with its ratio, as profiles have it; infinite for what nobody measured."""
+    """Loss penalty of a codec spelled as in profiles; infinite if it was not measured."""
     if codec == DENSE:
         return 0.0
     return model.penalty(codec, named(codec).ratio or 1.0)
 
 
 def names(model: LossModel | None, max_loss: float) -> list[str]:
-    """Codecs worth pricing: the tables' usual ones, and of measured ones the least that keeps the budget."""
+    """Codecs worth pricing: the default ones, and each measured codec at the smallest ratio that keeps the budget."""
     if model is None:
         return list(DEFAULT_CODECS)
-    found = dict.fromkeys(DEFAULT_CODECS)
+    candidates = dict.fromkeys(DEFAULT_CODECS)
     for name in sorted({point.codec for point in model.points}):
         if name not in SPARSE:
-            found |= dict.fromkeys(_known([f"{name}()"]))
+            candidates |= dict.fromkeys(_known([f"{name}()"]))
         elif (least := model.least_ratio(name, max_loss)) is not None:
-            found |= dict.fromkeys(_known([f"{name}(ratio={_up(least):g})"]))
-    return list(found)
+            candidates |= dict.fromkeys(_known([f"{name}(ratio={_up(least):g})"]))
+    return list(candidates)
 
 
 def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile, Policy]:
-    """Losses as measured, and only measured codecs allowed. ValueError where the policy asks for one that nobody measured."""
+    """Puts measured penalties into the profile and allows only measured codecs. ValueError if the policy asks for an
+    unmeasured one."""
     penalties = {cost.codec: penalty(model, cost.codec) for cost in profile.codecs}
     unmeasured = [codec for codec in policy.codecs if math.isinf(penalties.get(codec, 0.0))]
     if unmeasured:
@@ -48,20 +49,20 @@ def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile,
                            f"loss model: nobody measured {unmeasured[0]}, it has {known}; `commlayer tune` measures")
     costs = tuple(structs.replace(c, task_loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
     allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
-    if not allowed:  # an empty tuple would allow them all
+    if not allowed:  # an empty tuple would allow all
         raise InvalidInput("E-LOSS-MODEL",
                            f"loss model: nobody measured any of {', '.join(sorted(penalties))}; `commlayer tune` measures")
     return structs.replace(profile, codecs=costs), structs.replace(policy, codecs=tuple(allowed))
 
 
 def tables(cluster: Cluster, model: LossModel, max_loss: float) -> Profile:
-    """The tables' prices of what the model measured."""
+    """A profile from the tables for the model's codecs."""
     return profile_from_tables(cluster, names(model, max_loss))
 
 
 def first_codec(model: LossModel, max_loss: float, codecs: Sequence[str], sparse: str, ratio: float) -> str:
-    """What a job may begin with, before there is a plan: the first of `codecs` within the budget, else `sparse` with {ratio}
-    filled in, no smaller than `ratio`, or dense."""
+    """Codec of a job's first steps, before there is a plan. The first of `codecs` within the budget, else `sparse` with
+    {ratio} filled in (at least `ratio`), else dense."""
     for codec in codecs:
         if penalty(model, codec) <= max_loss:
             return codec
@@ -76,7 +77,7 @@ def _measured(model: LossModel) -> Iterable[tuple[str, float, float]]:
 
 
 def _known(codecs: list[str]) -> list[str]:
-    """Those that the tables price."""
+    """The codecs, if the tables can price them; else none."""
     try:
         profile_from_tables(Cluster(()), codecs)
     except ValueError:
@@ -85,7 +86,7 @@ def _known(codecs: list[str]) -> list[str]:
 
 
 def _up(ratio: float) -> float:
-    """Rounded up to two digits, so that the budget is kept.
+    """Rounds up to two digits, so that the budget is kept.
 
     >>> _up(0.02341), _up(1.0), _up(0.01)
     (0.024, 1.0, 0.01)

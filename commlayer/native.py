@@ -1,4 +1,4 @@
-"""Loads the native core, or says once that the reference backend runs instead. Knows nothing of codecs."""
+"""Loads the native core, or logs once that the reference backend runs instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan file and what lies beside it. Knows files and records, no torch; decides nothing."""
+"""Reads and writes plan files and the inputs file stored next to each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from commlayer.records import SCHEMA, Bucket, Plan
 
 
 class PlanFileInputs(model.PlanInputs, frozen=True):
-    """What a plan was made from, as it lies beside the plan."""
+    """The inputs that a plan was made from, stored next to the plan."""
 
     loss: LossModel | None = None
-    """What codecs cost in quality, as measured on the user's own task; else learning rows say it."""
+    """Loss penalties of codecs, measured on the user's task. None: learning rows decide."""
 
     learning: tuple[LearningRow, ...] = ()
-    """What ways cost in steps, as measured there, too; else the profile says it, or the shipped table."""
+    """Convergence factors measured on the user's task. Empty: the profile's, else the shipped table's."""
 
     def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
         """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
@@ -41,7 +41,7 @@ class PlanFileInputs(model.PlanInputs, frozen=True):
         return loss_budget.priced(self._learnt(profile), policy, self.loss)
 
     def _learnt(self, profile: Profile) -> Profile:
-        """With the user's own rows of what ways of training cost in steps, else the profile's, else the shipped table's."""
+        """Convergence factors: the user's own rows first, then the profile's, then the shipped table's."""
         return structs.replace(profile, learning=self.learning or profile.learning or learning_rows())
 
 
@@ -55,7 +55,7 @@ def text_of(path: str | Path, what: str) -> str:
 
 
 def sidecar(path: Path) -> Path:
-    """Beside plan.json, what it was made from: plan.inputs.json."""
+    """Path of the inputs file: plan.inputs.json for plan.json."""
     return path.with_name(f"{path.stem}.inputs.json")
 
 
@@ -67,7 +67,7 @@ def plan_in(path: Path) -> Plan:
 
 
 def misread(data: bytes) -> list[str]:
-    """All that keeps bytes from being a plan of this schema, a line each: by bucket, and one for the rest."""
+    """Reasons why bytes are no plan of this schema, a line each: one per bad bucket, and one for the rest."""
     try:
         records.decode(data, Plan, "plan")
     except RecordError as error:
@@ -77,20 +77,20 @@ def misread(data: bytes) -> list[str]:
 
 def _misread(data: bytes) -> Iterator[str]:
     try:
-        found = msgspec.json.decode(data)
+        content = msgspec.json.decode(data)
     except records.MALFORMED as error:
         yield f"no JSON, or cut short: {error}"
         return
-    if not isinstance(found, dict):
-        yield f"Expected `object` with job and buckets, got `{type(found).__name__}`"
+    if not isinstance(content, dict):
+        yield f"Expected `object` with job and buckets, got `{type(content).__name__}`"
         return
-    if found.get("schema", SCHEMA) != SCHEMA:
-        # Told first: of its fields nothing is known here.
-        yield f"plan has schema {found['schema']}, this commlayer reads {SCHEMA}: make the plan again"
+    if content.get("schema", SCHEMA) != SCHEMA:
+        # First: fields of another schema are unknown here.
+        yield f"plan has schema {content['schema']}, this commlayer reads {SCHEMA}: make the plan again"
         return
-    buckets = found.get("buckets")
+    buckets = content.get("buckets")
     named = buckets if isinstance(buckets, list) else []
-    for what, part, kind in (("", {**found, **({"buckets": []} if named else {})}, Plan),
+    for what, part, kind in (("", {**content, **({"buckets": []} if named else {})}, Plan),
                              *((f"bucket {place}: ", bucket, Bucket) for place, bucket in enumerate(named))):
         try:
             msgspec.convert(part, kind)
@@ -99,14 +99,14 @@ def _misread(data: bytes) -> Iterator[str]:
 
 
 def written(plan: Plan) -> str:
-    """As a file: a line for each bucket, which people find and versions differ by."""
+    """The plan file's text. Each bucket has its own line, for readers and for version control."""
     buckets = ",\n".join(records.encode(bucket).decode() for bucket in plan.buckets)
     rest = records.encode(structs.replace(plan, buckets=())).decode()
     return rest.replace('"buckets":[]', f'"buckets":[\n{buckets}\n]', 1) + "\n"
 
 
 def inputs_of(path: Path) -> PlanFileInputs:
-    """What the plan in that file was made from."""
+    """The inputs stored next to a plan file."""
     beside = sidecar(path)
     if not beside.is_file():
         raise InvalidInput("E-PLAN-FILE",
@@ -118,7 +118,8 @@ def inputs_of(path: Path) -> PlanFileInputs:
 
 
 def basis_of(plan: Any) -> Basis | None:
-    """For what `attach` was given: a file's plan and what lies beside it, if something does. ValueError if it is wrong."""
+    """Reads the plan and inputs if `attach` was given a plan file with an inputs file; else None. ValueError if they are
+    invalid."""
     if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
         return None
     basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
@@ -128,7 +129,7 @@ def basis_of(plan: Any) -> Basis | None:
 
 
 def server_nodes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
-    """The plan's hosts as numbers of nodes that train, which is where servers can be started; none if one trains nowhere."""
+    """The plan's server hosts as numbers of training nodes, where servers can be started. Empty if a host does not train."""
     trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]
     if len(plan.hosts) != plan.servers or not {*plan.hosts} <= {*trained[:nodes]}:
         return ()

@@ -1,4 +1,4 @@
-"""The frozen records that every part shares. Knows no torch, no clock, no environment; behaves only as far as sizes go."""
+"""Immutable records shared by all parts: jobs, tensors, buckets, plans, epochs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MAX_TENSORS_PER_BUCKET = 64
 """A bucket's `used` mask is one 64-bit word of the frame header, so a bucket holds at most this many slices."""
 
 MAX_FRAME_NBYTES = 256 << 20
-"""Of a frame's body: a payload, or what a server keeps of a bucket, which travels when it is saved."""
+"""Limit for a frame's body: a payload, or a server's state of a bucket when it is saved."""
 
 MAX_BUCKET_NBYTES = 128 << 20
-"""Of a bucket's elements as float32: half of a frame's body, since a payload can be larger than what it codes."""
+"""Limit for a bucket's elements as float32. Half of a frame's body, since a payload can be larger than its input."""
 
 T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all records: immutable, and an unknown field is an error, never ignored."""
+    """Base of all records: immutable, and an unknown field is an error."""
 
 
 class Spec(Record, frozen=True):
-    """What is coded: a shape and a dtype name. Codecs see float32; dtype is what the parameter had."""
+    """Shape and dtype of what is encoded. Codecs see float32; dtype is the parameter's."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -43,13 +43,13 @@ class Spec(Record, frozen=True):
 
 
 class TensorInfo(Record, frozen=True):
-    """One tensor that workers average, in registration order: the parameters' gradients, then the float buffers themselves."""
+    """A tensor that workers average. In registration order, parameters' gradients come first, then float buffers."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     buffer: bool = False
-    """A buffer (running statistics) is averaged as it is: never under a loss scale, never fused with gradients."""
+    """A buffer (running statistics) is averaged as it is: without a loss scale, and never in a bucket with gradients."""
 
     @property
     def numel(self) -> int:
@@ -57,27 +57,28 @@ class TensorInfo(Record, frozen=True):
 
 
 class Timing(Record, frozen=True):
-    """When a step's computing makes and needs each tensor, on one rank, without communication. In the order of the tensors."""
+    """When computation produces and needs each tensor in one rank's step, without communication. Same order as the
+    tensors."""
 
     ready_s: tuple[float, ...]
-    """When its gradient is final, from the start of backward."""
+    """Seconds from the start of backward until the gradient is final."""
     needed_s: tuple[float, ...]
-    """When the next forward pass first reads it, from its start."""
+    """Seconds from the start of the next forward pass until it first reads the tensor."""
     backward_s: float
     forward_s: float
     update_s: float = 0.0
     """The optimizer's step."""
     device: str = ""
-    """What it was measured on, as tables name it; empty: what nodes' speeds are told against."""
+    """The device that was measured, as tables name it. Empty: the reference device of the nodes' speeds."""
     filled: tuple[float, ...] = ()
-    """The part of its gradient that is no zeros, of what is sent and answered on average. None: all of each."""
+    """Average nonzero part of each gradient, sent and received. Empty: all elements."""
     half: bool = False
-    """Whether it is computed in bf16, or the fastest precision that a GPU has: nodes' speeds are then those."""
+    """Whether computation uses bf16, or the GPU's fastest precision; node speeds then refer to that precision."""
     activation_nbytes: float = 0.0
-    """What a step keeps for its backward pass; 0: not known."""
+    """Memory that a step keeps for its backward pass; 0: unknown."""
 
     def scaled(self, factor: float) -> Timing:
-        """With all of it taking so many times as long, on what is not said."""
+        """All times multiplied by `factor`; the device becomes unknown."""
         return Timing(
             tuple(at * factor for at in self.ready_s), tuple(at * factor for at in self.needed_s), self.backward_s * factor,
             self.forward_s * factor, self.update_s * factor, filled=self.filled, half=self.half,
@@ -86,12 +87,12 @@ class Timing(Record, frozen=True):
 
 
 class Job(Record, frozen=True):
-    """Model and batch. Two workers train one job only if the digests of their Jobs are equal."""
+    """Model and batch. Two workers can train one job only if their Jobs have equal digests."""
 
     tensors: tuple[TensorInfo, ...]
     batch: int | None = None
     timing: Timing | None = None
-    """Measured or from a table; planning needs it, training does not."""
+    """Measured or from a table. Needed for planning, not for training."""
     name: str = ""
 
     @property
@@ -103,7 +104,7 @@ class Job(Record, frozen=True):
 
 
 class Slice(Record, frozen=True):
-    """Elements [start, stop) of a tensor, counted in logical (row-major) order whatever its memory layout."""
+    """Elements [start, stop) of a tensor in logical (row-major) order, independent of its memory layout."""
 
     tensor: int
     start: int
@@ -115,22 +116,22 @@ class Slice(Record, frozen=True):
 
 
 class Why(Record, frozen=True):
-    """What the planner expected of a bucket's path, for people."""
+    """The planner's prediction for a bucket's path, for people to read."""
 
     seconds: float
     """From ready to done, in the simulated step."""
     nbytes: int
-    """What one node sends and receives for it."""
+    """Bytes that one node sends and receives for the bucket."""
     reason: str
     runner_up: str = ""
     runner_up_s: float = 0.0
-    """How much longer the whole step would take with the runner-up. Less than 0: shorter, where more of them are needed."""
+    """Extra time of the whole step with the runner-up. Below 0: its steps are shorter, but more of them are needed."""
     runner_up_later: float = 0.0
-    """By what part later a loss would come with it, cautiously; 0 where the planner counted steps alike."""
+    """Extra time to reach a loss with the runner-up, as a cautious fraction; 0 if the planner did not compare convergence."""
 
 
 def over_server(path: str) -> bool:
-    """Whether a summation server takes part in a path, as a bucket spells it: the one rule for that.
+    """Whether a bucket's path uses a summation server.
 
     >>> over_server("service"), over_server("encode@cpu net.push net.pull decode@cpu"), over_server("allreduce")
     (True, True, False)
@@ -139,28 +140,29 @@ def over_server(path: str) -> bool:
 
 
 class Bucket(Record, frozen=True):
-    """What is planned and sent as one: a slice of a big tensor or several small tensors."""
+    """The unit of planning and sending: a slice of a large tensor, or several small tensors."""
 
     id: int
     slices: tuple[Slice, ...]
     path: str
-    """"service" (encode, push, sum, result, decode), "allreduce" (a planned collective over all ranks), or any path that
-    planner/model/paths.py spells."""
+    """"service" (encode, push, sum, result, decode), "allreduce" (a planned collective over all ranks), or a path spelled
+    as in planner/model/paths.py."""
     codec: str = "identity()"
     server: int = 0
-    """Which server sums it (path "service")."""
+    """Number of the server that sums it (path "service")."""
     owner: int = 0
-    """Which local rank of each node encodes and sends it (path "service")."""
+    """Local rank of each node that encodes and sends it (path "service")."""
     shape: tuple[int, ...] = ()
     """Empty: a vector. A bucket of one whole tensor may keep that tensor's shape, which low-rank codecs need."""
     down: str = ""
-    """The codec of a server's results where it is not that of the payloads."""
+    """Download codec, if it differs from the upload codec."""
     by_node: tuple[str, ...] = ()
-    """Codecs of the nodes where they differ (a slow link takes a smaller ratio); of one family: one server reads all."""
+    """Codecs per node, if they differ (a slow link uses a smaller ratio). All belong to one family, so that the server can
+    decode them."""
     coder: str = ""
-    """"gpu": a service bucket is coded on the device. Empty: on the host."""
+    """"gpu": a service bucket is encoded on the device. Empty: on the host."""
     stale: bool = False
-    """Whether the result of a step is used in the next one."""
+    """Whether a step's result is applied in the next step."""
     why: Why | None = None
 
     @property
@@ -173,66 +175,65 @@ class Bucket(Record, frozen=True):
 
     @property
     def served(self) -> bool:
-        """Whether it goes over a summation server."""
         return over_server(self.path)
 
 
 class Plan(Record, frozen=True):
-    """All paths. `buckets` stand in the order in which they become ready; collectives are issued in it."""
+    """The decisions for all buckets. `buckets` are in the order in which they become ready; collectives run in this order."""
 
     job: str
-    """Digest of the Job that it was made for."""
+    """Digest of the Job that the plan is for."""
     buckets: tuple[Bucket, ...]
     servers: int = 0
     ranks_per_node: int = 1
     local_steps: int = 1
-    """Steps of local training per exchange."""
+    """Local training steps per exchange."""
     codes: Literal["gradients", "updates"] = "gradients"
-    """What an exchange is of; with several local steps it is of updates, whatever stands here: see `steps_locally`."""
+    """What an exchange carries. With several local steps it is always updates; see `steps_locally`."""
     overlap: Literal["", "round", "forward"] = ""
-    """What goes on while an exchange is under way: nothing; the next round of local steps, or step; the next
-    forward pass."""
+    """What runs during an exchange: nothing, the next round of local steps (or the next step), or the next forward pass."""
     fragments: int = 1
-    """In so many parts, one after the other, a round's changes are exchanged."""
+    """Number of parts into which a round's updates are split; the parts are exchanged one after the other."""
     step_s: float = 0.0
-    """Predicted seconds of a step; 0: nobody predicted."""
+    """Predicted seconds per step; 0: no prediction."""
     free_s: float = 0.0
-    """Predicted seconds of a step if coding took no time, as far as a search finds: no bound, another plan may be faster."""
+    """Predicted seconds per step if coding took no time, by a search. Not a lower bound: another plan may be faster."""
     steps: float = 0.0
-    """Predicted: how many times as many steps it needs to a loss as dense training that exchanges in each; 0: nobody did."""
+    """Predicted convergence factor: steps to a loss relative to dense synchronous training. 0: no prediction."""
     steps_high: float = 0.0
-    """The same, cautiously: what the planner counts with."""
+    """The cautious convergence factor, which the planner uses."""
     hosts: tuple[int, ...] = ()
-    """The node of each server, as places in the cluster that was planned for; empty: the first that can host one."""
+    """Node of each server, as an index into the planned cluster. Empty: the first node that can host one."""
     ratio_over: Literal["bucket", "plan"] = "bucket"
-    """What a sparse codec's ratio is a part of: of each bucket; or of all buckets over servers together, so that one threshold
-    cuts them all, and more is sent of those with larger gradients."""
+    """Base of a sparse codec's ratio. "bucket": each bucket. "plan": all server buckets together with one threshold, so
+    that buckets with larger gradients send more."""
     warmup: int = 0
-    """Steps of the job over which the ratios of sparse codecs over servers come down from 25 %; 0: none."""
+    """Steps of the job over which the ratios of sparse codecs over servers decrease from 25 %; 0: none."""
     schema: int = SCHEMA
 
     @property
     def steps_locally(self) -> bool:
-        """Whether each rank steps on its own gradients, and exchanges are of what its weights have changed by."""
+        """Whether each rank applies its own gradients, and exchanges carry the weights' changes."""
         return self.local_steps > 1 or self.codes == "updates"
 
 
 def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
-    """For those who stood in these places among its workers, and so many more. What was predicted was of all."""
+    """The plan for the workers at these places of the old membership, plus `new` further ones. Predictions are dropped:
+    they were for the old membership."""
     buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
                     for b in plan.buckets)
     return replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
 class Member(Record, frozen=True):
-    """A worker process of the job: `rank` counts over all workers, `node` groups those that share one machine."""
+    """A worker process: `rank` is its number among all workers, `node` groups workers on one machine."""
 
     rank: int
     node: int
     name: str
     pid: int = 0
     certificate: str = ""
-    """By which it has joined, where there are keys: servers let nobody else in under its rank."""
+    """Certificate that the worker joined with, if there are keys. Servers accept only this certificate for its rank."""
 
 
 class ServerInfo(Record, frozen=True):
@@ -241,26 +242,26 @@ class ServerInfo(Record, frozen=True):
     id: int
     address: str
     node: int = 0
-    """The machine that it shares with the members of this node number."""
+    """The server shares a machine with the members of this node number."""
     beside: bool = False
-    """It is in the coordinator's process."""
+    """The server runs in the coordinator's process."""
     streams: str = ""
-    """Where it takes gRPC streams; of one beside the coordinator, there. Empty: nowhere."""
+    """Address for gRPC streams; the coordinator's own if the server runs beside it. Empty: no gRPC."""
     returns: bool = False
-    """It has a journal, so that it may come back when it was killed."""
+    """The server has a journal, so that it can be restarted after a crash."""
 
 
 class View(Record, frozen=True):
-    """Who takes part, in which generation, from which step."""
+    """An epoch's membership: generation, members, servers and first step."""
 
     generation: int
     members: tuple[Member, ...]
     servers: tuple[ServerInfo, ...]
     plan: str = ""
-    """Digest of the plan bytes; empty until rank 0 has handed one in."""
+    """Digest of the plan bytes; empty until rank 0 has sent one."""
     from_step: int = 0
     gradients: int = -1
-    """So many of the job's tensors are gradients; those behind them are buffers, of which servers make means. -1: all are."""
+    """Number of leading tensors that are gradients. The rest are buffers, which servers average. -1: all are gradients."""
 
 
 def encode(record: Record) -> bytes:
@@ -274,11 +275,11 @@ def digest(record: Record) -> str:
 
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What msgspec raises for bytes that are no such record: of text that is not UTF-8 it says so by itself."""
+"""Errors that msgspec raises for malformed bytes; text that is not UTF-8 raises its own."""
 
 
 def decode(data: bytes, kind: type[T], what: str) -> T:
-    """The record in `data`, or one line naming `what`, the field and what is wrong with it."""
+    """Decodes a record; the one-line error names `what`, the field and the problem."""
     try:
         return msgspec.json.decode(data, type=kind)
     except MALFORMED as error:

@@ -1,4 +1,4 @@
-"""What values settings may have, and how errors say so. Knows no setting and no source of one."""
+"""Types of settings: allowed values and their description for errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from commlayer.records import MAX_BUCKET_NBYTES
 
 DAY_S = 86400.0
 MOST_LOSS = 1.0
-"""Of a budget of loss, as a part of dense training's."""
+"""Upper limit of a loss budget, relative to dense training's loss."""
 
-# `description` says what is allowed: error messages and `describe` quote it.
+# `description` is the allowed values: error messages and `describe` quote it.
 Text = Annotated[str, msgspec.Meta(description="text")]
 Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, without blanks")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]

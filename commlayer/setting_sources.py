@@ -1,4 +1,4 @@
-"""Where settings come from: arguments, the environment handed in, a TOML file. Knows no setting, and not what it is for."""
+"""Reads settings from arguments, environment variables and a TOML file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from commlayer.errors import RecordError
 
 PREFIX = "COMMLAYER_"
 Types = Mapping[str, Any]
-"""Of all settings, by name, with what is allowed as their description."""
+"""Types of all settings by name; their description is what is allowed."""
 
 
 REMOVED = {"quarantine": "leave it out: servers no longer judge contributions by their size"}
-"""Settings of earlier versions, and what to do instead."""
+"""Settings of earlier versions and their replacements."""
 
 
 class Setting(NamedTuple):
     value: Any
     source: str
     text: bool
-    """Values that arrive as text, from the environment, are converted; others must have their type."""
+    """Whether the value arrived as text (from the environment) and is converted. Other values must have the right type."""
 
 
 def from_argument(argument: Mapping[str, Any], types: Types) -> dict[str, Setting]:
@@ -34,7 +34,7 @@ def from_argument(argument: Mapping[str, Any], types: Types) -> dict[str, Settin
 
 
 def from_environment(environ: Mapping[str, str], types: Types) -> dict[str, Setting]:
-    # Kubernetes adds variables of this form for a service that is called commlayer.
+    # Kubernetes sets variables of this form for a service named commlayer.
     linked = {n for n, v in environ.items() if PREFIX + "SERVICE_HOST" in environ
               and (n.startswith((PREFIX + "SERVICE_", PREFIX + "PORT_")) or (n == PREFIX + "PORT" and "://" in v))}
     names = [n for n in sorted(environ) if n.startswith(PREFIX) and n != PREFIX + "CONFIG" and n not in linked]
