@@ -1,6 +1,6 @@
-"""How much work each machine gets, and with which settings. Knows no torch, no clock and no network.
+"""Work shares of unequal machines: batches, balancers, time models and the settings tuner.
 
-Each name loads its module when it is first used, so that a training script pays for no solver and a planner for no sampler.
+Each name loads its module on first use: a training script imports no solver, and a planner no sampler.
 """
 
 from __future__ import annotations

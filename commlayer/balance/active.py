@@ -1,7 +1,8 @@
-"""Chooses which workers take part in a step, given what sets of workers cost.
+"""Chooses which workers take part in a step, given the cost of sets of workers.
 
 Without communication the best set follows from the time models alone. With communication, all sets are priced for up to
-EVERY_SET workers. Beyond that the search is a heuristic: it drops the dearest workers, then tries single changes of the set.
+EVERY_SET workers. Beyond that the search is a heuristic: it drops the most expensive workers, then tries single changes of
+the set.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 EVERY_SET = 10
-"""For up to this many optional workers all sets are priced."""
+"""Up to this many optional workers, all sets are priced."""
 EFFORT = 10_000
 """The search prices at most EFFORT / workers single changes."""
 ANCHORS = 4
 """Number of workers from which the prices of all others are measured."""
 SWEEP = 24
-"""With more workers, a sweep tries this many sizes at a time, closer and closer."""
+"""Number of set sizes that a sweep tries at once. With more workers it narrows the range and repeats."""
 
 
 class Computed(NamedTuple):
-    """A set with its best shares, which may add up to more than the total by less than a minimum."""
+    """A set with its best shares. Their sum may exceed the total by less than a minimum share."""
 
     makespan_s: float
     active: tuple[int, ...]
@@ -30,23 +31,23 @@ class Computed(NamedTuple):
 
 
 class Asked(Protocol):
-    """What is asked about sets."""
+    """Prices sets of workers for the search."""
 
     def best(self, allowed: Sequence[int], kept: frozenset[int]) -> Computed | None:
-        """The best set among these with all that are kept, if communication is free; None where they cannot do the total."""
+        """The best subset of `allowed` that contains `kept`, with free communication; None if it cannot process the total."""
 
     def exactly(self, places: Sequence[int]) -> Computed | None:
-        """This set; None where its bounds do not admit the total."""
+        """Exactly this set; None if its bounds do not admit the total."""
 
     def cost_s(self, taken_in: tuple[int, ...], makespan_s: float) -> float:
-        """An iteration of that makespan with the communication of these; without any, with none."""
+        """Iteration time with this makespan and the communication of these workers; without workers, no communication."""
 
     def able(self, time_s: float) -> Sequence[int]:
-        """How many samples each worker does in a time."""
+        """Samples that each worker finishes within a time."""
 
 
 def choose(asked: Asked, workers: int, kept: frozenset[int], *, free: bool) -> Computed:
-    """The best set that contains `kept`. The caller has checked that all workers together can do the total."""
+    """The best set that contains `kept`. The caller has checked that all workers together can process the total."""
     everyone = range(workers)
     root = asked.best(everyone, kept)
     assert root is not None
@@ -67,26 +68,26 @@ def choose(asked: Asked, workers: int, kept: frozenset[int], *, free: bool) -> C
 
 
 class _Best:
-    """The cheapest set offered so far; of equal ones the first."""
+    """The cheapest set offered so far; the first of equal ones."""
 
     def __init__(self, asked: Asked, found: Computed) -> None:
         self._asked, self.found = asked, found
         self.cost_s = asked.cost_s(found.active, found.makespan_s)
 
     def offer(self, found: Computed | None) -> float:
-        """What it costs."""
+        """Keeps the set if it is cheaper; returns its cost."""
         if found is None:
             return math.inf
         cost_s = self._asked.cost_s(found.active, found.makespan_s)
-        # A gain within rounding is none.
+        # Ignore gains within rounding error.
         if cost_s < self.cost_s * (1 - 1e-12):
             self.found, self.cost_s = found, cost_s
         return cost_s
 
 
 def _orders(asked: Asked, best: _Best, workers: int, kept: frozenset[int], optional: Sequence[int]) -> list[list[int]]:
-    """In what order workers might be dropped: dear ones first, seen from the fastest and from those far from it and from each
-    other, as in other sites; dear for what they compute; slow ones."""
+    """Orders in which to try dropping workers. By communication price, seen from the fastest worker and from others far
+    from it and from each other (other sites); by price per sample; by speed."""
     able = asked.able(best.cost_s)
     anchor = max(kept or optional, key=lambda worker: able[worker])
     nearest: list[float] = []
@@ -103,7 +104,7 @@ def _orders(asked: Asked, best: _Best, workers: int, kept: frozenset[int], optio
 
 
 def _drop_first(asked: Asked, best: _Best, everyone: Sequence[int], kept: frozenset[int], order: Sequence[int]) -> None:
-    """Drops the first workers of the order, as many as is best."""
+    """Drops a prefix of the order; finds the best length by successive refinement."""
     def price(cut: int) -> float:
         out = frozenset(order[:cut])
         allowed = [worker for worker in everyone if worker not in out]
@@ -128,19 +129,19 @@ def _change_one(asked: Asked, best: _Best, orders: Sequence[Sequence[int]], sets
     while better:
         active, before_s, better = frozenset(best.found.active), best.cost_s, False
         for out, more in _moves(active, orders):
-            there = active - out | more
-            if not there or there in seen:
+            candidate = active - out | more
+            if not candidate or candidate in seen:
                 continue
             if len(seen) == sets:
                 return
-            seen.add(there)
-            better = best.offer(asked.exactly(sorted(there))) < before_s * (1 - 1e-12)
+            seen.add(candidate)
+            better = best.offer(asked.exactly(sorted(candidate))) < before_s * (1 - 1e-12)
             if better:
                 break
 
 
 def _moves(active: frozenset[int], orders: Sequence[Sequence[int]]) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
-    """Whom to drop and whom to take in: single ones first, those at the edge of an order before others."""
+    """Workers to drop and to add: single ones first, then swaps; those at the edge of an order come first."""
     dropped = zip(*([w for w in order if w in active] for order in orders), strict=True)
     missing = zip(*([w for w in reversed(order) if w not in active] for order in orders), strict=True)
     none = frozenset[int]()

@@ -1,7 +1,8 @@
 """The default balancer: measurements in, shares for a future step out. Pure: no clock, no threads, no network.
 
-Each worker has an online line; each step the best shares are solved for and announced only where they gain more than the change
-costs. A worker is left out only when its line is settled, and is tried again later with the smallest share.
+Each worker has a line T(B) that follows its measurements. In each step the best shares are computed, and announced only if
+they gain more than the change costs. A worker is left out only when its line is settled, and is tried again later with the
+smallest share.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from commlayer.records import Record
 
 EVENTS_KEPT = 1000
 OUTCOME_AFTER = 3
-"""Iterations under a decision whose median is compared with what it expected: one spike does not count."""
+"""Iterations under a decision whose median is compared with the prediction; the median ignores a single spike."""
 
 
 class Policy(Record, frozen=True):
-    """When a change of shares is worth it."""
+    """When a change of shares is worth its cost."""
 
     minimum: int = 1
     """Smallest share of a worker that takes part: 2 with BatchNorm."""
     lead: int = 1
     """Steps between a decision and the first step under it: 1 is the next step."""
     gain_least: float = 0.03
-    """A change must shorten the expected iteration by this part ..."""
+    """Least gain of a change, as a part of the expected iteration."""
     change_s: float = 0.0
-    """... and win back these seconds, which a change costs, ..."""
+    """Seconds that a change costs. The gain must win them back ..."""
     horizon: int = 50
     """... within this many steps."""
     exclude_gain: float = 0.05
-    """Leaving a worker out must shorten the iteration by this part against keeping it."""
+    """Leaving a worker out must shorten the iteration by this part."""
     readmit_after: int = 50
-    """Steps until a worker that was left out is tried again; doubled each time it is left out again."""
+    """Steps until an excluded worker is tried again; doubled at each further exclusion."""
 
     def __post_init__(self) -> None:
         for name in ("minimum", "horizon", "readmit_after"):
@@ -52,7 +53,7 @@ class Policy(Record, frozen=True):
 
 
 class BalancedWorker:
-    """A worker as the balancer sees it."""
+    """The balancer's state of a worker."""
 
     def __init__(self, cap: int | None, line: Line | None) -> None:
         self.cap = cap
@@ -61,21 +62,21 @@ class BalancedWorker:
         self.patience = 0
 
     def copy(self) -> BalancedWorker:
-        """Independent of this one."""
-        made = copy.copy(self)
-        made.online = self.online.copy()
-        return made
+        clone = copy.copy(self)
+        clone.online = self.online.copy()
+        return clone
 
 
 class Balancer:
-    """decide() once per step, with what was measured in it. Shares in force are kept here, so that a time finds its batch."""
+    """Call decide() once per step with the measurements of that step. The balancer keeps the current shares, so that it
+    can match a time to its batch."""
 
     def __init__(
         self, joined: Sequence[Joined], total: int, policy: Policy | None = None, communication: Communication = FREE,
         *, shares: Mapping[int, int] | Decision | None = None, from_step: int = 0,
     ) -> None:
-        """`shares`: those in force already, or announced for `from_step`, with what they promise if it is a decision that they
-        come from; without them the best by the profile are."""
+        """`shares`: current shares, or a decision announced for `from_step` with its predictions. Without them, the
+        balancer begins with the best shares by the profiles."""
         self.total, self.policy, self.communication = total, policy or Policy(), communication
         self.members = {one.worker: BalancedWorker(one.cap, one.line) for one in joined}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
@@ -86,9 +87,9 @@ class Balancer:
                 f"balancer: got {len(joined)} workers of which none has room for the minimum batch {self.policy.minimum} "
                 f"within the total {total}; raise a cap or lower the minimum"
             )
-        found = self._solve(workers, frozenset(workers) if any(one.line is None for one in joined) else frozenset())
+        solution = self._solve(workers, frozenset(workers) if any(one.line is None for one in joined) else frozenset())
         reason = "the profile" if all(one.line for one in joined) else "no profile"
-        self.latest = self._decision(-1, from_step, workers, found, reason, math.inf)
+        self.latest = self._decision(-1, from_step, workers, solution, reason, math.inf)
         if shares is not None:
             self.latest = shares if isinstance(shares, Decision) else self._given(shares, from_step)
         self._in_force, self._announced = self.latest, deque[Decision]()
@@ -112,21 +113,22 @@ class Balancer:
         return Decision(-1, from_step, tuple(named), tuple(named.values()), pieces, "given", math.inf, math.inf)
 
     def copy(self) -> Balancer:
-        """Independent of this one: what either decides leaves the other as it is."""
-        made = copy.copy(self)
-        made.members = {worker: member.copy() for worker, member in self.members.items()}
-        made.events = deque(self.events, maxlen=EVENTS_KEPT)
-        made._announced, made._under = self._announced.copy(), list(self._under)
-        return made
+        """Independent: decisions of one copy do not affect the other."""
+        clone = copy.copy(self)
+        clone.members = {worker: member.copy() for worker, member in self.members.items()}
+        clone.events = deque(self.events, maxlen=EVENTS_KEPT)
+        clone._announced, clone._under = self._announced.copy(), list(self._under)
+        return clone
 
     @property
     def shares(self) -> dict[int, int]:
-        """The latest shares, which may be announced for a step that is still to come."""
+        """The latest shares. They may be announced for a later step."""
         return self.latest.by_worker
 
     def decide(self, step: int, inputs: Sequence[Input]) -> Decision | None:
-        """What was measured and who came or went in `step`; new shares if they are worth it, announced for step + lead."""
-        # Someone may come or go while a decision is still announced: then two are on their way, and both will be in force.
+        """Takes the measurements and membership changes of `step`. Returns new shares for step + lead if they are worth
+        it."""
+        # If membership changes while a decision is announced, there are two pending decisions. Each takes effect at its step.
         while self._announced and step >= self._announced[0].from_step:
             self._in_force = self._announced.popleft()
             self._now = self._in_force.by_worker
@@ -168,7 +170,7 @@ class Balancer:
                 self._compare(step, max(times.values()))
 
     def _measured(self, step: int, worker: int, batch: int, compute_s: float) -> float:
-        """The seconds if they count; a bad measurement is said and left out, training goes on."""
+        """The seconds if they count, else 0. Bad measurements are noted and dropped."""
         member = self.members.get(worker)
         if member is None or batch < 1:
             return 0.0
@@ -186,7 +188,7 @@ class Balancer:
 
     def _compare(self, step: int, slowest_s: float) -> None:
         if self._in_force.after_s == math.inf:
-            return  # shares that were given promised nothing
+            return  # given shares have no prediction
         self._under.append(slowest_s)
         if len(self._under) == OUTCOME_AFTER:
             exposed_s = self.communication.exposed_s(self._places(self._in_force), statistics.median(self._under))
@@ -197,62 +199,63 @@ class Balancer:
     def _improved(self, step: int) -> Decision | None:
         """The best shares, if they gain enough."""
         workers = self._able(worker for worker, one in self.members.items() if one.out_since is None or self._reported(worker))
-        here = frozenset(worker for worker in workers if self._now.get(worker))
+        present = frozenset(worker for worker in workers if self._now.get(worker))
         before_s = self._expected_s(self._in_force)
-        # A guessed offset is no reason to leave a worker out, unless it was measured at the smallest share that it could have.
+        # A guessed offset does not justify excluding a worker, unless it was measured at the smallest possible share.
         open_yet = frozenset(
-            w for w in here if self.members[w].online.ambiguous and self._now[w] > self.policy.minimum
+            w for w in present if self.members[w].online.ambiguous and self._now[w] > self.policy.minimum
         )
-        # Where leaving one out is never worth it, nobody need look whom.
-        found = self._solve(workers, open_yet | here if self.policy.exclude_gain >= 1 else open_yet)
-        out = [w for w, share in zip(workers, found.shares, strict=True) if not share and w in here]
+        # If exclusion is never worth it, keep all workers instead of searching for one to drop.
+        solution = self._solve(workers, open_yet | present if self.policy.exclude_gain >= 1 else open_yet)
+        out = [w for w, share in zip(workers, solution.shares, strict=True) if not share and w in present]
         if out:
-            kept = self._solve(workers, open_yet | here)
-            if found.iteration_s > kept.iteration_s * (1 - self.policy.exclude_gain):
-                found, out = kept, []
+            kept = self._solve(workers, open_yet | present)
+            if solution.iteration_s > kept.iteration_s * (1 - self.policy.exclude_gain):
+                solution, out = kept, []
         least_s = max(self.policy.gain_least * before_s, self.policy.change_s / self.policy.horizon)
-        if before_s - found.iteration_s < least_s:
+        if before_s - solution.iteration_s < least_s:
             return None
-        back = [w for w, share in zip(workers, found.shares, strict=True) if share and w not in here]
+        back = [w for w, share in zip(workers, solution.shares, strict=True) if share and w not in present]
         why = [f"worker {w} only holds the others up" for w in out] + [f"worker {w} is worth having again" for w in back]
         reason = "; ".join(why) or "the times moved apart"
-        return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)
+        return self._decision(step, step + self.policy.lead, workers, solution, reason, before_s)
 
     def _replanned(self, step: int, reason: str) -> Decision:
-        """After someone came or went: the shares must change, whatever they gain. A newcomer without a line gets the least."""
+        """After a membership change the shares must change, whatever the gain. A newcomer without a line gets the minimum."""
         workers = self._able(w for w, one in self.members.items() if one.out_since is None) or self._able(self.members)
         new = frozenset(worker for worker in workers if not self.members[worker].online.known)
-        found = self._solve(workers, new, dict.fromkeys(new, self.policy.minimum) if len(new) < len(workers) else {})
+        solution = self._solve(workers, new, dict.fromkeys(new, self.policy.minimum) if len(new) < len(workers) else {})
         gone = any(share and worker not in self.members for worker, share in self.shares.items())
         before_s = math.inf if gone else self._expected_s(self._in_force)
-        return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)
+        return self._decision(step, step + self.policy.lead, workers, solution, reason, before_s)
 
     def _probe(self, step: int) -> Decision | None:
-        """One worker that was left out long enough ago, tried with the smallest share."""
+        """Tries one worker that was excluded long enough ago, with the smallest share."""
         for worker, member in sorted(self.members.items()):
             if member.out_since is not None and step - member.out_since >= member.patience and self._able([worker]):
                 workers = self._able([worker, *(w for w, m in self.members.items() if m.out_since is None)])
-                if worker not in workers:  # the total is too small for so many
+                if worker not in workers:  # the total is too small for all of them
                     member.out_since, member.patience = step, 2 * member.patience
                     continue
                 member.online.doubt()
-                found = self._solve(workers, frozenset([worker]), {worker: self.policy.minimum})
+                solution = self._solve(workers, frozenset([worker]), {worker: self.policy.minimum})
                 before_s, reason = self._expected_s(self._in_force), f"worker {worker} is tried again"
-                return self._decision(step, step + self.policy.lead, workers, found, reason, before_s)
+                return self._decision(step, step + self.policy.lead, workers, solution, reason, before_s)
         return None
 
     def _reported(self, worker: int) -> bool:
-        """A worker without share whose line stands below the present makespan, from what it measured for itself."""
+        """Whether a worker without a share has measured, on its own, times that would fit below the current makespan."""
         return self._line(worker).time_s(self.policy.minimum) < self._expected_s(self._in_force)
 
     def _able(self, workers: Iterable[int]) -> list[int]:
-        """Those with room for the smallest share, by name; if the total is too small for so many, those that start first."""
+        """Workers with room for the smallest share, sorted. If the total is too small for all of them, the fastest at the
+        smallest share."""
         least = self.policy.minimum
         room = [worker for worker in workers if self.members[worker].cap is None or (self.members[worker].cap or 0) >= least]
         return sorted(sorted(room, key=lambda worker: (self._line(worker).time_s(least), worker))[: self.total // least])
 
     def _solve(self, workers: Sequence[int], keep: frozenset[int], most: dict[int, int] | None = None) -> Solution:
-        """`most`: what single workers are to get at most, in all."""
+        """`most`: upper bounds of single workers' shares."""
         caps = [self.members[worker].cap for worker in workers]
         at_most = {place: most[worker] for place, worker in enumerate(workers) if most and worker in most}
         places = [place for place, worker in enumerate(workers) if worker in keep]
@@ -263,7 +266,7 @@ class Balancer:
         return solve(lines, self.total, caps, minimum=self.policy.minimum, keep=places, communication=named, most=at_most)
 
     def _line(self, worker: int) -> Line:
-        """Its own line, or before it has one the middle of the others'."""
+        """The worker's own line, or the median of the other workers' lines if it has none yet."""
         if self.members[worker].online.known:
             return self.members[worker].online.line
         known = [member.online.line for member in self.members.values() if member.online.known]
@@ -272,7 +275,7 @@ class Balancer:
         return Line(statistics.median(one.slope_s for one in known), statistics.median(one.intercept_s for one in known))
 
     def _expected_s(self, decision: Decision) -> float:
-        """What an iteration takes with these shares, by the lines as they are now."""
+        """Iteration time of these shares by the current lines."""
         times = []
         for worker, share in zip(decision.workers, decision.shares, strict=True):
             if share and worker in self.members:

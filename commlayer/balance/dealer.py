@@ -1,8 +1,9 @@
-"""Uneven and changing batches from a stream that can only be read once, in order. Knows shares; no torch, no index.
+"""Uneven and changing batches from a stream that can only be read once, in order.
 
-What a stream cannot give, beside `Sampler`: every worker reads all items (and throws away what others train); the stream must
-come in the same order everywhere; a vanished worker's items are not handed out again; resuming reads again what was trained.
-A DataLoader around the stream, with batch_size=None, may prepare items ahead, in order: with at most one worker process.
+Limits compared with `Sampler`: every worker reads all items and drops those of the others. The stream must have the same
+order on all workers. A lost worker's items are not assigned again. Resuming reads again what was trained.
+
+A DataLoader around the stream, with batch_size=None, may prepare items in advance, in order: with at most one worker process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from commlayer.records import Record, decode
 
 
 class DealerState(Record, frozen=True):
-    """Where a stream stands: the same on all workers."""
+    """Position in a stream: the same on all workers."""
 
     batch: int
     step: int
@@ -28,7 +29,7 @@ class DealerState(Record, frozen=True):
 
 
 class Dealer(HandsOut):
-    """Deals a stream's items to the workers, `batch` of them a step. `fraction` and `last` as those of Sampler."""
+    """Deals a stream's items to the workers, `batch` of them per step. `fraction` and `last` are those of Sampler."""
 
     def __init__(self, stream: Iterable[Any], batch: int, *, shares: Sequence[int] | Mapping[int, int], rank: int,
                  collate: Callable[[list[Any]], Any], least: int = 1, cap: int = 0) -> None:
@@ -41,7 +42,7 @@ class Dealer(HandsOut):
         self.step = self._read = self._dealt = 0
 
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int]) -> None:
-        """From that step on these shares hold; all workers hear it before they come to that step."""
+        """Sets the shares from `step` on. Every worker must call it before it reaches that step."""
         named = checked_shares(shares, self.batch, self._least)
         if step <= self.step:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
@@ -49,7 +50,7 @@ class Dealer(HandsOut):
         self._schedule.add(Announcement(step, named))
 
     def follow(self, session: Averaging | None = None, *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
-        """This worker's batches to the end of the stream, from where training stands."""
+        """This worker's batches, from the current position to the end of the stream."""
         items = itertools.islice(iter(self._stream), self._read, None)
         try:
             while held := list(itertools.islice(items, self.batch)):
@@ -68,7 +69,7 @@ class Dealer(HandsOut):
                 self._commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands."""
+        """The current position, for a checkpoint."""
         if self._handout.applied():
             self._commit()
         return {"dealer": text_of(DealerState(self.batch, self.step, self._read, self._schedule.since(self.step)))}

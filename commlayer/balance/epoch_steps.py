@@ -1,4 +1,4 @@
-"""How an epoch is cut into steps: one way on every worker, from ledger and schedule alone. Knows no samples and no loader."""
+"""Cuts an epoch into steps, deterministically on every worker, from ledger and schedule alone."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from commlayer.balance.ledger import Ledger, Range
 from commlayer.balance.schedule import Shares, SharesSchedule, scaled
 
 KEEP_STEPS = 64
-"""How far back a loss may be announced, of steps that all have. Longer than a dead worker goes unnoticed, since
-nobody completes a step without it."""
+"""How many steps back a loss may be announced. More steps than can complete before a dead worker is noticed, since no step
+completes without it."""
 
 
 class Course:
-    """A ledger that is led through the steps. `left` positions are to come, next in step `step`."""
+    """Advances an epoch's ledger step by step; `step` is the next one to assign."""
 
     def __init__(self, ledger: Ledger, schedule: SharesSchedule, step: int, batch: int, *, drop: bool) -> None:
-        """`drop`: a last step that is not full is left out."""
+        """`drop`: leave out a last step that is not full."""
         self.ledger, self.step = ledger, step
         self._schedule, self._batch, self._drop = schedule, batch, drop
 
     def copy(self) -> Course:
-        """To look ahead: it shares the schedule only."""
+        """A copy to look ahead with; it shares only the schedule."""
         return Course(self.ledger.copy(), self._schedule, self.step, self._batch, drop=self._drop)
 
     def over(self) -> bool:
-        """Whether nothing is left to give out."""
+        """Whether no positions are left to assign."""
         return self.ledger.left < (self._batch if self._drop else 1)
 
     def ends(self) -> bool:
-        """Whether nothing is left behind the step to come."""
+        """Whether the next step is the last one."""
         full, rest = self.steps_left()
         return full + bool(rest) <= 1
 
     def finished(self) -> bool:
-        """Whether the epoch is over. A loss that is announced for later, but began in it, still belongs to it: it is pulled in.
+        """Whether the epoch is over. A loss that is announced for a later step but began in this epoch is applied now.
 
-        Only for the course that is trained: it stands at the same step on all workers.
+        Call it only on the trained course, which is at the same step on all workers.
         """
         if not self.over():
             return False
@@ -43,7 +43,7 @@ class Course:
         return self.over()
 
     def advance(self, keep_from: int) -> dict[int, list[Range]]:
-        """Gives out the next step. Steps before `keep_from` can no longer be taken back."""
+        """Assigns the next step. Steps before `keep_from` can no longer be taken back."""
         for worker, first in self._schedule.losses(self.step).items():
             self.ledger.take_back(worker, first)
         for step in [s for s in self.ledger.open if s < keep_from]:
@@ -53,7 +53,7 @@ class Course:
         return given
 
     def steps_left(self) -> tuple[int, int]:
-        """Full steps to come, and positions for a short one."""
+        """Full steps left, and the positions of a short last one."""
         full, rest = divmod(self.ledger.left, self._batch)
         return full, 0 if self._drop else rest
 

@@ -1,4 +1,4 @@
-"""What goes into the balancer and what it says. Records only; knows no models and decides nothing."""
+"""Records that go into the balancer and come out of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlayer.records import Record
 
 
 class Measurement(Record, frozen=True):
-    """A worker's compute seconds in a step. A worker without share may report a batch that it computed for itself."""
+    """A worker's compute seconds in a step. A worker without a share may report a batch that it computed on its own."""
 
     worker: int
     batch: int
@@ -17,7 +17,7 @@ class Measurement(Record, frozen=True):
 
 
 class Joined(Record, frozen=True):
-    """A worker that can take part from now on; without a line it is first given as little as is allowed."""
+    """A worker that can take part from now on. Without a line it first gets the smallest share."""
 
     worker: int
     cap: int | None = None
@@ -25,7 +25,7 @@ class Joined(Record, frozen=True):
 
 
 class Vanished(Record, frozen=True):
-    """A worker that is gone, for whatever reason."""
+    """A worker that left or died."""
 
     worker: int
 
@@ -34,7 +34,7 @@ Input = Measurement | Joined | Vanished
 
 
 class Decision(Record, frozen=True):
-    """New shares for all members from a future step on, why, and what they should bring."""
+    """New shares for all members from a future step on, with reason and expected gain."""
 
     step: int
     from_step: int
@@ -43,10 +43,10 @@ class Decision(Record, frozen=True):
     micro_batches: tuple[int, ...]
     reason: str
     before_s: float
-    """Expected time of an iteration with the shares in force; infinite where they cannot be computed any more."""
+    """Expected iteration time with the current shares; infinite if they are no longer possible."""
     after_s: float
     effect: float = 0.0
-    """The straggler effect in the step that it was decided by."""
+    """The straggler effect in the step of the decision."""
 
     @property
     def gain_s(self) -> float:
@@ -58,7 +58,7 @@ class Decision(Record, frozen=True):
 
 
 class Outcome(Record, frozen=True):
-    """What a decision brought: the median of the first iterations under it against what it expected."""
+    """Compares the median of the first iterations under a decision with its prediction."""
 
     step: int
     decided: int
@@ -67,9 +67,9 @@ class Outcome(Record, frozen=True):
     measured_s: float
     reason: str
     effect: float = 0.0
-    """The straggler effect that is left: of the last of these steps."""
+    """The straggler effect in the last of these steps."""
     whole_s: float = 0.0
-    """Of a whole step meanwhile, communication and all; 0 where nobody measured it."""
+    """Time of a whole step, including communication; 0 if it was not measured."""
 
     @property
     def error(self) -> float:
@@ -77,7 +77,7 @@ class Outcome(Record, frozen=True):
 
 
 class Note(Record, frozen=True):
-    """Something noticed that changed no share: a refused measurement, a suspected spike, nobody left."""
+    """An observation that changed no share: a refused measurement, a suspected spike, no worker left."""
 
     step: int
     text: str
@@ -87,12 +87,12 @@ Event = Decision | Outcome | Note
 
 
 def straggler_effect(times_s: Sequence[float]) -> float:
-    """LBB's SE, (longest - shortest) / mean, of those that computed."""
+    """LBB's straggler effect, (longest - shortest) / mean, over the workers that computed."""
     return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s)) if times_s else 0.0
 
 
 def said(event: Decision | Outcome) -> str:
-    """In a line, for people."""
+    """The event in one line, for people."""
     if isinstance(event, Outcome):
         whole = f"; a whole step takes {event.whole_s * 1e3:.1f} ms" if event.whole_s else ""
         return (f"the shares decided at step {event.decided} brought {event.measured_s * 1e3:.1f} ms a step, expected were "

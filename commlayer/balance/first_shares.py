@@ -1,4 +1,4 @@
-"""The first shares, from the profiles of all workers. Pure: the same profiles give the same shares on every worker."""
+"""Computes the first shares from all workers' profiles. Pure: every worker gets the same shares."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 SharesOf = Callable[[Sequence[Cubic], int, Sequence[int | None], int], list[int]]
-"""Shares from cubic models, the total, caps and the minimum."""
+"""Shares from cubic models, total, caps and minimum."""
 
 
 class Opening(Record, frozen=True):
-    """What training begins with. `lines` are the models as they are near the shares: what is followed from there on."""
+    """The first decision. `lines` are the models near these shares, from which the balancer continues."""
 
     decision: Decision
     lines: tuple[Line, ...]
     cubics: tuple[Cubic, ...]
     notes: tuple[Note, ...] = ()
-    """Times that were no times: they are left out."""
+    """Measured times that were invalid and dropped."""
 
 
 def opening(
     profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
     exclude: bool = False, communication: Communication = FREE, shares_of: SharesOf | None = None,
 ) -> Opening:
-    """Shares from `step` on, in place of `before`; `shares_of` is another way to them. ValueError: a worker has no room."""
-    needed = 2 * minimum - 1  # so that a share above the cap can be cut into parts of the minimum
+    """Shares from `step` on that replace `before`. `shares_of` replaces the default solver. ValueError if a worker has no
+    room."""
+    needed = 2 * minimum - 1  # so that a share above the cap can be cut into parts of at least the minimum
     for worker, profile in enumerate(profiles):
         if profile.ended and profile.cap < needed:
             raise InvalidInput("E-SHARES-ARGUMENT",
@@ -42,9 +43,9 @@ def opening(
                                "free memory, take a smaller model, or start without it")
     refused: list[Note] = []
     points = [_sound(worker, profile.points, step, refused) for worker, profile in enumerate(profiles)]
-    models = [_model(found) for found in points]
+    models = [_model(measured) for measured in points]
     caps = [profile.cap if profile.ended else None for profile in profiles]
-    cubics = tuple(_cubic(found) for found in points)
+    cubics = tuple(_cubic(measured) for measured in points)
     if shares_of is None:
         shares = list(solve(models, total, caps, minimum=minimum, exclude=exclude, communication=communication).shares)
     else:
@@ -62,7 +63,7 @@ def opening(
     decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile", step_s(now),
                         step_s(shares), straggler_effect(times(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
-    lines = tuple(_near(found, batch) for found, batch in zip(points, at, strict=True))
+    lines = tuple(_near(measured, batch) for measured, batch in zip(points, at, strict=True))
     return Opening(decision, lines, cubics, tuple(refused))
 
 
@@ -81,7 +82,8 @@ def _model(points: Points) -> Line | Piecewise:
 
 
 def _near(points: Points, batch: int) -> Line:
-    """The line through the points on both sides of a batch. A worker without any is thought slow: it begins with little."""
+    """The line through the points on both sides of a batch. A worker without points is assumed slow, so that it begins
+    with little."""
     if len(points) < 2:
         size, time_s = points[0] if points else (1, 1.0)
         return Line(time_s / size)
@@ -90,7 +92,7 @@ def _near(points: Points, batch: int) -> Line:
     now_s = low[1] + slope_s * (batch - low[0])
     if slope_s < 0 or now_s <= 0:
         return fit_line((low, high)).model
-    # Where a curve bends up its line may begin below zero: then the one from zero that is right at this batch.
+    # A convex curve's line may start below zero: then use the line through zero that is exact at this batch.
     return Line(slope_s, now_s - slope_s * batch) if now_s >= slope_s * batch else Line(now_s / batch)
 
 

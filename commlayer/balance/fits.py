@@ -1,4 +1,4 @@
-"""Time models from measured points, each with its error. Knows points (batch, seconds) only."""
+"""Fits time models to measured points (batch, seconds), each with its error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Points = Sequence[tuple[int, float]]
 
 
 class Fit(msgspec.Struct, Generic[M], frozen=True):
-    """A model and how far the points lie from it, relative to what the model says."""
+    """A model and the error of the points relative to its prediction."""
 
     model: M
     rms: float
@@ -27,7 +27,7 @@ class Fit(msgspec.Struct, Generic[M], frozen=True):
 
 
 def fit_line(points: Points) -> Fit[Line]:
-    """Least squares of relative errors: a millisecond at batch 2 counts as much as its part of the time there."""
+    """Least squares of relative errors, so that small batches count as much as large ones."""
     batches, times = _arrays(points, 2, "line")
     slope, intercept = np.polyfit(batches, times, 1, w=1 / times)
     if intercept < 0:
@@ -38,7 +38,7 @@ def fit_line(points: Points) -> Fit[Line]:
 
 
 def fit_cubic(points: Points) -> Fit[Cubic]:
-    """LBB's profile model: plain least squares, as published. Below four distinct batches of a lower degree."""
+    """LBB's profile model: plain least squares, as published. Fewer than four distinct batches lower the degree."""
     batches, times = _arrays(points, 2, "cubic")
     degree = min(3, len(set(batches)) - 1)
     coefficients = [0.0] * (3 - degree) + [float(c) for c in np.polyfit(batches, times, degree)]
@@ -46,7 +46,7 @@ def fit_cubic(points: Points) -> Fit[Cubic]:
 
 
 def fit_piecewise(points: Points) -> Fit[Piecewise]:
-    """Medians per batch, made rising by the least change (isotonic regression)."""
+    """Medians per batch, made monotonic by isotonic regression."""
     batches, times = _arrays(points, 2, "piecewise")
     per_batch: dict[float, list[float]] = defaultdict(list)
     for batch, time_s in zip(batches.tolist(), times.tolist(), strict=True):
@@ -74,6 +74,6 @@ def _arrays(points: Points, distinct: int, what: str) -> tuple[np.ndarray, np.nd
 
 def _judged(model: M, batches: np.ndarray, times: np.ndarray) -> Fit[M]:
     timed: TimeModel | Cubic = model
-    said = np.array([timed.time_s(batch) for batch in batches.tolist()])
-    errors = times / np.maximum(said, 1e-12) - 1
+    predicted = np.array([timed.time_s(batch) for batch in batches.tolist()])
+    errors = times / np.maximum(predicted, 1e-12) - 1
     return Fit(model, float(np.sqrt(np.mean(errors**2))), float(np.max(np.abs(errors))))

@@ -1,4 +1,4 @@
-"""Hands batches to a training loop: tells the session what each weighs, accumulates parts of a step. Knows no torch by name."""
+"""Yields a step's batches to a training loop, reports their weight to the session, and accumulates micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Planned(Protocol):
-    """What it averages under."""
+    """What a session says about its plan and membership."""
 
     @property
     def plan(self) -> Plan | None: ...
@@ -43,7 +43,7 @@ class Planned(Protocol):
 
 
 class Averaging(Protocol):
-    """What is needed of a session."""
+    """The part of a session that batch assignment needs."""
 
     @property
     def inspect(self) -> Planned: ...
@@ -61,47 +61,49 @@ class Averaging(Protocol):
 
 
 class DrawnBatch(NamedTuple):
-    """A batch that was drawn: all of a worker's samples of a step, or one of several micro-batches."""
+    """One batch of a step: all of a worker's samples, or one of several micro-batches."""
 
     step: int
     samples: int
-    """That count: 0 for a batch that only keeps its worker in the step."""
+    """Samples that count: 0 for a batch that only keeps its worker in the step."""
     repeats: int
-    """How often each sample is in it, so that it reaches the least size."""
+    """How often the batch repeats each sample to reach the least size."""
     last: bool
     computed: int
-    """How many samples the batch holds."""
+    """Samples in the batch, repeats included."""
     whole: int
     """Samples of all workers in the step."""
 
 
 class Handout:
-    """The step under way. `fraction` and `last` are for the loop's body."""
+    """The current step. `fraction` and `last` are for the loop's body."""
 
     def __init__(self) -> None:
         self.fraction, self.last = 1.0, True
         self.samples = self.computed = 0
-        """This worker's samples in the step, and those that it computes: repeated ones, too, and those that weigh nothing."""
+        """This worker's samples in the step, and the samples that it computes, including repeats and samples of weight
+        zero."""
         self.out = False
-        """Whether a step's last batch is with the loop, and the step not accounted for."""
+        """Whether the loop has the step's last batch and the step is not accounted for yet."""
         self.session: Averaging | None = None
         self._local, self._steps_before = False, 0.0
 
     def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: Averaging | None,
             weigh: Callable[[Any], float] | None, *, whole: bool = True) -> Iterator[Any]:
-        """Yields a step's batches. All but the last accumulate without synchronising. `whole`: all are there whom the step was
-        given out to."""
+        """Yields a step's batches; all but the last accumulate without synchronizing. `whole`: every worker that was
+        assigned a part of the step is still present."""
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
         self.samples = sum(part.samples for _, part in batches)
         self.computed = sum(part.computed for _, part in batches)
         if session is not None:
-            # Where samples are what counts, all know the sum, and nobody need be told of a short last batch.
+            # With sample counts as weights, all workers know the total, so the session need not exchange it for short last
+            # batches.
             session.weight(total, float(batches[0][1].whole) if weigh is None and whole else None)
         plan = None if session is None else session.inspect.plan
         self.session, self._local = session, plan is not None and plan.steps_locally
         self._steps_before = _steps(session, local=self._local)
-        # What weighs nothing in an average must not move weights of this worker's own either, which others get a part of.
+        # A batch of weight zero must not change local weights either, since local steps pass them on to other workers.
         nothing = 0.0 if self._local else 1.0 / len(batches)
         for (batch, part), weight in zip(batches, weights, strict=True):
             self.fraction = weight / total if total else nothing
@@ -111,20 +113,20 @@ class Handout:
         self.fraction, self.last = 1.0, True
 
     def applied(self) -> bool:
-        """Whether the step whose last batch is out has been averaged, or taken where steps are local. Without a session, and
-        alone in one, that is taken for granted."""
+        """Whether the step of the last yielded batch was averaged (with local steps: taken). Assumed true without a
+        session, and with a session of one worker."""
         if not self.out:
             return False
         return (self.session is None or self.session.inspect.plan is None
                 or _steps(self.session, local=self._local) > self._steps_before)
 
     def over(self) -> None:
-        """The step is accounted for."""
+        """Marks the step as accounted for."""
         self.out = False
 
 
 def split(samples: int, cap: int) -> list[int]:
-    """Sizes of the micro-batches: as few as the cap allows (0: no cap), as equal as can be.
+    """Sizes of the micro-batches: as few as the cap allows (0: no cap), as equal as possible.
 
     >>> split(10, 4)
     [4, 3, 3]
@@ -136,13 +138,14 @@ def split(samples: int, cap: int) -> list[int]:
 def drawn_batches(
     step: int, own: list[T], nothing: list[T], *, whole: int, least: int, cap: int
 ) -> Iterator[tuple[DrawnBatch, list[T]]]:
-    """A worker's samples of a step as its batches. Where it has none the others still wait for it: `nothing` weighs nothing."""
+    """A worker's samples of a step as batches. A worker without samples still takes part, with the batch `nothing` at
+    weight zero."""
     if not own:
         yield DrawnBatch(step, 0, 1, True, len(nothing), whole), nothing
         return
     start, sizes = 0, split(len(own), cap)
     for i, samples in enumerate(sizes):
-        # Where a batch is too small each sample comes equally often: the mean stays what it is.
+        # Repeat every sample equally often in a batch that is too small: this keeps the mean.
         repeats = -(-least // samples)
         part = DrawnBatch(step, samples, repeats, i == len(sizes) - 1, samples * repeats, whole)
         yield part, own[start : start + samples] * repeats
@@ -160,23 +163,23 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
 
 
 def _steps(session: Averaging | None, *, local: bool) -> float:
-    """Steps that were averaged, or under local steps, that were taken."""
+    """Steps that were averaged; with local steps, steps that were taken."""
     if session is None:
         return 0.0
     return float(session.step if local else session.stats().get("exchanges", 0))
 
 
 class HandsOut:
-    """What a loop's body asks of whoever hands it batches."""
+    """Properties that a loop's body reads from a Sampler or Dealer."""
 
     _handout: Handout
 
     @property
     def fraction(self) -> float:
-        """What the loss of the batch at hand is to be multiplied by: its part of this worker's weight in the step."""
+        """Factor for the current batch's loss: its part of this worker's weight in the step."""
         return self._handout.fraction
 
     @property
     def last(self) -> bool:
-        """Whether the batch at hand is this worker's last of the step, after which the optimizer steps."""
+        """Whether the current batch is this worker's last of the step, after which the optimizer steps."""
         return self._handout.last

@@ -1,9 +1,9 @@
-"""LBB (load balanced batching) as published, defects included: what Controller(mode="lbb") compares the default with.
+"""LBB (load balanced batching) as published, defects included: the baseline of Controller(mode="lbb").
 
-Objective, thresholds, window and rounding are kept because they are the paper's: max - min is minimised, not the maximum; the
-launch cost a0 stays that of the profile, so an added offset is read as slope; a fine-tuning step of 1 takes floor(1/2) = 0 from
-the slowest and gives ceil(1/2) = 1 to the fastest, so the sum grows; after a rapid-tuning only fine-tuning is allowed for a
-window, whatever happens. Where it is silent (rounding, the solver, the length of the window) this follows the released code.
+The paper's objective, thresholds, window and rounding are kept. It minimizes max - min instead of the maximum. The launch
+cost a0 stays that of the profile, so an added offset is read as slope. A fine-tuning step of 1 takes floor(1/2) = 0 from the
+slowest and gives ceil(1/2) = 1 to the fastest, so the sum grows. After a rapid tuning, only fine tuning is allowed for a
+window. Where the paper is silent (rounding, solver, window length), this follows the released code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commlayer.records import Record
 
 
 class LbbSettings(Record, frozen=True):
-    """Thresholds of the straggler effect and the window, in iterations since the last rapid-tuning."""
+    """Thresholds of the straggler effect, and the window in iterations since the last rapid tuning."""
 
     fine: float = 0.05
     rapid: float = 0.3
@@ -30,15 +30,15 @@ class LbbSettings(Record, frozen=True):
 
 
 def spread_s(curves: Sequence[Cubic], batches: Sequence[float]) -> float:
-    """max T - min T over all workers: one without share counts with its launch cost T(0)."""
+    """max T - min T over all workers. A worker without a share counts with its launch cost T(0)."""
     times = [curve.time_s(batch) for curve, batch in zip(curves, batches, strict=True)]
     return max(times) - min(times)
 
 
 def spread_shares(curves: Sequence[Cubic], total: int, caps: Sequence[int | None]) -> list[float]:
-    """Real shares that minimise the spread (the paper's equation 3), by SLSQP from (2, ..., 2) as in the released code."""
-    found = minimize(
-        # In milliseconds: the solver's tolerance is absolute.
+    """Real shares that minimize the spread (the paper's equation 3), by SLSQP from (2, ..., 2) as in the released code."""
+    optimum = minimize(
+        # In milliseconds, because the solver's tolerance is absolute.
         lambda batches: 1e3 * spread_s(curves, batches),
         np.full(len(curves), 2.0),
         method="SLSQP",
@@ -46,18 +46,18 @@ def spread_shares(curves: Sequence[Cubic], total: int, caps: Sequence[int | None
         constraints={"type": "eq", "fun": lambda batches: float(batches.sum()) - total},
         options={"maxiter": 1000},
     )
-    return [float(batch) for batch in found.x]
+    return [float(batch) for batch in optimum.x]
 
 
 def round_halves(real: Sequence[float]) -> list[int]:
-    """After profiling: the larger half of the shares is rounded up, the smaller half down. The sum may be missed."""
+    """Rounding after profiling: the larger half of the shares up, the smaller half down. The sum may miss the total."""
     order = sorted(range(len(real)), key=lambda i: real[i])
     low = set(order[: len(real) // 2])
     return [math.floor(batch) if i in low else math.ceil(batch) for i, batch in enumerate(real)]
 
 
 class Lbb:
-    """The coordinator in the training loop. `curves` are the cubic profile models."""
+    """LBB's coordinator in the training loop. `curves` are the cubic profile models."""
 
     def __init__(
         self,
@@ -73,16 +73,15 @@ class Lbb:
         self.rapid_steps: list[int] = []
 
     def copy(self) -> Lbb:
-        """Independent of this one."""
-        made = copy.copy(self)
-        made.rapid_steps = list(self.rapid_steps)
-        return made
+        clone = copy.copy(self)
+        clone.rapid_steps = list(self.rapid_steps)
+        return clone
 
     def shares(self, step: int) -> Sequence[int]:
         return self._shares
 
     def observe(self, step: int, times_s: Sequence[float]) -> None:
-        """Algorithm 2: nothing, fine-tuning or rapid-tuning, for the next iteration."""
+        """Algorithm 2: no change, fine tuning or rapid tuning for the next iteration."""
         self._since_rapid += 1
         effect = straggler_effect(times_s)
         if effect < self.settings.fine:
@@ -102,7 +101,7 @@ class Lbb:
         return shares
 
     def _rapid(self, times_s: Sequence[float]) -> list[int]:
-        """New lines through (0, a0 of the profile) and the last point of each worker."""
+        """New lines through (0, a0 of the profile) and each worker's last point."""
         rough = [
             Cubic(0.0, 0.0, (time_s - curve.a0_s) / share if share else curve.a1_s, curve.a0_s)
             for curve, share, time_s in zip(self.curves, self._shares, times_s, strict=True)
@@ -110,5 +109,5 @@ class Lbb:
         return [round(batch) for batch in spread_shares(rough, self.total, self.caps)]
 
     def take(self, shares: Sequence[int]) -> None:
-        """Others than it wanted are in force."""
+        """Replaces the shares by those that the caller applied."""
         self._shares = list(shares)

@@ -1,7 +1,7 @@
-"""Who was given which ranges of an epoch's index stream in which step, and what is left. Knows no shares, clock or torch.
+"""Tracks which ranges of an epoch's index stream each worker was assigned in which step, and what is left.
 
-The stream is positions 0 to length - 1. A position is left, open (given, may yet be taken back) or done; each is done once.
-What is left is handed out from the front, so what comes back is the next to go out again.
+The stream is positions 0 to length - 1. A position is left, open (assigned, may still be taken back) or done; each is done
+once. Positions are assigned from the front, so positions that come back are the next to be assigned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """In order, without empty ones, neighbours joined. Overlap is an error: a position would be there twice."""
+    """Sorted, without empty ranges, neighbours joined. Overlap is an error: a position would be trained twice."""
     result: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if result and start < result[-1][1]:
@@ -32,12 +32,12 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """How many positions."""
+    """Number of positions."""
     return sum(stop - start for start, stop in ranges)
 
 
 def text_of(state: Record) -> str:
-    """A record that has numbers as keys, as canonical JSON."""
+    """A record with numbers as keys, as canonical JSON."""
     return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
 
 
@@ -51,7 +51,7 @@ class LedgerState(Record, frozen=True):
 
 
 class Ledger:
-    """One epoch. All members of a job keep the same one: they make the same calls in the same order."""
+    """One epoch. All members of a job keep the same ledger: they make the same calls in the same order."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -60,23 +60,23 @@ class Ledger:
 
     @property
     def left(self) -> int:
-        """Positions to hand out yet."""
+        """Number of positions not assigned yet."""
         return size(self._left)
 
     @property
     def open(self) -> Mapping[int, Mapping[int, list[Range]]]:
-        """What may yet be taken back: ranges by step and worker."""
+        """Ranges that can still be taken back, by step and worker."""
         return self._open
 
     @property
     def done(self) -> list[Range]:
-        """What needs no more handing out."""
+        """Ranges that need no further assignment."""
         busy = merged([*self._left, *(r for given in self._open.values() for ranges in given.values() for r in ranges)])
         edges = [0, *(edge for r in busy for edge in r), self.length]
         return merged(zip(edges[::2], edges[1::2], strict=True))
 
     def give(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
-        """Hands out that many positions to each worker, in the order of their numbers; open until `commit`."""
+        """Assigns counts[worker] positions to each worker, in the order of their numbers; open until `commit`."""
         if step in self._open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: step {step} has been given out already")
         if sum(counts.values()) > self.left:
@@ -87,28 +87,27 @@ class Ledger:
         return given
 
     def commit(self, step: int, missing: Iterable[int] = ()) -> None:
-        """The step has been applied. Those in `missing` had no part in it: what they were given is left again."""
+        """Closes an applied step. The ranges of workers in `missing`, which had no part in it, are left again."""
         if step not in self._open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: step {step} is not open")
         given = self._open.pop(step)
         self._give_back(given.get(worker, []) for worker in set(missing))
 
     def take_back(self, worker: int, from_step: int = 0) -> int:
-        """A worker vanished: what it was given from that step on is left again. How many positions that are."""
+        """Takes back what a lost worker was assigned from `from_step` on; returns the number of positions."""
         ranges = [given.pop(worker, []) for step, given in self._open.items() if step >= from_step]
         self._give_back(ranges)
         return sum(map(size, ranges))
 
     def renumber(self, number: Callable[[int], int]) -> None:
-        """Workers have other numbers from now on, each its own."""
+        """Renumbers the workers; `number` must be one-to-one."""
         self._open = {step: {number(worker): ranges for worker, ranges in given.items()} for step, given in self._open.items()}
 
     def copy(self) -> Ledger:
-        """Independent of this one."""
-        made = Ledger(self.length)
-        made._left = list(self._left)
-        made._open = {step: {w: list(r) for w, r in given.items()} for step, given in self._open.items()}
-        return made
+        clone = Ledger(self.length)
+        clone._left = list(self._left)
+        clone._open = {step: {w: list(r) for w, r in given.items()} for step, given in self._open.items()}
+        return clone
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -118,13 +117,13 @@ class Ledger:
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """The inverse of `state_dict`."""
         kept = decode(str(state.get("ledger", "")).encode(), LedgerState, "state of a ledger")
-        made = cls(kept.length)
-        made._left, made._open = merged(kept.left), kept.open
+        ledger = cls(kept.length)
+        ledger._left, ledger._open = merged(kept.left), kept.open
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]
-        held = merged([*kept.left, *given])  # refuses overlap
+        held = merged([*kept.left, *given])  # raises on overlap
         if held and (held[0][0] < 0 or held[-1][1] > kept.length):
             raise InvalidInput("E-SAMPLER-STATE", f"state of a ledger: position outside 0 to {kept.length - 1}")
-        return made
+        return ledger
 
     def _give_back(self, lists: Iterable[list[Range]]) -> None:
         self._left = merged([*self._left, *(r for ranges in lists for r in ranges)])

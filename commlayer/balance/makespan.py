@@ -1,7 +1,7 @@
-"""The smallest makespan, in whole samples. Knows models and bounds, not what a set of workers costs beyond computing.
+"""Shares with the smallest makespan, in whole samples.
 
-Bisection on the makespan brackets the answer to a few samples; these go, one by one, to whoever finishes them first. For
-rising models that greedy end is exact: the samples that it hands out are the next ones in order of their finishing time.
+Bisection on the makespan brackets the answer to a few samples. The rest go one by one to the worker that finishes them first.
+For monotonic models this greedy end is exact.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from commlayer.balance.models import Accumulated, Line, TimeModel
 
 LONGEST_S = sys.float_info.max
 FEW = 24
-"""Below this many workers plain Python is faster than numpy's calls."""
+"""With fewer workers, plain Python is faster than numpy."""
 
 
 class Speeds:
-    """The models of all workers, ready to be asked together. `most`: what each may take."""
+    """All workers' models, vectorized where possible. `most`: upper bound of each worker's share."""
 
     def __init__(self, models: Sequence[TimeModel], most: Sequence[int]) -> None:
         self.models, self.most = models, most
@@ -28,11 +28,12 @@ class Speeds:
         self._longest_s = self.times(range(len(models)), most)
 
     def hand_out(self, places: Sequence[int], total: int, minimum: int, kept: Collection[int] | None = None) -> list[int]:
-        """Shares of these workers, in their order, with the smallest greatest time; None of `kept`: all of them take part.
+        """Shares of these workers, in their order, with the smallest makespan. kept=None: all of them take part.
 
-        Who is not kept takes part with at least `minimum` or not at all. Where several do with more than one, the sum may be
-        above the total by less than the minimum: it is then what those with a share can do in the smallest time for the total.
-        The caller has seen to it that the bounds admit the total.
+        A worker that is not kept gets 0 or at least `minimum`. With a minimum above 1 the sum may then exceed the total by
+        less than the minimum: the shares are what these workers finish in the smallest time that reaches the total.
+
+        The caller has checked that the bounds admit the total.
         """
         most = [self.most[place] for place in places]
         counts = self._counts(places, minimum, [minimum if kept is None or place in kept else 0 for place in places])
@@ -42,18 +43,19 @@ class Speeds:
         while above - given > len(places) // 2 + 1:
             middle_s = low_s + (high_s - low_s) / 2
             if not low_s < middle_s < high_s:
-                # All that is open ends at one time, as where a time does not depend on the share: whoever comes first has it.
+                # All remaining samples end at the same time, for example where time does not depend on the share: fill
+                # workers in order.
                 for i, able in enumerate(counts(high_s)[0]):
                     if given < total and able > taken[i]:
                         more = min(able - taken[i], total - given if taken[i] else max(total - given, minimum))
                         taken[i], given = taken[i] + more, given + more
                 break
-            here, here_sum = counts(middle_s)
-            if here_sum <= total:
-                low_s, taken, given = middle_s, here, here_sum
+            middle, middle_sum = counts(middle_s)
+            if middle_sum <= total:
+                low_s, taken, given = middle_s, middle, middle_sum
             else:
-                high_s, above = middle_s, here_sum
-        # Next to each worker's share: one more sample, or its first ones together.
+                high_s, above = middle_s, middle_sum
+        # The next larger share of each worker: one more sample, or the minimum at once.
         larger = [min(share + 1 if share else minimum, high) for share, high in zip(taken, most, strict=True)]
         nexts = [(time_s, i) for i, time_s in enumerate(self.times(places, larger)) if taken[i] < most[i]]
         heapq.heapify(nexts)
@@ -68,19 +70,19 @@ class Speeds:
         return taken
 
     def times(self, places: Sequence[int], shares: Sequence[int]) -> list[float]:
-        """How long each takes for its share, above 0."""
+        """Seconds that each worker needs for its share, which is above 0."""
         if self._table is None or len(places) < FEW:
             return [self.models[place].time_s(share) for place, share in zip(places, shares, strict=True)]
         launch_s, slope_s, _, cap, full_s, _ = self._table[:, list(places)]
         full, rest = np.divmod(np.array(shares, float), cap)
-        return (full * full_s + np.where(rest > 0, launch_s + slope_s * rest, 0.0)).tolist()  # type: ignore[no-any-return]
+        return (full * full_s + np.where(rest > 0, launch_s + slope_s * rest, 0.0)).tolist()
 
     def able(self, time_s: float) -> list[int]:
-        """How many samples each does in a time, at most."""
+        """The most samples that each worker finishes within a time."""
         return self._counts(range(len(self.models)), 1, [0] * len(self.models))(time_s)[0]
 
     def _counts(self, places: Sequence[int], minimum: int, least: Sequence[int]) -> Callable[[float], tuple[list[int], int]]:
-        """The samples that each finishes in a time, within its bounds, and their sum."""
+        """A function of time: samples that each worker finishes within its bounds, and their sum."""
         if self._table is not None and len(places) >= FEW:
             return _line_counts(self._table[:, list(places)], minimum, np.array(least))
         bounds = [(self.models[place].within, self.most[place], low) for place, low in zip(places, least, strict=True)]
@@ -93,12 +95,12 @@ class Speeds:
 
 
 def makespan_s(models: Sequence[TimeModel], shares: Sequence[int]) -> float:
-    """The time of the slowest of those who have a share: one without takes no part, so its launch cost does not count."""
+    """The time of the slowest worker with a share. A worker without one takes no part, so its launch cost does not count."""
     return max((model.time_s(share) for model, share in zip(models, shares, strict=True) if share), default=0.0)
 
 
 def fewer_pieces(speeds: Speeds, shares: Sequence[int], caps: Sequence[int], makespan: float) -> list[int]:
-    """As fast as these shares, in fewer micro-batches where others have time left: what lies above a cap goes to them."""
+    """Equally fast shares with fewer micro-batches: samples above one worker's cap move to workers with time to spare."""
     taken = list(shares)
     over = [i for i, (share, cap) in enumerate(zip(taken, caps, strict=True)) if share > cap]
     if not over:
@@ -126,19 +128,20 @@ def fewer_pieces(speeds: Speeds, shares: Sequence[int], caps: Sequence[int], mak
 
 
 def _spare(model: TimeModel, share: int, cap: int, able: int, makespan: float) -> int:
-    """What a worker could take beyond its share in that time, in no more micro-batches."""
+    """Samples that a worker could add within that time without another micro-batch."""
     high = min(able, -(-share // cap) * cap)
     return high - share if high > share and model.time_s(high) <= makespan else 0
 
 
 def _table(models: Sequence[TimeModel], most: Sequence[int]) -> np.ndarray | None:
-    """Rows: launch, seconds a sample, samples a second, cap, seconds of a full one, the most; None where a model is no line."""
+    """Rows: launch, seconds per sample, samples per second, cap, seconds of a full micro-batch, most samples. None if a
+    model is no line."""
     columns = []
     for model, high in zip(models, most, strict=True):
         line, cap = (model.inner, model.cap) if isinstance(model, Accumulated) else (model, high)
         if not isinstance(line, Line):
             return None
-        # A flat line finishes everything as soon as it has started.
+        # A flat line finishes all samples as soon as it has started.
         per_s = 1 / line.slope_s if line.slope_s > 1e-300 else LONGEST_S / 1e9
         columns.append((line.intercept_s, line.slope_s, per_s, cap, min(line.time_s(cap), LONGEST_S), high))
     return np.array(columns, float).T

@@ -1,6 +1,6 @@
-"""Time models T(B): seconds that a worker needs for a share of B samples. Knows no workers, no clocks and nothing of shares.
+"""Time models T(B): seconds that a worker needs for a share of B samples.
 
-All of them rise with B, because the solver inverts them: `within(t)` is the largest share that is done in t seconds.
+All of them are monotonic, because the solver inverts them: `within(t)` is the largest share that is done in t seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 EXACT_TABLE = 4096
-"""Up to this share a curve is tabled at every sample; beyond it at this many places, with straight lines between them."""
+"""Up to this share a curve is tabulated at every sample; beyond it at this many points with linear interpolation."""
 
 
 class TimeModel(Protocol):
-    """Any rising T(B); the unit of time is the caller's, the same for all workers of a problem."""
+    """Any monotonic T(B). The unit of time is the caller's, the same for all workers of a problem."""
 
     def time_s(self, batch: float) -> float: ...
 
@@ -28,7 +28,7 @@ class TimeModel(Protocol):
 
 
 class Line(Record, frozen=True):
-    """T(B) = intercept_s + slope_s B: the launch cost and the seconds per sample."""
+    """T(B) = intercept_s + slope_s B: launch cost and seconds per sample."""
 
     slope_s: float
     intercept_s: float = 0.0
@@ -51,8 +51,8 @@ class Line(Record, frozen=True):
 
 
 class Piecewise(Record, frozen=True):
-    """Straight lines between knots; before the first and beyond the last knot the nearest line goes on, but never into times
-    that nobody saw: below zero, or more samples in no more time. There it goes on in proportion to the batch."""
+    """Linear between knots. Beyond the first and last knot the nearest line is extended, unless that leads to negative
+    times or to free samples: then time is proportional to the batch."""
 
     batches: tuple[float, ...]
     times_s: tuple[float, ...]
@@ -76,7 +76,7 @@ class Piecewise(Record, frozen=True):
 
     def within(self, time_s: float) -> float:
         b0, t0, slope_s = self._piece(bisect_right(self.times_s, time_s))
-        # Only the first piece gets here flat: below it nothing fits.
+        # Only the first piece can be flat at this point: below it nothing fits.
         return max(b0 + (time_s - t0) / slope_s, 0.0) if slope_s else 0.0
 
     def _piece(self, at: int) -> tuple[float, float, float]:
@@ -93,7 +93,7 @@ class Piecewise(Record, frozen=True):
 
 
 class Cubic(Record, frozen=True):
-    """LBB's profile model a3 B^3 + a2 B^2 + a1 B + a0. Need not rise: rising() makes of it what the solver can invert."""
+    """LBB's profile model a3 B^3 + a2 B^2 + a1 B + a0. It need not be monotonic; rising() makes it invertible."""
 
     a3_s: float
     a2_s: float
@@ -105,7 +105,7 @@ class Cubic(Record, frozen=True):
 
 
 class Accumulated(Record, frozen=True):
-    """A worker that takes its share in micro-batches of at most `cap` samples, each of which pays the launch cost again."""
+    """A share computed in micro-batches of at most `cap` samples; each pays the launch cost again."""
 
     inner: Line
     cap: int
@@ -120,15 +120,15 @@ class Accumulated(Record, frozen=True):
 
 
 def in_pieces_s(model: TimeModel, batch: int, cap: int) -> float:
-    """A share in as few micro-batches as the cap allows, as equal as can be: what a worker's loop is handed."""
+    """Time of a share in as few micro-batches as the cap allows, as equal as possible: the micro-batches of a real loop."""
     pieces = -(-batch // cap)
     small, larger = divmod(batch, pieces)
     return (pieces - larger) * model.time_s(small) + (larger * model.time_s(small + 1) if larger else 0.0)
 
 
 class InPieces(Record, frozen=True):
-    """As Accumulated for a curve, of which equal parts and full ones take different times. A share that takes less time than a
-    smaller one in fewer pieces, because those were large, counts as taking as long."""
+    """Like Accumulated for a piecewise curve, whose equal parts and full parts differ in time. A share that is faster than
+    a smaller one in fewer, larger pieces counts as taking as long."""
 
     inner: Piecewise
     cap: int
@@ -146,16 +146,16 @@ class InPieces(Record, frozen=True):
 
 
 def accumulated(model: Line | Piecewise, cap: int) -> Accumulated | InPieces:
-    """The model of a worker whose share may be above its cap, in micro-batches."""
+    """The model of a worker whose share may exceed its cap and is then computed in micro-batches."""
     return Accumulated(model, cap) if isinstance(model, Line) else InPieces(model, cap)
 
 
 Given = Line | Piecewise | Cubic | Sequence[float] | Callable[[float], float]
-"""What a caller may hand in as a model: a record, a pair (slope, intercept), or a function of the batch."""
+"""Accepted models: a record, a pair (slope, intercept), or a function of the batch."""
 
 
 def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
-    """The invertible model of what was given, good for shares up to `most`."""
+    """The invertible form of a given model, valid for shares up to `most`."""
     if isinstance(given, Line | Piecewise):
         return given
     if isinstance(given, Cubic):
@@ -170,7 +170,7 @@ def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
 
 
 def rising(curve: Callable[[float], float], most: int, name: str = "model") -> Piecewise:
-    """The smallest rising function above the curve at 1 ... most: a dip promises nothing that smaller batches do not keep."""
+    """The smallest monotonic function above the curve at 1 ... most: a smaller batch never takes longer than a larger one."""
     most = max(most, 2)
     places = range(1, most + 1) if most <= EXACT_TABLE else np.unique(np.linspace(1, most, EXACT_TABLE).astype(int)).tolist()
     times = [curve(batch) for batch in places]

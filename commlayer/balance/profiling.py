@@ -1,7 +1,7 @@
-"""The profiling phase: which batches fit into a worker's memory and how long they take. Knows how to ask for a run.
+"""The profiling phase: which batches fit into a worker's memory, and how long they take.
 
-Batches are powers of two until memory ends (LBB); the end is then refined by bisection, and headroom stays for what training
-needs beyond a profile run (buffers of codecs, fragmentation).
+Batches are powers of two until memory ends (LBB). Bisection then refines the limit, and headroom stays for memory that
+training needs beyond a profile run (codec buffers, fragmentation).
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from commlayer.records import Record
 Points = Sequence[tuple[int, float]]
 """(batch, seconds)."""
 Run = Callable[[int], float]
-"""Forward and backward of a batch: its seconds. Raises MemoryError where memory ends (torch's OOM is turned into it)."""
+"""Runs forward and backward of a batch and returns its seconds. Raises MemoryError if memory ends (the caller converts
+torch's error)."""
 
 REPEATS = 9
-"""Timed runs of a batch, of which the middle three count. One more comes first, untimed: it picks kernels."""
+"""Timed runs per batch, of which the middle three count. One untimed run comes first, in which kernels are selected."""
 HEADROOM = 0.1
 REFINE = 1 / 16
-"""Memory's end is looked for to this part of it."""
+"""Relative precision of the memory limit."""
 LIMIT_S = 30.0
-"""What profiling takes of a job's time, unless it is told otherwise."""
+"""Default time limit of profiling, in seconds."""
 PART_OF_TIME = 0.25
-"""Where time is limited, a batch's runs take this part of what is left: larger ones are to come."""
+"""With a time limit, the runs of a batch take at most this part of the remaining time, since larger batches follow."""
 
 Left = Callable[[], float]
-"""Seconds until profiling is to end."""
+"""Returns the seconds until profiling must end."""
 
 
 def _no_limit() -> float:
@@ -35,7 +36,7 @@ def _no_limit() -> float:
 
 
 class WorkerProfile(Record, frozen=True):
-    """What a worker measured: points (batch, seconds) and the cap, 0 if not even the smallest batch fitted."""
+    """A worker's measurements: points (batch, seconds) and the cap, 0 if not even the smallest batch fitted."""
 
     points: tuple[tuple[int, float], ...]
     cap: int
@@ -55,7 +56,7 @@ def ladder(total: int) -> list[int]:
 def profile(
     run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = _no_limit
 ) -> WorkerProfile:
-    """Profiles batches 2, 4, 8, ... up to `total`; where time ends before memory does, nothing is known of memory's end."""
+    """Profiles batches 2, 4, 8, ... up to `total`. If time ends before memory does, the memory limit stays unknown."""
     points: list[tuple[int, float]] = []
     fits = 0
     for batch in ladder(total):
@@ -70,7 +71,7 @@ def profile(
 
 
 def _timed(run: Run, batch: int, repeats: int, left_s: Left) -> float | None:
-    """The mean of the middle third, or None where memory ends."""
+    """The mean of the middle third, or None if memory ends."""
     until_s = left_s() * (1 - PART_OF_TIME)
     try:
         run(batch)

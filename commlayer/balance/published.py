@@ -1,7 +1,7 @@
-"""What decides under Controller(mode="lbb"): LBB (lbb.py), its shares made such that a sampler can hand them out. Pure.
+"""Adapts LBB (lbb.py) to a running job; used by Controller(mode="lbb"). Pure.
 
-What a job asks for and the paper does not keep: the sum is the batch (a surplus goes to and comes from the slowest, as its fine
-tuning intends), no share lies between 0 and the minimum, and an iteration counts only if the newest shares were in force in it,
+It keeps what a job needs and the paper does not guarantee. The sum is the batch: a surplus is taken from the slowest, as
+LBB's fine tuning intends. No share is between 0 and the minimum. An iteration counts only if it ran under the newest shares,
 because a decision takes effect steps later.
 """
 
@@ -21,13 +21,13 @@ from commlayer.balance.recursive_fit import checked_time
 
 
 class Published:
-    """decide() as the default balancer has it."""
+    """Has the default balancer's decide()."""
 
     def __init__(
         self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: Policy,
         settings: LbbSettings | None = None,
     ) -> None:
-        """`curves` are the cubic profile models; `first`: the shares in force, or announced."""
+        """`curves` are the cubic profile models. `first`: the current or announced shares."""
         self._lbb = Lbb(curves, total, caps, settings)
         self._total, self._caps = total, [cap or total for cap in caps]
         self.policy = policy
@@ -37,20 +37,20 @@ class Published:
         self._lbb.take(first.shares)
 
     def copy(self) -> Published:
-        """Independent of this one: what either decides leaves the other as it is."""
-        made = copy.copy(self)
-        made._lbb, made._under = self._lbb.copy(), list(self._under)
-        made.events = deque(self.events, maxlen=EVENTS_KEPT)
-        return made
+        """Independent: decisions of one copy do not affect the other."""
+        clone = copy.copy(self)
+        clone._lbb, clone._under = self._lbb.copy(), list(self._under)
+        clone.events = deque(self.events, maxlen=EVENTS_KEPT)
+        return clone
 
     @staticmethod
     def begin(curves: Sequence[Cubic], total: int, caps: Sequence[int | None], minimum: int) -> list[int]:
-        """The shares that LBB takes from profiles, as far as they can be handed out."""
+        """The shares that LBB computes from profiles, adjusted so that they can be assigned."""
         wanted = list(Lbb(curves, total, caps).shares(0))
         return fitting(wanted, total, minimum, order=sorted(range(len(wanted)), key=lambda i: -wanted[i]))
 
     def decide(self, step: int, inputs: Sequence[Measurement]) -> Decision | None:
-        """Algorithm 2 of the paper, with what was measured in `step`; its shares are for step + lead."""
+        """Algorithm 2 of the paper with the measurements of `step`; the new shares are for step + lead."""
         if step < self.latest.from_step:
             return None
         shares = self.latest.shares
@@ -70,21 +70,21 @@ class Published:
         self._compare(step, max(at), effect)
         self._lbb.observe(step, times)
         order = sorted(range(len(times)), key=lambda worker: -times[worker])
-        found = fitting(self._lbb.shares(step + 1), self._total, self.policy.minimum, order)
-        self._lbb.take(found)
-        if tuple(found) == shares:
+        adjusted = fitting(self._lbb.shares(step + 1), self._total, self.policy.minimum, order)
+        self._lbb.take(adjusted)
+        if tuple(adjusted) == shares:
             return None
         reason = "LBB, rapid tuning" if len(self._lbb.rapid_steps) > rapid else "LBB, fine tuning"
-        expected = [self._expected_s(worker, share, times[worker]) for worker, share in enumerate(found)]
-        pieces = tuple(-(-share // cap) for share, cap in zip(found, self._caps, strict=True))
+        expected = [self._expected_s(worker, share, times[worker]) for worker, share in enumerate(adjusted)]
+        pieces = tuple(-(-share // cap) for share, cap in zip(adjusted, self._caps, strict=True))
         self.latest = Decision(
-            step, step + self.policy.lead, self.latest.workers, tuple(found), pieces, reason, max(at), max(expected), effect)
+            step, step + self.policy.lead, self.latest.workers, tuple(adjusted), pieces, reason, max(at), max(expected), effect)
         self._under = []
         self.events.append(self.latest)
         return self.latest
 
     def _expected_s(self, worker: int, share: int, time_s: float) -> float:
-        """By its own model: the line through the launch cost of the profile and what was measured."""
+        """Prediction by the worker's own model: the line through the profile's launch cost and the measured point."""
         launch_s, before = self._lbb.curves[worker].a0_s, self.latest.shares[worker]
         if not share:
             return 0.0
@@ -98,20 +98,21 @@ class Published:
 
 
 def fitting(wanted: Sequence[int], total: int, minimum: int, order: Sequence[int]) -> list[int]:
-    """Shares near `wanted` with the sum `total`, each 0 or at least `minimum`. `order`: who gives first; the last takes first.
+    """Shares near `wanted` with the sum `total`, each 0 or at least `minimum`. `order`: the first gives first, the last takes
+    first.
 
     >>> fitting([166, 168, 159, 20], 512, 1, order=[3, 0, 1, 2])
     [166, 168, 159, 19]
     """
-    found = [share if share >= minimum else minimum if 2 * share >= minimum else 0 for share in wanted]
-    while (over := sum(found) - total) > 0:
-        giver = next((i for i in order if found[i] > minimum), None)
+    shares = [share if share >= minimum else minimum if 2 * share >= minimum else 0 for share in wanted]
+    while (over := sum(shares) - total) > 0:
+        giver = next((i for i in order if shares[i] > minimum), None)
         if giver is None:
-            giver = max(order, key=lambda i: found[i])
-            found[giver] = 0  # all at the minimum: one leaves
+            giver = max(order, key=lambda i: shares[i])
+            shares[giver] = 0  # all at the minimum: drop one
         else:
-            found[giver] -= min(over, found[giver] - minimum, max(1, over // len(found)))
-    while (short := total - sum(found)) > 0:
-        taker = next(i for i in reversed(order) if found[i] or short >= minimum)
-        found[taker] += short
-    return found
+            shares[giver] -= min(over, shares[giver] - minimum, max(1, over // len(shares)))
+    while (short := total - sum(shares)) > 0:
+        taker = next(i for i in reversed(order) if shares[i] or short >= minimum)
+        shares[taker] += short
+    return shares

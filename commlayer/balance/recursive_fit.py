@@ -1,10 +1,10 @@
-"""A worker's line T(B) = a + s B, followed by recursive least squares with forgetting. Knows one worker, no shares.
+"""Follows a worker's line T(B) = a + s B by recursive least squares with forgetting.
 
-While the share stands still, an offset cannot be told from a slope. Two readings of a slow-down are then open: something was
-added to every iteration (a neighbour, a slow disk), or everything takes a factor longer (heat, a shared GPU). The covariance
-after a jump is the mixture of both, mostly the first: reading a factor as an offset moves too much work away, which costs
-little; the converse leaves the slow worker slow. As soon as the share has moved, the second point settles it, because
-forgetting widens the covariance only in the direction that was just measured.
+While the share is constant, an offset cannot be distinguished from a slope. A slow-down then has two explanations: a constant
+time per iteration (a neighbour, a slow disk), or a constant factor (heat, a shared GPU). The covariance after a jump mixes
+both, mostly the first. Reading a factor as an offset moves too much work away, which costs little; the converse leaves the
+slow worker slow. Once the share has changed, the second point decides, because forgetting widens the covariance only in the
+direction that was just measured.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from commlayer.errors import InvalidInput
 Seen = Literal["follows", "suspect", "jumped"]
 
 FACTOR_SHARE = 0.1
-"""Weight of the reading that a jump is a factor; the rest reads it as an offset."""
+"""Weight of the explanation that a jump is a factor; the rest is for an offset."""
 FORGET = 0.8
 """Weight that a measurement keeps per later one: a memory of about five."""
 FORGET_DRIFT = 0.5
-"""The same while the errors have a sign, as under a thermal ramp: a memory of two."""
+"""The same while errors have a constant sign, as under a thermal ramp: a memory of two."""
 DRIFT = 1.5
-"""Mean error, in standard deviations of the noise, from which errors have a sign."""
+"""Mean error, in standard deviations of the noise, above which errors count as having a constant sign."""
 GATE = 4.0
 """Standard deviations beyond which a measurement is not noise."""
 GATE_LEAST = 0.08
-"""And at least this part of the expected time: less is followed as drift."""
+"""Also required: this part of the expected time. Smaller errors are followed as drift."""
 CONFIRM = 2
-"""So many outliers in one direction are a jump; fewer are a spike and change nothing."""
+"""Outliers in one direction that make a jump; fewer are a spike and change nothing."""
 NOISE = 0.02
-"""Relative noise assumed until it is known."""
+"""Relative noise that is assumed until it is measured."""
 MOVED = 0.15
-"""The share has moved when it changed by this part (and by one sample): then offset and slope are told apart."""
+"""Relative change of the share (and at least one sample) after which offset and slope can be distinguished."""
 
 
 SHORTEST_S, LONGEST_S = 1e-9, 1e9
-"""What a clock in order can say of a share. Beyond it squares of errors would end in nothing, or overflow."""
+"""Plausible measured times. Beyond them squared errors would underflow or overflow."""
 
 
 def checked_time(worker: int, time_s: float) -> float:
-    """The measured seconds, or one line naming the worker."""
+    """Returns a valid time; the error for an invalid one names the worker."""
     if not 0 < time_s < math.inf:
         raise InvalidInput("E-TIME-MODEL",
                            f"worker {worker}: measured time {time_s} s, allowed is finite and above 0; it is left out")
@@ -70,7 +70,6 @@ class OnlineLine:
         self._jumped_at: int | None = None
 
     def copy(self) -> OnlineLine:
-        """Independent of this one."""
         made = copy.copy(self)
         made._outliers = list(self._outliers)
         return made
@@ -85,7 +84,7 @@ class OnlineLine:
 
     @property
     def ambiguous(self) -> bool:
-        """Since the last jump the share has not moved, so its offset and slope are a guess."""
+        """Whether the share has not changed since the last jump, so that offset and slope are a guess."""
         return self._jumped_at is not None
 
     def observe(self, batch: int, time_s: float) -> Seen:
@@ -106,7 +105,7 @@ class OnlineLine:
             return self._jump(error_s, [(batch, time_s)])
         spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
         settles = self._jumped_at is not None and self._moved(self._jumped_at, batch)
-        # What settles a guess may lie far from it: it is no outlier.
+        # The measurement that decides a guess may be far from it and is no outlier.
         if not settles and abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
             return self._outlier(batch, time_s, error_s)
         self._outliers.clear()
@@ -114,14 +113,15 @@ class OnlineLine:
             self._jumped_at = None
         self._bias = 0.7 * self._bias + 0.3 * error_s / math.sqrt(self._noise_s2)
         self._update(batch, time_s, forget=FORGET_DRIFT if abs(self._bias) > DRIFT else FORGET)
-        # From the difference of two errors, which a drift leaves alone, and cut, so that a jump's remainder is no noise.
+        # Estimated from the difference of two errors, which cancels drift, and limited, so that a jump's remainder is not
+        # taken for noise.
         noise_s2 = min((error_s - self._error_s) ** 2 / 2, 4 * self._noise_s2)
         self._noise_s2 = max(0.9 * self._noise_s2 + 0.1 * noise_s2, (0.002 * expected_s) ** 2)
         self._error_s = error_s
         return "follows"
 
     def doubt(self) -> None:
-        """What was known is old: the next measurement is believed as it comes."""
+        """Marks the line as outdated: the next measurement is accepted as it is."""
         self._doubted = True
         self._outliers.clear()
 
@@ -148,7 +148,7 @@ class OnlineLine:
         return abs(batch - before) >= max(1.0, MOVED * before)
 
     def _widen(self, batch: int, error_s: float, factor_share: float) -> None:
-        """Covariance of a jump of error_s seen at `batch`: the mixture of the two readings, added to what was open before."""
+        """Adds the covariance of a jump of error_s seen at `batch`: the mixture of both explanations."""
         expected_s = max(self._a + self._s * batch, 1e-12)
         rate = error_s / expected_s
         q = factor_share
@@ -167,7 +167,7 @@ class OnlineLine:
         spread = va + vb * batch
         if spread <= 0:
             return
-        # Forgetting in the measured direction only: elsewhere nothing new is known, so nothing old is given up.
+        # Forget only in the measured direction: no other direction has new information.
         more = (1 / forget - 1) / spread
         aa, ab, bb = aa + more * va * va, ab + more * va * vb, bb + more * vb * vb
         va, vb, spread = va / forget, vb / forget, spread / forget
@@ -176,13 +176,13 @@ class OnlineLine:
         self._a += va * gain * error_s
         self._s += vb * gain * error_s
         aa, bb = max(aa - gain * va * va, 0.0), max(bb - gain * vb * vb, 0.0)
-        # Rounding may leave more covariance than the two variances bear, and then a variance below zero elsewhere.
+        # Rounding may leave a covariance larger than the two variances allow, which would make a variance elsewhere negative.
         most = math.sqrt(aa * bb)
         self._p = (aa, min(max(ab - gain * va * vb, -most), most), bb)
         self._bound(batch)
 
     def _bound(self, batch: int) -> None:
-        """Neither launch cost nor time per sample is below zero; the time at the present share stays as it was found."""
+        """Keeps launch cost and time per sample nonnegative, and the time at the current share unchanged."""
         now_s = max(self._a + self._s * batch, 1e-9)
         least = 1e-3 * now_s / batch
         if self._a < 0:

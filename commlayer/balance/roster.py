@@ -1,6 +1,7 @@
-"""Who of a job's workers a sampler deals to, as they go and come: which shares hold then, and from when. Knows no samples.
+"""The sampler's view of membership: which workers get samples, and from which step on.
 
-A sampler counts workers from 0, a session by who they are. Whoever comes gets a number that nobody had, and an even part.
+A sampler numbers its workers from 0; the session has its own member numbers. A worker that joins gets a new number and an
+even part.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ from commlayer.balance.epoch_steps import KEEP_STEPS
 from commlayer.balance.schedule import Announcement, Shares, scaled
 
 SOON_STEPS = KEEP_STEPS - 1
-"""So many steps behind a loss or a gain all workers hand out anew. No loader may draw more batches ahead: one that does is
-refused."""
+"""Number of steps after a departure or a join at which all workers change their assignments. No loader may draw more
+batches in advance than this: one that does is refused."""
 
 
 class Roster:
-    """The same on all workers behind the same step."""
+    """The same on all workers after the same step."""
 
     def __init__(self, numbers: Sequence[int] = (), gone: Sequence[int] = (), amiss: int = 0) -> None:
         self.numbers = tuple(numbers)
-        """How the session counts the workers that the sampler counts from 0. Empty: they have not met."""
+        """Session member numbers, by the sampler's worker number. Empty: the members are not known yet."""
         self.gone = frozenset(gone)
-        """Of the sampler's."""
+        """Sampler numbers of workers that left."""
         self.amiss = amiss
-        """Up to this step others have been given samples that are gone."""
+        """Before this step, samples may be assigned to workers that have left."""
         self._there = self.numbers
         self.changed = bool(self.gone)
-        """Whether workers are others than those who met."""
+        """Whether the membership differs from the first one."""
 
     @property
     def left(self) -> list[int]:
-        """Those of the sampler's who are there, in the order of their ranks."""
+        """The sampler's present workers, in the order of their ranks."""
         return [worker for worker in range(len(self.numbers)) if worker not in self.gone]
 
     def meet(self, members: Sequence[int]) -> None:
@@ -39,8 +40,8 @@ class Roster:
 
     def heed(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int,
              lost_from: Callable[[int], int]) -> Announcement | None:
-        """What is to be announced where members are others behind `step`. `shares`: those that would hold then. `lost_from`:
-        of a member that has gone, the first step that it had no part in, as the session counts members."""
+        """The announcement for a membership change after `step`; None without one. `shares`: those planned for the step at
+        which it takes effect. `lost_from`: the first step without a lost member, by the session's member number."""
         if members == self._there:
             return None
         self._there = tuple(members)
@@ -57,8 +58,8 @@ class Roster:
 
 
 def widened(shares: Mapping[int, int], come: Sequence[int], batch: int, least: int) -> Shares:
-    """These shares scaled to the batch, and beside them an even part for each that has come. Where that leaves somebody less
-    than the `least`, the parts of all are even; where that is too little, too, those who have come get none.
+    """These shares scaled to the batch, with an even part for each worker that joined. If a share would fall below `least`,
+    all parts are even; if even parts are too small as well, the new workers get none.
 
     >>> widened({0: 6, 2: 6}, [3], 12, 1)
     {0: 4, 2: 4, 3: 4}
@@ -70,7 +71,7 @@ def widened(shares: Mapping[int, int], come: Sequence[int], batch: int, least: i
     even = {worker: int(part > 0) for worker, part in parts.items()}
     none = dict(shares) | dict.fromkeys(come, 0)
     for weights in (parts, even, none):
-        found = scaled(weights, batch)
-        if all(not share or share >= least for share in found.values()):
+        result = scaled(weights, batch)
+        if all(not share or share >= least for share in result.values()):
             break
-    return found
+    return result

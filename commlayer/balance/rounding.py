@@ -1,4 +1,4 @@
-"""Whole shares in proportion to weights, by largest remainder: the one rounding of shares. Knows no times."""
+"""Rounds weights to whole shares by largest remainder: the only place where shares are rounded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from commlayer.errors import InvalidInput
 
 
 def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] = ()) -> list[int]:
-    """Shares proportional to the weights that sum to `total`; what a cap refuses goes to others, ties to whoever comes first.
+    """Shares proportional to the weights, with the sum `total`. Samples above a cap go to the other workers; ties go to the
+    earlier one.
 
-    Exact for any weights, so that all machines come to the same shares. If all weights are 0, all count alike.
+    Exact for any weights, so that all machines get the same shares. If all weights are 0, all count equally.
 
     >>> apportion([6, 2, 0], 5), apportion([1.0, 1.0], 5, [1, None])
     ([4, 1, 0], [1, 4])

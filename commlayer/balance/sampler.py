@@ -1,6 +1,6 @@
-"""Batches of uneven and changing size from one index stream an epoch, each sample once. Knows shares, no speeds and no torch.
+"""Batches of uneven and changing size from one index stream per epoch, with each sample used once.
 
-A torch DataLoader takes it as its batch_sampler. Every worker of the job has one with the same arguments but `rank`:
+A torch DataLoader takes it as its batch_sampler. Every worker of the job has one with the same arguments except `rank`:
 
     sampler = commlayer.balance.Sampler(dataset, batch=512)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -33,23 +33,23 @@ from commlayer.records import decode
 
 
 class Sampler(HandsOut):
-    """This worker's batches of indices. What a step of all workers uses is the same whatever each has drawn ahead."""
+    """This worker's batches of indices. The samples of a step do not depend on how far each worker has drawn in advance."""
 
     def __init__(
         self, data: Sized | int, batch: int, *, shares: Sequence[int] | Mapping[int, int] | None = None,
         rank: int | None = None, world: int | None = None, seed: int = 0, shuffle: bool = True, least: int = 1, cap: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """`batch` samples a step over all workers, split by `shares` (None: evenly over `world`).
+        """`batch` samples per step over all workers, split by `shares` (None: evenly over `world`).
 
-        `least`: smallest batch a model can take, 2 with BatchNorm. `cap`: most samples that this worker holds at once (0: no
-        limit); a larger share comes in micro-batches. Rank and world are torchrun's where they are not given.
+        `least`: smallest batch that the model can take, 2 with BatchNorm. `cap`: most samples that this worker computes at
+        once (0: no limit); a larger share comes in micro-batches. Rank and world default to torchrun's.
         """
         self.length = data if isinstance(data, int) else len(data)
         self.batch, self.seed, self._shuffle = batch, seed, shuffle
         launch = read_launch() if rank is None or (world is None and shares is None) else None
         self._of_job = world is None and shares is None
-        """Whether it is for all workers of the job."""
+        """Whether the sampler serves all workers of the job."""
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
         self._world = world if world is not None else launch.world if launch else 0
         if self.rank < 0 or self.rank >= self._world > 0:
@@ -68,13 +68,14 @@ class Sampler(HandsOut):
         self._handout = Handout()
         self._roster = Roster()
         self._passes: dict[int, int] = {}
-        """Where workers may leave, by step that not all had when members were last looked at: which of the session's it is."""
+        """If workers may leave: sampler step -> session step, for steps that were not yet exchanged at the last membership
+        check."""
         self._loaded = False
-        """Whether a state has been, and nobody has followed since."""
+        """Whether a state was loaded and `follow` has not run since."""
         self._at: int | None = None
-        """The step whose batches are with the loop."""
+        """The step whose batches the loop has."""
         self._lead = 0
-        """So many batches the loader may draw ahead, as far as it tells."""
+        """Batches that the loader may draw in advance, by its own settings."""
         self._begin(Ledger(self.length), 0)
 
     # ---- for the loop
@@ -86,22 +87,22 @@ class Sampler(HandsOut):
 
     @property
     def drawn(self) -> int:
-        """The first step that this worker has not drawn yet: shares may be announced for it and later ones."""
+        """The first step that this worker has not drawn yet. Shares may be announced for this step and later ones."""
         return self._ahead.step
 
     @property
     def samples(self) -> int:
-        """This worker's samples in the step at hand: 0 where it only keeps the others company."""
+        """This worker's samples in the current step; 0 if it takes part with weight zero."""
         return self._handout.samples
 
     @property
     def computed(self) -> int:
-        """How many samples it computes in it, those that weigh nothing included."""
+        """Samples that this worker computes in the current step, including those of weight zero."""
         return self._handout.computed
 
     @property
     def announced(self) -> tuple[int, dict[int, int]]:
-        """The newest shares, and the step that they were announced for; -1 for those that it was made with."""
+        """The newest shares and their first step; -1 for the shares of the constructor."""
         return self._schedule.newest_step, dict(self._schedule.newest)
 
     def share(self, step: int) -> int:
@@ -109,7 +110,7 @@ class Sampler(HandsOut):
         return self._schedule.shares(step).get(self.rank, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins that epoch. One that is under way (a resumed one) goes on."""
+        """Begins an epoch; if that epoch has already begun (after a resume), continues it."""
         if epoch < 0:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"epoch {epoch}: allowed is 0 or more")
         if epoch != self.epoch or self._trained.finished():
@@ -117,9 +118,9 @@ class Sampler(HandsOut):
             self._begin(Ledger(self.length), self.step)
 
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int], *, lost: Mapping[int, int] | None = None) -> None:
-        """From that step on these shares hold. All workers hear it, before any of them has drawn the step.
+        """Sets the shares from `step` on. Every worker must call it before any worker draws that step.
 
-        `lost`: vanished worker -> the first step that was averaged without it. What it was given since is handed out again.
+        `lost`: vanished worker -> the first step averaged without it. Its samples from that step on are assigned again.
         """
         named = checked_shares(shares, self.batch, self.least)
         if step < self.drawn:
@@ -133,9 +134,10 @@ class Sampler(HandsOut):
 
     def follow(self, loader: Iterable[Any], session: Averaging | None = None, *,
                weigh: Callable[[Any], float] | None = None) -> Generator[Any, None, None]:
-        """The loader's batches to the end of the epoch; tells the session each step's weight and the ledger what was trained.
+        """The loader's batches to the end of the epoch. Reports each step's weight to the session, and marks trained steps in
+        the ledger.
 
-        `weigh`: a batch's weight, such as its number of tokens; its number of samples where that is None.
+        `weigh`: a batch's weight, such as its number of tokens. Default: its number of samples.
         """
         if self._trained.finished():
             self.set_epoch(self.epoch + 1)
@@ -143,7 +145,7 @@ class Sampler(HandsOut):
         self._check_lead(session)
         given = self._given_by(session)
         if given is not None and self.epoch < epoch_to_come(given):
-            self._begin(Ledger(0), self.step)  # the others are through with this one
+            self._begin(Ledger(0), self.step)  # the other workers have finished this epoch
             return
         if given is not None:
             assert session is not None
@@ -156,17 +158,17 @@ class Sampler(HandsOut):
         if session is not None:
             session.inspect.followers[self._name] = self._give
         try:
-            while not self._finished(session):  # more than once only where a loss came after all was drawn
+            while not self._finished(session):  # repeats only if a loss arrived after everything was drawn
                 step = self.step
                 yield from self._pass(loader, session, weigh)
-                if self.step == step:  # an iterator that is used up
+                if self.step == step:  # the iterator is exhausted
                     raise InvalidInput("E-SAMPLER-FOLLOW",
                                        f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
                                        "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
             self._at = None
             self._account()
-            self._ahead = self._trained  # the next pass draws anew what was drawn and not trained
+            self._ahead = self._trained  # the next pass draws again what was drawn but not trained
 
     def _pass(self, loader: Iterable[Any], session: Averaging | None, weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         self._queue.clear()
@@ -182,8 +184,8 @@ class Sampler(HandsOut):
                     self._passes[step] = session.step
                 yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
                 if session is not None and session.inspect.may_leave:
-                    # So that all hear behind the same step who has gone; and so that no sample of this epoch is lost with who
-                    # leaves in the next one.
+                    # All workers must learn of departures after the same step. At the end of the epoch all steps are
+                    # exchanged, so that a worker that leaves in the next epoch takes no samples of this one with it.
                     session.inspect.catch_up(wholly=self._trained.ends())
                 self._commit()
                 self._heed(step, session)
@@ -191,7 +193,8 @@ class Sampler(HandsOut):
                 parts = []
 
     def _take_up(self, session: Averaging) -> None:
-        """A save may lie between two exchanges: the last steps ahead of it are in no more than who took them has loaded."""
+        """After loading a state. A save may fall between two exchanges: the last steps before it exist only in the weights
+        of the worker that took them."""
         if self._loaded and session.inspect.may_leave:
             behind = range(session.inspect.carried, session.step)
             given = zip(reversed(behind), sorted(self._trained.ledger.open, reverse=True), strict=False)
@@ -199,8 +202,8 @@ class Sampler(HandsOut):
         self._loaded = False
 
     def _finished(self, session: Averaging | None) -> bool:
-        """Whether the epoch is over. Where its last step was taken by a loop that was broken off, what local steps have made of
-        its samples is exchanged now."""
+        """Whether the epoch is over. If a loop was interrupted after its last step, exchanges the local steps that are
+        still pending."""
         if (session is not None and self._trained.over() and session.inspect.may_leave
                 and session.inspect.carried < session.step):
             session.drain()
@@ -208,8 +211,8 @@ class Sampler(HandsOut):
         return self._trained.finished()
 
     def _heed(self, step: int, session: Averaging | None) -> None:
-        """The step is over: the others take over the share of whoever has gone, and what it was given and no exchange has.
-        Whoever has come took part in it first, with nothing, and has a share from the same step on."""
+        """Processes membership after `step`. Other workers take over the share of one that left, and its samples that were
+        not exchanged. A worker that joined takes part with weight zero first, and gets a share from the same step on."""
         if session is not None:
             self._heed_members(step, session)
             carried, may_leave = session.inspect.carried, session.inspect.may_leave
@@ -224,8 +227,8 @@ class Sampler(HandsOut):
                                        f"follow: this sampler was made for {self._world} workers, the job has {len(members)}: "
                                        "make it anew behind attach(), and load_state_dict() into it what the old one's "
                                        "state_dict() gives")
-                return  # shares of others than the session's workers
-            self._check_lead(session)  # DDP has only now met the others
+                return  # the shares are not for the session's workers
+            self._check_lead(session)  # under DDP the members are known only now
             self._roster.meet(members)
             if self._of_job and session.inspect.may_leave:
                 self.rank = members.index(own)
@@ -235,7 +238,7 @@ class Sampler(HandsOut):
             self._schedule.add(change, amends=True)
 
     def _heeded(self, step: int, session: Averaging, roster: Roster) -> Announcement | None:
-        """What is to be announced behind that step, once `roster` has heeded who is there."""
+        """The announcement for membership changes after `step`, which `roster` takes note of."""
 
         def lost_from(member: int) -> int:
             parted = session.inspect.parted(member)
@@ -245,10 +248,10 @@ class Sampler(HandsOut):
         return roster.heed(step, session.inspect.members, shares, self.batch, self.least, lost_from)
 
     def epoch_of(self, session: Averaging) -> int:
-        """The one that is under way, or comes next: in a home that has joined a running job, as the others stand.
+        """The current or next epoch. For a site that has joined a running job, that of the other workers.
 
-        `for epoch in range(sampler.epoch_of(session), epochs)` begins there; otherwise `follow` has no batches for epochs that
-        they are through with.
+        `for epoch in range(sampler.epoch_of(session), epochs)` begins with it. `follow` has no batches for epochs that the
+        others have finished.
         """
         given = self._given_by(session)
         return self.epoch + self._trained.finished() if given is None else epoch_to_come(given)
@@ -257,23 +260,24 @@ class Sampler(HandsOut):
 
     @property
     def _name(self) -> str:
-        """By which workers find what others say of the same sampler."""
+        """Key under which workers exchange the state of the same sampler."""
         return f"sampler of {self.length} samples, batch {self.batch}, seed {self.seed}"
 
     def _give(self) -> str:
-        """What a worker that joins now must know."""
-        there = self._roster
-        return text_of(GivenSampler(self._state(), list(there.numbers), sorted(there.gone), there.amiss, self._passes,
+        """The state that a joining worker needs."""
+        roster = self._roster
+        return text_of(GivenSampler(self._state(), list(roster.numbers), sorted(roster.gone), roster.amiss, self._passes,
                                     self._handout.out))
 
     def _given_by(self, session: Averaging | None) -> GivenSampler | None:
-        """What those say who were here before, until it is taken."""
+        """The state from workers of the running job, until it is used."""
         if session is None or (given := session.inspect.given.get(self._name)) is None:
             return None
         return decode(given.encode(), GivenSampler, "state of the others' sampler")
 
     def _join(self, given: GivenSampler) -> None:
-        """Goes on where the others stand. This worker has no part until they have heard of it and drawn what they have."""
+        """Continues where the others are. This worker has no share until they have learned of it and used up what they
+        have drawn."""
         if not given.numbers:
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                "follow: this home has joined a running job, whose sampler has shares of others than its "
@@ -283,7 +287,8 @@ class Sampler(HandsOut):
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
                                f"{given.state.epoch}; allowed: that, which sampler.epoch_of(session) gives")
-        # Whoever has gone in the step under way is among those that it was dealt to, and they have not heeded it yet.
+        # A worker that left in the current step was still assigned a part of it, and the others have not processed its
+        # departure.
         self._roster = Roster(given.numbers, given.gone, max(given.amiss, given.state.step + given.under_way))
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
         ledger = Ledger.from_state(given.state.ledger)
@@ -315,7 +320,7 @@ class Sampler(HandsOut):
                 yield indices
 
     def __len__(self) -> int:
-        """Batches from here to the end of the epoch, at the shares of now."""
+        """Batches left in this epoch at the current shares."""
         full, rest = self._trained.steps_left()
         short = scaled(self._schedule.shares(self.step), rest).get(self.rank, 0)
 
@@ -327,10 +332,10 @@ class Sampler(HandsOut):
     # ---- mid-epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: plain values, the same on every worker after the same step."""
+        """The state of training as plain values, the same on every worker after the same step."""
         self._account()
         state, roster, session = self._state(), copy.copy(self._roster), self._handout.session
-        # Who has gone in the step at hand is heeded when that is over. The state is of those who are left.
+        # A departure in the current step is processed only after it. The state is for the workers that remain.
         step = self.step if self._at is None else self._at
         if session is not None and roster.numbers and (change := self._heeded(step, session, roster)) is not None:
             state = structs.replace(state, schedule=[*state.schedule, change])
@@ -343,10 +348,10 @@ class Sampler(HandsOut):
                             self._schedule.since(self.step), self._world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by this or any other worker of the job.
+        """Continues from a state of this or any other worker of the job.
 
-        With another number of workers, who all do it, the shares are those that this sampler was made with: the saved ones
-        name the old workers.
+        With another number of workers, the shares are those of the constructor, since the saved ones name the old workers.
+        All workers must then load the state.
         """
         kept = decode(str(state.get("sampler", "")).encode(), SamplerState, "state of a sampler")
         for name in ("length", "batch", "seed"):
@@ -357,8 +362,9 @@ class Sampler(HandsOut):
         if self._other_workers(kept):
             place = place_among(kept.left)
             ledger.renumber(place)
-            told = [structs.replace(a, lost={place(worker): first for worker, first in a.lost.items()}) for a in kept.schedule]
-            self._schedule = SharesSchedule.anew(told, kept.step, self._made_with)
+            announcements = [structs.replace(a, lost={place(worker): first for worker, first in a.lost.items()})
+                             for a in kept.schedule]
+            self._schedule = SharesSchedule.anew(announcements, kept.step, self._made_with)
         else:
             self._schedule = SharesSchedule.of(kept.schedule)
             self._world = self._world or kept.world
@@ -366,7 +372,7 @@ class Sampler(HandsOut):
         self._loaded = True
 
     def _other_workers(self, kept: SamplerState) -> bool:
-        """Whether the job has another number of them than it had, as far as is known."""
+        """Whether the job's number of workers has changed, if both numbers are known."""
         if self._world and kept.world:
             return self._world != kept.world
         return 0 < self._world <= max((worker for a in kept.schedule for worker in a.shares), default=-1)
@@ -380,7 +386,7 @@ class Sampler(HandsOut):
 
     @property
     def _keep_from(self) -> int:
-        """What was given in steps before that one stays given, whoever goes."""
+        """Assignments of steps before this one are final, whichever worker leaves."""
         return min([self.step - KEEP_STEPS, *self._passes, *self._schedule.lost_since(self.step)])
 
     def _account(self) -> None:
@@ -388,7 +394,7 @@ class Sampler(HandsOut):
             self._commit()
 
     def _commit(self) -> None:
-        """The trained course goes the way that drawing went, one step."""
+        """Advances the trained course by the step that was drawn."""
         if self._handout.out:
             self._handout.over()
             self._trained.advance(self._keep_from)
@@ -396,7 +402,7 @@ class Sampler(HandsOut):
 
 
 def _lead_of(loader: Any) -> int:
-    """As a torch DataLoader tells it."""
+    """From a torch DataLoader's settings."""
     return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
 
 

@@ -1,4 +1,4 @@
-"""What a sampler is as a value: kept with a save, and given to a worker that joins a running job. Deals out nothing."""
+"""A sampler's state as a value: for checkpoints, and for workers that join a running job."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class SamplerState(Record, frozen=True):
     ledger: dict[str, str]
     schedule: list[Announcement]
     world: int = 0
-    """How many workers it was made for; 0 where nobody said, -1 where some of them have gone, or others have come."""
+    """Number of workers that the sampler was made for. 0: unknown. -1: workers have left or joined since."""
     left: list[int] = field(default_factory=list)
-    """Those who are there then, in the order of their ranks."""
+    """The present workers, in the order of their ranks."""
 
 
 class GivenSampler(Record, frozen=True):
-    """What a worker that joins a running job must know of the others' sampler."""
+    """The state that a joining worker gets from the other workers."""
 
     state: SamplerState
     numbers: list[int]
     gone: list[int]
     amiss: int
-    """As those of Roster."""
+    """As in Roster."""
     passes: dict[int, int]
-    """As that of Sampler."""
+    """As in Sampler."""
     under_way: bool
-    """Whether a step of it is: the one in which that worker joins."""
+    """Whether the worker joins in the middle of a step."""
 
 
 def place_among(left: Sequence[int]) -> Callable[[int], int]:
-    """What workers are called where those count from 0 who were left; the others' numbers are behind these."""
+    """Renumbers the workers in `left` from 0 on; all others come after them."""
     places = {worker: place for place, worker in enumerate(left)}
     return lambda worker: places.get(worker, len(places) + worker)
 
 
 def epoch_to_come(given: GivenSampler) -> int:
-    """The one that is under way there, or comes next."""
+    """The epoch that is in progress there, or the next one."""
     return given.state.epoch + (not given.under_way and not Ledger.from_state(given.state.ledger).left)

@@ -1,4 +1,4 @@
-"""Which shares hold from which step on, and who is lost: announcements, checked. Knows no samples and no clock."""
+"""The schedule of shares: which shares apply from which step on, and which workers are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shares = dict[int, int]
 
 
 class Announcement(Record, frozen=True):
-    """From `step` on these shares hold; what a lost worker was given from a step on goes out again."""
+    """Shares from `step` on. What a lost worker was assigned is assigned again."""
 
     step: int
     shares: Shares
@@ -24,7 +24,7 @@ class Announcement(Record, frozen=True):
 
 
 def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least: int) -> Shares:
-    """Shares by worker; a sequence counts workers from 0."""
+    """Validated shares by worker; a sequence numbers workers from 0."""
     named = dict(shares) if isinstance(shares, Mapping) else dict(enumerate(shares))
     for worker, share in named.items():
         if not isinstance(share, int) or isinstance(share, bool) or share < 0:
@@ -39,7 +39,7 @@ def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least:
 
 
 def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
-    """The sizes that do not change; `workers` is 0 where explicit shares say who there is."""
+    """Validates the fixed sizes. `workers` is 0 if explicit shares define the workers."""
     if least < 1:
         raise InvalidInput("E-SHARES-ARGUMENT", f"least {least}: allowed is 1 or more")
     if batch < max(1, workers * least):
@@ -52,7 +52,7 @@ def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
 
 
 def even_shares(batch: int, workers: int) -> list[int]:
-    """As equal as can be, the first ones larger.
+    """As equal as possible, the first ones larger.
 
     >>> even_shares(8, 3)
     [3, 3, 2]
@@ -71,31 +71,34 @@ def scaled(shares: Mapping[int, int], total: int) -> Shares:
 
 
 class SharesSchedule:
-    """The announcements of a job, in the order of their steps."""
+    """A job's announcements, in the order of their steps."""
 
     def __init__(self, shares: Shares) -> None:
         self._all = [Announcement(0, shares)]
         self.newest_step = -1
-        """Of the announcement that came last: the next one is for a later step."""
+        """Step of the newest announcement; the next one must be for a later step."""
 
     @classmethod
     def of(cls, announcements: Sequence[Announcement]) -> SharesSchedule:
-        """What `since` gave."""
-        made = cls({})
-        made._all, made.newest_step = list(announcements), announcements[-1].step or -1
-        return made
+        """The inverse of `since`."""
+        schedule = cls({})
+        schedule._all, schedule.newest_step = list(announcements), announcements[-1].step or -1
+        return schedule
 
     @classmethod
     def anew(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> SharesSchedule:
-        """These shares from `step` on, in place of what `since(step)` gave. What lost workers had goes out again."""
+        """A schedule with these shares from `step` on. It replaces the result of `since(step)` but keeps its losses."""
         lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
-        made = cls.of([Announcement(step, shares, lost)])
-        made.newest_step = step - 1  # others may be announced for that very step
-        return made
+        schedule = cls.of([Announcement(step, shares, lost)])
+        schedule.newest_step = step - 1  # allows another announcement for this step
+        return schedule
 
     def add(self, announcement: Announcement, *, amends: bool = False) -> None:
-        """They come in the order of their steps, one for a step, so that workers that hear them late agree all the same.
-        `amends`: it may be for the step of the newest, and is made of that."""
+        """Adds an announcement. Steps must increase, one announcement per step, so that workers that receive them late still
+        agree.
+
+        `amends`: the step may be that of the newest announcement, which is then extended.
+        """
         step = announcement.step
         if step < self.newest_step or (step == self.newest_step and not amends):
             raise InvalidInput("E-SHARES-ARGUMENT",
@@ -109,19 +112,20 @@ class SharesSchedule:
         return self._all[-1].shares
 
     def shares(self, step: int) -> Shares:
-        """What holds at that step."""
+        """The shares at a step."""
         return next(a.shares for a in reversed(self._all) if a.step <= step)
 
     def losses(self, step: int) -> dict[int, int]:
-        """What is announced for exactly that step."""
+        """Losses announced for exactly this step."""
         return next((a.lost for a in self._all if a.step == step), {})
 
     def lost_since(self, step: int) -> list[int]:
-        """Where the losses begin that are announced for that step and later ones."""
+        """First steps of the losses announced for this step and later ones."""
         return [first for a in self._all if a.step >= step for first in a.lost.values()]
 
     def pull(self, step: int) -> dict[int, int]:
-        """Makes announced losses that began before `step` hold from it on, with their shares and all that was due before."""
+        """Applies announced losses that began before `step` from `step` on, with their shares and all announcements up to
+        them."""
         due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]
         if not due:
             return {}
@@ -130,10 +134,10 @@ class SharesSchedule:
         return {worker: first for a in due for worker, first in a.lost.items()}
 
     def since(self, step: int) -> list[Announcement]:
-        """What matters from that step on: the one in force, and all later ones."""
+        """The announcement that applies at a step, and all later ones."""
         force = next(i for i, a in reversed(list(enumerate(self._all))) if a.step <= step)
         return self._all[force:]
 
     def forget(self, step: int) -> None:
-        """Drops what is over by that step."""
+        """Drops announcements that no longer apply at `step`."""
         self._all = self.since(step)

@@ -1,7 +1,7 @@
-"""Shares from time models: who takes part, and how many samples each. Pure; knows no measurements and no steps.
+"""Computes shares from time models: which workers take part, and with how many samples.
 
-Minimised is the time of an iteration: the makespan of the workers that take part, plus what of their communication does not
-hide behind it. A worker takes part with at least `minimum` samples or not at all.
+It minimizes the iteration time: the makespan of the participating workers plus the communication that is not hidden. A worker
+takes part with at least `minimum` samples or not at all.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ Accumulate = Literal["never", "needed", "always"]
 
 
 class Communication(NamedTuple):
-    """What an iteration's communication costs: its seconds for a set of workers, and the part of the compute that hides it."""
+    """Cost of an iteration's communication: seconds for a set of workers, and the part of the compute time that can hide
+    it."""
 
     seconds: Callable[[tuple[int, ...]], float]
     overlap: float = 0.0
-    """0: it starts when the slowest worker has computed (a blocking all-reduce). 1: all of the compute can hide it."""
+    """0: it starts after the slowest worker has computed (a blocking all-reduce). 1: all of the compute can hide it."""
 
     def exposed_s(self, active: tuple[int, ...], makespan: float) -> float:
         return max(0.0, self.checked_s(active) - self.overlap * makespan)
 
     def checked_s(self, active: tuple[int, ...]) -> float:
-        """What the function says, which may be infinite where these cannot communicate."""
+        """The function's result; infinite if these workers cannot communicate."""
         seconds = self.seconds(active)
         if not 0 <= seconds <= math.inf:
             raise InvalidInput("E-SHARES-ARGUMENT",
@@ -47,7 +48,7 @@ class Solution(Record, frozen=True):
 
     shares: tuple[int, ...]
     micro_batches: tuple[int, ...]
-    """In how many pieces, each within the worker's cap, a share is computed: more than 1 is gradient accumulation."""
+    """Pieces, each within the worker's cap, in which a share is computed; more than 1 is gradient accumulation."""
     makespan_s: float
     exposed_s: float
     """Communication that the compute does not hide."""
@@ -62,7 +63,8 @@ class Solution(Record, frozen=True):
 
 
 class SharesProblem:
-    """Checked models and bounds, and the price of a set, by place among those with room: the others have left already."""
+    """Validated models and bounds, and the price of a set. Workers without room are already excluded; places count the
+    others."""
 
     def __init__(
         self, models: list[TimeModel], workers: list[int], most: list[int], minimum: int, total: int,
@@ -93,7 +95,7 @@ class SharesProblem:
         return self.speeds.able(time_s)
 
     def shares(self, found: Computed) -> list[int]:
-        """For all places."""
+        """Shares for all places."""
         whole, taken = [0] * len(self.models), found.shares
         if sum(taken) > self.total:
             taken = tuple(self.speeds.hand_out(found.active, self.total, self.minimum))
@@ -107,12 +109,13 @@ class SharesProblem:
 
 
 def shares(models: Sequence[Given], total: int, caps: Sequence[int | None] | None = None, *, minimum: int = 1) -> list[int]:
-    """How many of `total` samples each worker takes so that the slowest finishes first; the sum is `total` exactly.
+    """How many of `total` samples each worker gets so that the slowest finishes first; the sum is `total` exactly.
 
-    A model is a Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch. A cap bounds what a worker
-    computes at once (None: no bound); where the caps do not reach the total, shares above them stand for micro-batches: so they
-    may with solve() wherever that is faster.
-    `minimum` is 2 for a model with BatchNorm. A worker that would only hold the others up gets 0.
+    A model is a Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch. A cap bounds the samples that a
+    worker computes at once (None: no bound). If the caps do not reach the total, shares above a cap mean micro-batches;
+    solve() also uses micro-batches where they are faster.
+
+    `minimum` is 2 for a model with BatchNorm. A worker that would only slow the others down gets 0.
 
     >>> shares([(0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98)], 512)
     [166, 167, 159, 20]
@@ -133,16 +136,16 @@ def solve(
     communication: Communication = FREE,
     most: Mapping[int, int] | None = None,
 ) -> Solution:
-    """As shares(), with what comes of them. `keep`: workers that must take part; with exclude=False all with room.
+    """Like shares(), with the resulting times. `keep`: workers that must take part; with exclude=False, all with room.
 
-    `accumulate`: whether a share may lie above its worker's cap, in micro-batches of which each pays the launch again.
-    "needed": where the iteration takes less time so, or there is none else; of equally fast shares those with fewer
-    micro-batches. "always": as fast, however many. `most`: what single workers may take in all.
+    `accumulate`: whether a share may exceed its worker's cap, in micro-batches that each pay the launch cost. "needed": if
+    that is faster or the only solution; among equally fast shares, those with fewer micro-batches. "always": fastest, with
+    any number of micro-batches. `most`: upper bounds of single workers' shares.
     """
     problem, room = _problem(models, total, caps, minimum, accumulate, communication, most or {}, keep)
     kept = frozenset(p for p, worker in enumerate(problem.workers) if not exclude or worker in keep)
-    found = choose(problem, len(problem.workers), kept, free=communication is FREE)
-    taken = problem.shares(found)
+    choice = choose(problem, len(problem.workers), kept, free=communication is FREE)
+    taken = problem.shares(choice)
     makespan = makespan_s(problem.models, taken)
     if accumulate == "needed":
         taken = fewer_pieces(problem.speeds, taken, [room[worker] for worker in problem.workers], makespan)
@@ -150,7 +153,7 @@ def solve(
     for worker, share in zip(problem.workers, taken, strict=True):
         whole[worker] = share
     pieces = tuple(-(-share // cap) if share else 0 for share, cap in zip(whole, room, strict=True))
-    return Solution(tuple(whole), pieces, makespan, problem.cost_s(found.active, makespan) - makespan)
+    return Solution(tuple(whole), pieces, makespan, problem.cost_s(choice.active, makespan) - makespan)
 
 
 def _problem(
@@ -209,8 +212,8 @@ def _problem(
             f"shares: the caps add up to {sum(most)}, less than the total {total}; "
             "lower the total or allow accumulation (micro-batches)"
         )
-    made: list[TimeModel] = []
+    time_models: list[TimeModel] = []
     for i, high in zip(workers, most, strict=True):
         model: Line | Piecewise = as_model(models[i], room[i], f"model of worker {i}")
-        made.append(accumulated(model, room[i]) if room[i] < high else model)
-    return SharesProblem(made, workers, most, minimum, total, communication), room
+        time_models.append(accumulated(model, room[i]) if room[i] < high else model)
+    return SharesProblem(time_models, workers, most, minimum, total, communication), room

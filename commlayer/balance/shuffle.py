@@ -1,7 +1,8 @@
-"""A seeded permutation of 0 to length - 1, read at any ranges. Knows numbers only; the same on every machine.
+"""A seeded permutation of 0 to length - 1, readable at any range and the same on every machine.
 
-Integer arithmetic of its own, because numpy promises no stable streams over its versions, and workers may have different ones.
-Up to TABLE entries: an argsort of keyed hashes. Above: a Feistel network walked until it lands inside, in no memory at all.
+It uses its own integer arithmetic, because numpy guarantees no stable streams across versions and workers may have different
+ones. Up to TABLE entries it is an argsort of keyed hashes. Above, it is a Feistel network with cycle walking, which needs no
+memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 TABLE = 1 << 20
-"""8 MB and some 0.1 s an epoch. A Feistel network over few bits would be far from random; above this it has 20 and more."""
+"""8 MB and about 0.1 s per epoch. A Feistel network over few bits would be far from random; above this size it has at
+least 20."""
 ROUNDS = 6
 MASK = (1 << 64) - 1
 
@@ -21,7 +23,7 @@ Array = npt.NDArray[np.uint64]
 
 
 def mix(x: Array) -> Array:
-    """The finaliser of splitmix64: each bit of the result depends on all bits of x."""
+    """The finalizer of splitmix64: each bit of the result depends on all bits of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -31,7 +33,8 @@ class Permutation:
     """Position in the stream -> index of a sample."""
 
     def __init__(self, length: int, seed: int, epoch: int, *, longest_table: int = TABLE) -> None:
-        """Up to `longest_table` positions the order is kept in memory, above it is computed. The same on all members."""
+        """Up to `longest_table` positions the order is kept in memory, above it is computed. Must be the same on all
+        members."""
         self.length = length
         key = mix(np.array([seed & MASK], dtype=np.uint64)) + np.uint64(epoch)
         ids = np.arange(1, ROUNDS + 1, dtype=np.uint64)
@@ -50,7 +53,7 @@ class Permutation:
         if self._table is not None:
             return self._table[positions.astype(np.int64)]
         result = self._feistel(positions)
-        # The network permutes a power of four, at most four times the length: few are outside, and soon none.
+        # The network permutes a power of four, at most four times the length, so few results are outside.
         while (outside := result >= self.length).any():
             result[outside] = self._feistel(result[outside])
         return result

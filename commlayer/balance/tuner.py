@@ -1,6 +1,6 @@
-"""Searches settings on short proxy runs: fast, and within the loss budget. Knows an engine, stores and a function; no torch.
+"""Searches for fast settings within the loss budget, on short proxy runs.
 
-The first trial is dense: what every other one is compared with.
+The first trial is dense; all others are compared with it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Proxy = Callable[[Settings], Mapping[str, Any]]
 """Trains for a short time with these settings: {"seconds": ..., "loss": ...}."""
 
 STEEP = 50.0
-"""How a loss over the budget counts: one per cent more as half as much time again."""
+"""Penalty for exceeding the budget: each extra per cent of loss counts as half as much time again."""
 
 NEEDED = 'needed is a dict such as {"seconds": 3.1, "loss": 0.142}'
 LONGEST = 80
-"""Letters told of what a proxy returned."""
+"""Longest excerpt of a proxy's result in an error."""
 DENSE_FAILED = "the dense run failed, with which all others are compared"
 
 
 def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[TuningTrial]:
-    """Runs trials until there are so many, those of an earlier call counted in; yields each new one."""
+    """Runs trials until there are `trials`, counting those of earlier calls; yields each new one."""
     if store.trials and store.trials[0].error:
         raise InvalidInput("E-TUNE-BASELINE",
                            f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
@@ -39,7 +39,7 @@ def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int
     while len(store.trials) < trials:
         settings = engine.ask() if store.trials else first(search.space)
         trial = run(proxy, settings)
-        if trial.error and not store.trials:  # it is not kept: the same command again runs it again
+        if trial.error and not store.trials:  # not stored: the same command runs it again
             raise InvalidInput("E-TUNE-BASELINE", f"{DENSE_FAILED}: {trial.error}")
         store.add(trial)
         engine.tell(settings, score(store.trials, search.budget))
@@ -47,37 +47,37 @@ def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int
 
 
 def first(space: SearchSpace) -> Settings:
-    """Dense and exact, at the middle of what else there is."""
+    """Dense and exact settings, with all other dimensions at the middle."""
     return space.plain({d.name: EXACT[d.name] if d.name in EXACT else d.at(0.5) for d in space.dimensions})
 
 
 def run(proxy: Proxy, settings: Settings) -> TuningTrial:
-    """One trial; settings under which the proxy breaks are bad settings, not the end."""
+    """One trial. If the proxy fails, the trial is recorded as failed and the search continues."""
     try:
-        found: Any = proxy(spelled(settings))
+        result: Any = proxy(spelled(settings))
     except Exception as error:
         return TuningTrial(settings, 0.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
     try:
-        seconds, loss = float(found["seconds"]), float(found["loss"])
+        seconds, loss = float(result["seconds"]), float(result["loss"])
     except (KeyError, IndexError, TypeError, ValueError):
-        return TuningTrial(settings, 0.0, 0.0, f"the proxy returned {repr(found)[:LONGEST]}, {NEEDED}")
+        return TuningTrial(settings, 0.0, 0.0, f"the proxy returned {repr(result)[:LONGEST]}, {NEEDED}")
     if not (0 < seconds < math.inf and math.isfinite(loss)):
         return TuningTrial(settings, 0.0, 0.0, f"got {seconds} s and loss {loss}, allowed: finite numbers, seconds above 0")
     return TuningTrial(settings, seconds, loss)
 
 
 def excess(trial: TuningTrial, dense: TuningTrial) -> float:
-    """How much larger the loss is than dense training's, relative to it."""
+    """Increase of the loss over dense training, relative to dense training's loss."""
     return (trial.loss - dense.loss) / max(abs(dense.loss), 1e-9)
 
 
 def price(trial: TuningTrial, dense: TuningTrial, budget: float) -> float:
-    """What is minimised: the seconds, made longer where the loss is over the budget."""
+    """The objective: the seconds, increased if the loss exceeds the budget."""
     return trial.seconds * (1 + STEEP * max(0.0, excess(trial, dense) - budget))
 
 
 def score(trials: Sequence[TuningTrial], budget: float) -> float:
-    """Of the last one, for an engine: the logarithm of its price; a failed one is as bad as the worst."""
+    """The last trial's objective for the engine: the logarithm of its price. A failed trial counts as the worst."""
     *others, last = trials
     if last.error:
         return max((math.log(price(t, trials[0], budget)) for t in others if not t.error), default=0.0)
@@ -85,15 +85,16 @@ def score(trials: Sequence[TuningTrial], budget: float) -> float:
 
 
 def best(trials: Sequence[TuningTrial], budget: float) -> TuningTrial:
-    """The fastest within the budget; dense training always is."""
+    """The fastest trial within the budget; the dense one always qualifies."""
     within = [t for t in trials if not t.error and excess(t, trials[0]) <= budget]
     return min(within, key=lambda t: t.seconds)
 
 
 def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
-    """What the trials say of codecs against dense training on the same batch or, where that was not tried, the first trial.
+    """Loss penalties of codecs, against dense training on the same batch, or against the first trial if that batch has no
+    dense run.
 
-    Of those with local steps or staleness only what a dense one like them tells apart from these.
+    Trials with local steps or staleness count only if a dense trial with the same settings exists.
     """
     good = [t for t in trials if not t.error]
     dense = {_besides(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
@@ -110,5 +111,5 @@ def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
 
 
 def _besides(trial: TuningTrial) -> tuple[tuple[str, Any], ...]:
-    """Its settings but for the codec."""
+    """A trial's settings without the codec."""
     return tuple(sorted((name, value) for name, value in trial.settings.items() if name not in ("codec", "ratio")))

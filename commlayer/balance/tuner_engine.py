@@ -1,7 +1,7 @@
-"""What to try next: Bayesian optimisation with scikit-optimize's Gaussian process. Knows spaces; no proxies.
+"""Proposes the next trial by Bayesian optimization with scikit-optimize's Gaussian process.
 
-Proposals come from the space itself, so that none means what was tried already (SearchSpace.plain of tuner_space.py).
-scikit-optimize loads with the first proposal that is not random.
+Proposals are normalized (SearchSpace.plain of tuner_space.py), so that none repeats an earlier trial. scikit-optimize loads
+with the first proposal that is not random.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from commlayer.balance.tuner_space import SearchSpace, Settings
 RANDOM_TRIALS = 8
 CANDIDATES = 1500
 LENGTHS = (0.05, 10.0)
-"""How far apart in the unit cube settings may be and still tell of each other; which is chosen by likelihood."""
+"""Range of length scales in the unit cube, from which maximum likelihood chooses."""
 
 
 class Engine:
-    """A search under way: asked for settings, told what came of them; minimises."""
+    """A minimizing search: ask() proposes settings, tell() takes their result."""
 
     def __init__(self, space: SearchSpace, seed: int) -> None:
         self._space, self._seed = space, seed
@@ -28,8 +28,8 @@ class Engine:
         self._values: list[float] = []
 
     def ask(self) -> Settings:
-        """Settings not tried yet; where there are none left, the best again."""
-        # Drawn from the number of trials, so that a resumed search goes the way of one that never stopped.
+        """Settings not tried yet; the best again if none is left."""
+        # Seeded by the number of trials, so that a resumed search continues like an uninterrupted one.
         candidates = self._candidates(np.random.default_rng([self._seed, len(self._tried)]))
         if not candidates:
             return self._best()
@@ -43,26 +43,26 @@ class Engine:
         return self._tried[int(np.argmin(self._values))]
 
     def _candidates(self, random: np.random.Generator) -> list[Settings]:
-        """At random, and around the best, without what was tried."""
-        found = [self._space.at(list(row)) for row in random.random((CANDIDATES, len(self._space.dimensions)))]
+        """Random settings and variations of the best, without those already tried."""
+        candidates = [self._space.at(list(row)) for row in random.random((CANDIDATES, len(self._space.dimensions)))]
         if self._tried:
             best = self._best()
-            for other in found[: CANDIDATES // 3]:
+            for other in candidates[: CANDIDATES // 3]:
                 kept = random.random(len(best)) < 0.6
-                found.append(self._space.plain({name: best[name] if keep else other[name]
+                candidates.append(self._space.plain({name: best[name] if keep else other[name]
                                                 for keep, name in zip(kept, sorted(best), strict=True)}))
         seen = {_key(settings) for settings in self._tried}
-        return [settings for settings in found if _key(settings) not in seen]
+        return [settings for settings in candidates if _key(settings) not in seen]
 
     def _most_promising(self, candidates: list[Settings]) -> Settings:
-        """Of the largest expected improvement."""
+        """The candidate with the largest expected improvement."""
         from skopt.acquisition import gaussian_ei
         from skopt.learning import GaussianProcessRegressor
         from skopt.learning.gaussian_process.kernels import Matern
 
         process: Any = GaussianProcessRegressor(Matern(0.5, LENGTHS, nu=2.5), normalize_y=True, noise="gaussian")
         with warnings.catch_warnings():
-            # It warns of a length or a noise at an end of its range, which few or flat trials do call for.
+            # It warns of a length or noise at the end of its range, which is normal with few or flat trials.
             warnings.simplefilter("ignore")
             process.fit(self._points(self._tried), self._values)
         promise = gaussian_ei(self._points(candidates), process, y_opt=min(self._values), xi=0.0)

@@ -1,4 +1,4 @@
-"""What a codec costs in loss, by its ratio, as proxy runs showed it. Knows numbers only; a planner reads it."""
+"""Loss penalty of codecs by ratio, as measured by proxy runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlayer.records import Record, decode, encode
 
 
 class LossPoint(Record, frozen=True):
-    """A measurement: relative excess over dense training, on the same batch if that was tried; 0.01 for one per cent."""
+    """A measured loss penalty relative to dense training, on the same batch if that was tried; 0.01 for one per cent."""
 
     codec: str
     """Its name, such as "topk"."""
@@ -22,12 +22,13 @@ class LossPoint(Record, frozen=True):
 
 
 class LossModel(Record, frozen=True):
-    """Penalties between measured ratios by interpolation over log(ratio); never less for a smaller ratio."""
+    """Penalties, interpolated over log(ratio); a smaller ratio never has a smaller penalty."""
 
     points: tuple[LossPoint, ...]
 
     def penalty(self, codec: str, ratio: float = 1.0) -> float:
-        """Of a codec by name or spelling; infinite for one that nobody measured, or below the smallest ratio measured."""
+        """Penalty of a codec given by name or spelling; infinite for an unmeasured codec, or below the smallest measured
+        ratio."""
         curve = self._curve(family(codec))
         if not curve or ratio < curve[0][0] * (1 - 1e-9):
             return math.inf
@@ -35,10 +36,10 @@ class LossModel(Record, frozen=True):
             return curve[-1][1]
         (r0, p0), (r1, p1) = next(pair for pair in itertools.pairwise(curve) if ratio <= pair[1][0])
         way = max(0.0, math.log(ratio / r0)) / math.log(r1 / r0)
-        return (1 - way) * p0 + way * p1  # exact at both ends, as `least_ratio` compares with what was measured
+        return (1 - way) * p0 + way * p1  # exact at both ends, because `least_ratio` compares with measured values
 
     def least_ratio(self, codec: str, budget: float) -> float | None:
-        """The smallest ratio whose penalty is within the budget; None where no measured one is."""
+        """The smallest ratio whose penalty is within the budget; None if no measured one is."""
         curve = self._curve(family(codec))
         inside = [i for i, (_, penalty) in enumerate(curve) if penalty <= budget]
         if not inside:
@@ -50,7 +51,7 @@ class LossModel(Record, frozen=True):
         return float(r1 * (r0 / r1) ** ((budget - p1) / (p0 - p1)))
 
     def _curve(self, name: str) -> list[tuple[float, float]]:
-        """By rising ratio, penalties falling: of what noise makes rise, the larger."""
+        """Sorted by ratio, penalties made monotonic by taking the larger one."""
         ratios = sorted({p.ratio for p in self.points if p.codec == name}, reverse=True)
         curve: list[tuple[float, float]] = []
         for ratio in ratios:
@@ -60,17 +61,17 @@ class LossModel(Record, frozen=True):
 
 
 def family(codec: str) -> str:
-    """Of a name or a spelling: "topk" of "error_feedback(topk(ratio=0.01))"."""
+    """The family of a name or spelling: "topk" of "error_feedback(topk(ratio=0.01))"."""
     return codec if codec.isidentifier() else named(codec).core.family
 
 
 def write(path: Path, model: LossModel) -> None:
-    """As a JSON file."""
+    """Writes the model as JSON."""
     write_whole({path: encode(model) + b"\n"})
 
 
 def read(path: Path) -> LossModel:
-    """What `write` wrote. A ValueError in one line for what no tuner would have."""
+    """Reads a model that `write` wrote; a one-line ValueError for an invalid file."""
     try:
         data = path.read_bytes()
     except OSError as error:

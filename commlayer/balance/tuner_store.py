@@ -1,4 +1,4 @@
-"""Trials on disk: one JSON line each behind a line that says what was searched. Knows no engine and no proxy."""
+"""Stores trials on disk: a line that identifies the search, then one JSON line per trial."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from commlayer.records import Record, decode, encode
 
 
 class Search(Record, frozen=True):
-    """What a store's trials belong to."""
+    """Identifies the search that a store's trials belong to."""
 
     task: str
     space: SearchSpace
     budget: float
-    """Relative excess of the loss that is allowed, 0.005 for half a per cent."""
+    """Allowed relative increase of the loss, 0.005 for half a per cent."""
     seed: int = 0
 
 
 class TuningTrial(Record, frozen=True):
-    """One proxy run. A failed one has its reason in `error` and figures that do not count."""
+    """One proxy run. A failed one has its reason in `error`; its figures do not count."""
 
     settings: dict[str, Any]
-    """As the space has them."""
+    """Raw settings as the search space has them."""
     seconds: float
     loss: float
     error: str = ""
 
 
 class Store:
-    """An append-only file. A last line that a crash cut short is dropped."""
+    """An append-only file. An incomplete last line, from a crash, is dropped."""
 
     def __init__(self, path: Path, search: Search) -> None:
         self.path, self.trials = path, list[TuningTrial]()
@@ -51,7 +51,7 @@ class Store:
             write_whole({path: b"".join(whole)})
 
     def add(self, trial: TuningTrial) -> None:
-        """On disk when it returns."""
+        """The trial is in the file when this returns."""
         with self.path.open("ab") as file:
             file.write(encode(trial) + b"\n")
         self.trials.append(trial)

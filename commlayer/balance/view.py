@@ -1,6 +1,6 @@
-"""Decisions as the lines of a table, for people at a terminal. Knows events only; prints nothing itself.
+"""Formats the balancer's decisions as lines of a table for a terminal.
 
-A decision's line says what an iteration is expected to take in place of what; the line of its outcome, what it took.
+A decision's line shows the expected iteration time before and after it; its outcome's line shows the measured time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HEADINGS = f"{'decided':>7} {'from':>5}  {{shares}}  {'SE':>5}  {'ms a step':>16
 
 
 def heading(workers: int) -> str:
-    """Above the lines.
+    """The table's heading.
 
     >>> heading(3)
     'decided  from  share of each     SE         ms a step  why'
@@ -22,7 +22,7 @@ def heading(workers: int) -> str:
 
 
 def line(event: Event, workers: int) -> str:
-    """Empty for what changed no shares.
+    """Empty for events that changed no shares.
 
     >>> line(Decision(7, 9, (0, 1, 2), (20, 8, 4), (1, 1, 1), "the times moved apart", 0.08, 0.0321, 0.96), 3)
     '      7     9   20   8   4     0.96     80.0 ->  32.1  the times moved apart'
