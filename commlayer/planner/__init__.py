@@ -1,4 +1,4 @@
-"""Plans: made, explained, compared and checked against the model. Pure: no torch, no clock, no environment, no randomness."""
+"""Makes, explains, compares and verifies communication plans. Pure: no torch, no clock, no environment, no randomness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LATE = {"plan": "commlayer.planner.search.plan", "explain": "commlayer.planner.verbs.explain",
          "what_if": "commlayer.planner.verbs.whatif"}
-"""Searching is arithmetic over arrays: whoever only reads plans need not load numpy."""
+"""Loaded on first use: searching needs numpy, reading plans does not."""
 
 __all__ = [
     "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "lower", "on_reference", "plan", "simulate", "verify",

@@ -1,1 +1,1 @@
-"""What a plan is about: machines, jobs, buckets, paths, options, and the rules that plans keep. Knows no prices."""
+"""The planner's model: machines, jobs, buckets, paths, options, and the rules that every plan keeps."""

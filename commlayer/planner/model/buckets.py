@@ -1,4 +1,4 @@
-"""Cuts and fuses a job's tensors into buckets. Knows limits of bytes, but not what is sent how."""
+"""Cuts and fuses a job's tensors into buckets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Slice
 
 
 class Limits(NamedTuple):
-    """How tensors become buckets."""
+    """Size limits for turning tensors into buckets."""
 
     fuse_nbytes: int
     cut_nbytes: int
     matrix_nbytes: int = 0
-    """Where a codec needs matrices, these stay whole up to so many bytes."""
+    """For codecs that need matrices: a matrix up to this size stays whole."""
 
 
 class Sort(IntEnum):
-    """What a bucket holds. Only gradients are coded, and doubles are rounded by whatever is no all-reduce. Thin ones are
-    gradients of which little travels, if they are sent as they are or rounded."""
+    """Kind of a bucket's contents. Only gradients are compressed. Every path except all-reduce rounds doubles. THIN:
+    mostly zero gradients, whose zeros are not sent if they go uncompressed or rounded."""
 
     GRADIENTS = 0
     BUFFERS = 1
@@ -32,17 +32,18 @@ class Sort(IntEnum):
 
 KIB, MIB = 1 << 10, 1 << 20
 MOST_BUCKETS = 100
-"""Limits grow with the model, so that about so many buckets remain: each has a cost of its own, here and at run time."""
+"""Approximate limit for the number of buckets; size limits grow with the model to keep it. Each bucket costs planning time
+and run time."""
 TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * MIB), Limits(25 * MIB, 100 * MIB))
-"""From overlap (small buckets go out early) to few calls (each pays latency and floors)."""
+"""From good overlap (small buckets start early) to few calls (each pays latency and fixed costs)."""
 
 
 def limits(
     job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False, small: bool = True,
 ) -> tuple[Limits, ...]:
-    """The limits worth trying for a model of this size, without repetitions. `most`: bytes that a bucket may have.
+    """Distinct limits worth trying for a model of this size. `most`: largest bucket in bytes.
 
-    `small`: also each tensor by itself, as in Espresso. Dozens of biases in buckets of their own cost more than their prices.
+    `small`: also try each tensor alone, as in Espresso. For dozens of biases this costs more than the prices say.
     """
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
     tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
@@ -53,27 +54,28 @@ def limits(
 
 def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
     """Slices by bucket, in the order in which backward makes them ready; buffers last."""
-    made = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
-    return sorted(made, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
+    unsorted = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
+    return sorted(unsorted, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
 
 
 def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
-    """
+    """Elements [start, stop) of a group, as slices.
+
     >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
     (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
     """
-    found = []
+    parts = []
     at = 0
     for part in group:
         numel = part.stop - part.start
         first, last = max(start - at, 0), min(stop - at, numel)
         if first < last:
-            found.append(Slice(part.tensor, part.start + first, part.start + last))
+            parts.append(Slice(part.tensor, part.start + first, part.start + last))
         at += numel
         if at >= stop:
             break
-    return tuple(found)
+    return tuple(parts)
 
 
 def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
@@ -89,7 +91,7 @@ def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:
-    """Seconds from the start of backward until all of it is final; buffers are announced when backward is over."""
+    """Seconds from the start of backward until all of the bucket is final. Buffers are ready when backward ends."""
     if job.timing is None:
         return 0.0
     return job.timing.backward_s if is_buffer(job, group) else max(job.timing.ready_s[s.tensor] for s in group)

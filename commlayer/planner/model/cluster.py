@@ -1,4 +1,4 @@
-"""What a plan is made from: the machines, the measured costs, the wishes; and the tasks that a path costs. Values only."""
+"""Inputs of the planner (machines, measured costs, policy), and the tasks that a path consists of."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from commlayer.planner.model.learning import LearningRow
 from commlayer.records import Job, Plan, Record
 
 NO_LIMIT = 1e9
-"""Of loss: more than any way loses."""
+"""A limit on loss that excludes nothing."""
 
 
 class Line(Record, frozen=True):
-    """Seconds as a line over a size: floor_s + size * slope_s, whatever the size counts (elements, bytes)."""
+    """Seconds as a linear function of a size in elements or bytes: floor_s + size * slope_s."""
 
     floor_s: float
     slope_s: float = 0.0
     error: float = 0.0
-    """Largest relative deviation of what it was fitted to."""
+    """Largest relative deviation from the fitted points."""
 
     def __call__(self, size: float) -> float:
         return self.floor_s + size * self.slope_s
 
 
 class Link(Record, frozen=True):
-    """One machine's connection, each way for itself. alpha_s: one way, from this machine to the core of the network."""
+    """One machine's connection, with separate rates for each direction. alpha_s: one-way latency to the network's core."""
 
     up_bps: float
     down_bps: float
@@ -32,7 +32,7 @@ class Link(Record, frozen=True):
 
 
 class Node(Record, frozen=True):
-    """One machine: its ranks, what they compute on, and its links inside and out."""
+    """One machine: its ranks, their device, and its links inside and out."""
 
     name: str
     ranks: int
@@ -40,20 +40,20 @@ class Node(Record, frozen=True):
     """A GPU of the tables ("rtx3060"), or "cpu"."""
     link: Link
     intra_bps: float = 0.0
-    """Between two ranks of the node, each way. 0: it has one rank."""
+    """Bandwidth between two ranks of the node, in each direction. 0: the node has one rank."""
     intra_alpha_s: float = 0.0
     speed: float = 1.0
-    """Of its computing against that of the profile."""
+    """Compute speed relative to the profile's device."""
     server: bool = True
     """Whether it can host a summation server."""
 
 
 class Cluster(Record, frozen=True):
-    """The machines. Nodes without ranks (ranks = 0) can host servers only."""
+    """The machines. Nodes without ranks (ranks = 0) can only host servers."""
 
     nodes: tuple[Node, ...]
     reachable: bool = True
-    """Whether collectives may cross nodes. False over the internet: then only servers do."""
+    """Whether collectives may cross nodes. False over the internet, where only servers connect them."""
 
     @property
     def ranks(self) -> int:
@@ -61,90 +61,89 @@ class Cluster(Record, frozen=True):
 
 
 class CodecCost(Record, frozen=True):
-    """Seconds over elements of one codec on one device, and its bytes."""
+    """Time and payload size of one codec on one device, by number of elements."""
 
     codec: str
-    """As a plan spells it, without error feedback."""
+    """As plans spell it, without error feedback."""
     device: str
-    """"gpu" or "cpu"; or one GPU's name as nodes have it, which goes before "gpu"."""
+    """"gpu", "cpu", or one GPU's name as nodes have it, which takes precedence over "gpu"."""
     encode: Line
     decode: Line
-    """Also the price of adding one payload to a sum."""
+    """Also the cost of adding one payload to a sum."""
     nbytes: Line
-    """Bytes of a payload over elements: the one line that is no time."""
+    """Payload bytes by number of elements: the only Line that is not a time."""
     task_loss: float | None = None
-    """By what part the loss is higher after equally many steps (0.01: 1 %), as a tuner measured it on the user's own task, with
-    gradients exchanged in each; None: what the profile's learning rows say."""
+    """Relative increase of the loss after equally many steps (0.01: 1 %), measured on the user's own task with an exchange
+    in every step. None: the profile's learning rows decide."""
     rounds: int = 1
-    """Exchanges per bucket: each pays the latency again. `nbytes` is of all together."""
+    """Exchanges per bucket; each pays the latency again. `nbytes` is their total."""
     sums: bool = False
-    """Whether its payloads can be added as they are, by an all-reduce."""
+    """Whether an all-reduce can add its payloads as they are."""
     alone: bool = True
-    """Whether a payload by itself says what was sent, so that whoever has it may add it to a dense sum."""
+    """Whether a payload can be decoded on its own and added to a dense sum."""
     answers: bool = True
-    """Whether a server may send its sums so where workers send otherwise."""
+    """Whether a server may encode its sums with it when workers use another codec."""
     reduced: Line = Line(0.0)
-    """Bytes of what an all-reduce adds up in place of payloads, over elements; 0: as many as `nbytes`."""
+    """Bytes that an all-reduce adds instead of payloads, by number of elements; 0: same as `nbytes`."""
 
 
 class Profile(Record, frozen=True):
-    """What was measured, or taken from tables."""
+    """Measured costs, or costs from tables."""
 
     codecs: tuple[CodecCost, ...]
     server: Line
-    """A server's seconds per payload byte besides its codec's."""
+    """A server's seconds per payload byte, in addition to its codec's."""
     bucket_s: float = 0.0
-    """What each bucket costs a worker besides: hooks, frames, threads."""
+    """Further cost of each bucket at a worker: hooks, frames, threads."""
     copy: Line = Line(0.0)
-    """Seconds over bytes between a GPU and its host."""
+    """Seconds by bytes, between a GPU and its host."""
     inside: Line = Line(0.0)
-    """Of collectives among a node's ranks: seconds a message, and a byte of each link's. Measured it goes before what nodes
-    say; 0: nobody has."""
+    """Collectives among a node's ranks: seconds per message, and per byte on each link. A measured value takes precedence
+    over the nodes' links; 0: not measured."""
     across: Line = Line(0.0)
-    """The same of collectives between nodes. None is faster than the links that it crosses."""
+    """The same for collectives between nodes. No collective is faster than the links that it crosses."""
     learning: tuple[LearningRow, ...] = ()
-    """What ways of training cost in steps and in loss, as measured; none: all steps count alike."""
+    """Measured convergence factors and losses; empty: all steps count equally."""
     energy: tuple[float, ...] = ()
-    """What parts of the gradients' energy the job's tensors have: what a bucket's codec costs counts by them and by elements,
-    half each. None: by elements."""
+    """Each tensor's part of the gradients' energy. A bucket's codec loss is weighted half by energy, half by elements.
+    Empty: by elements."""
     source: str = "tables"
-    """"tables", "measured" or a name that a person gave."""
+    """"tables", "measured" or a name that the user gave."""
 
 
 class Policy(Record, frozen=True):
     """What the planner may do."""
 
     codecs: tuple[str, ...] = ()
-    """Allowed ones; empty: all of the profile's."""
+    """Allowed codecs; empty: all of the profile's."""
     max_loss: float = NO_LIMIT
-    """By what part the loss may be higher after equally many steps, at most: 0.01 is 1 %."""
+    """Highest allowed relative increase of the loss after equally many steps: 0.01 is 1 %."""
     objective: Literal["loss", "step"] = "loss"
-    """What is minimised: seconds to a loss, which are seconds of a step times how many times as many steps the plan needs as
-    dense training; or seconds of a step, whatever it learns."""
+    """What to minimize. "loss": seconds to reach a loss, which is step time times convergence factor. "step": step time."""
     optimizer: str = ""
-    """Its family: "sgd" (with momentum) or "adam" (AdamW, LANS and their like); empty, or anything else: the worse of both."""
+    """Optimizer family: "sgd" (with momentum) or "adam" (AdamW, LANS and similar). Anything else: the worse of both."""
     exact: bool = True
-    """Only ways that are synchronous SGD up to coding. False: also local steps, coded updates and late results."""
+    """True: only synchronous SGD, exact up to compression. False: also local steps, compressed updates and stale results."""
     forward: bool = False
-    """Whether results may come in during the next forward pass (overlap="forward"), which wants a plain module."""
+    """Whether results may arrive during the next forward pass (overlap="forward"), which needs a plain module."""
     devices: tuple[str, ...] = ("gpu", "cpu")
     max_encodes: int = 4
-    """Compressions of one gradient on its way."""
+    """Most compressions of one gradient along its path."""
     max_local_steps: int = 0
-    """Steps of local training to an exchange, at most; 0: one if `exact`, else as many as pay. Powers of two are searched."""
+    """Most local steps per exchange. 0: one if `exact`, else as many as pay off. The search tries powers of two."""
     staleness: bool | None = None
-    """Whether results may be used one step late; None: where it is not `exact`, and measured rows say what that costs."""
+    """Whether results may be one step stale. None: if not `exact`, and if learning rows cover staleness."""
     fragments: bool = True
-    """Whether a round's exchange may go in parts, of which each is merged by itself: not where workers may leave."""
+    """Whether a round's exchange may be split into fragments that are merged one by one. Not possible if workers may
+    leave."""
     priority: bool = True
-    """Forward order on the wire; else by readiness."""
+    """Forward order on the wire; otherwise order of readiness."""
     whole_tree: bool = False
-    """Also what workers cannot run yet, payloads of gradients on GPUs that an all-reduce adds up: to compare with, not to train
-    by."""
+    """Also search paths that workers cannot run yet (an all-reduce of payloads from GPUs); for comparison only."""
 
 
 class PlanInputs(Record, frozen=True):
-    """What a plan was made from: it lies beside the plan, so that the plan can be explained and varied later."""
+    """A plan's inputs. They are stored next to the plan, so that it can be explained and varied later."""
 
     job: Job
     cluster: Cluster
@@ -153,21 +152,21 @@ class PlanInputs(Record, frozen=True):
 
 
 class Basis(NamedTuple):
-    """A plan as it was made, before it was lowered, and what it was made from."""
+    """A plan before lowering, and its inputs."""
 
     plan: Plan
     inputs: PlanInputs
 
 
 class Task(Record, frozen=True, gc=False):
-    """One piece of work of a bucket. It occupies its lanes together from its start, each as long as it needs it."""
+    """One piece of a bucket's work. It starts on all its lanes together and occupies each for its own time."""
 
     lanes: tuple[tuple[str, float], ...]
-    """(lane, seconds). A transfer occupies the sender's up-link and the receiver's down-link."""
+    """(lane, seconds). A transfer occupies the sender's uplink and the receiver's downlink."""
     after: tuple[int, ...] = ()
-    """Tasks of the same bucket (by index) that end before it starts; none: it starts when the gradient is ready."""
+    """Tasks of the same bucket (by index) that end before this one starts. Empty: it starts when the gradient is ready."""
     latency_s: float = 0.0
-    """It ends so long after its longest lane is free again."""
+    """Delay from the end of its longest lane to the end of the task."""
     op: str = ""
-    """What it is part of, for timelines."""
+    """The op that it is part of, for timelines."""
     nbytes: int = 0

@@ -1,6 +1,6 @@
-"""Which codecs may go on which paths, as workers and servers run them. Knows what codecs promise, and none by name.
+"""Rules about which codecs may be used on which paths.
 
-The one place of these rules: the planner offers only what they let through, and a worker refuses a plan that breaks them.
+They exist only here: the planner offers nothing else, and a worker refuses a plan that breaks them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Promise(NamedTuple):
     """What may be done with a codec's payloads."""
 
     sums: bool
-    """An all-reduce may add them up."""
+    """An all-reduce may add them."""
     alone: bool
-    """Whoever has one knows what was sent, and may add it to a dense sum."""
+    """A payload can be decoded on its own and added to a dense sum."""
     answers: bool
-    """A server may send its sums so, whatever the workers' codec is."""
+    """A server may encode its sums with it, whatever the workers' codec is."""
 
 
 def promise_of(cost: CodecCost) -> Promise:
@@ -31,7 +31,7 @@ def promise_of(cost: CodecCost) -> Promise:
 def misfits(
     path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
 ) -> Iterator[str]:
-    """Why these codecs cannot go on this path, a line each. `gpus`: some worker's gradients lie on one."""
+    """Reasons why these codecs cannot be used on this path, a line each. `gpus`: some worker's gradients are on a GPU."""
     if not grammar.encodes(path):
         return
     ups = list(up)
@@ -60,5 +60,5 @@ def fits(
 
 
 def on_gpus(cluster: Cluster) -> bool:
-    """Whether some worker's gradients lie on a GPU."""
+    """Whether some worker's gradients are on a GPU."""
     return any(node.device != "cpu" for node in cluster.nodes if node.ranks)

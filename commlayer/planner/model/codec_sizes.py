@@ -1,7 +1,7 @@
-"""What coding an element costs where nobody has measured: bytes touched and bytes sent, by the codec's parsed name.
+"""Default costs of codecs that were not measured: bytes touched and sent per element.
 
-Codecs are bound by memory, so an element costs the bytes that its kernels read and write, over the part of the stream's speed
-that the project's own bench finds for the codec. What codecs lose is not known here: learning rows say it.
+Codecs are bound by memory bandwidth. An element costs the bytes that its kernels read and write, divided by the part of
+streaming speed that the project's bench measured for the codec. Loss penalties are in the learning rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from commlayer.records import Record
 
 
 class Touch(Record, frozen=True):
-    """Bytes an element: read and written to encode and to add one payload; sent. And what its payloads promise."""
+    """Bytes per element: read and written to encode, read and written to add one payload, and sent. Also the promises
+    about payloads."""
 
     encode: float
     decode: float
@@ -28,23 +29,23 @@ class Touch(Record, frozen=True):
 
 
 MEMORY_NBYTES = 12
-"""An element of momentum's velocity is read and written once more."""
+"""Momentum reads and writes an element of its velocity."""
 POSITION_ROOM = 1.15
-"""What coded positions take over their entropy."""
+"""Size of encoded positions relative to their entropy."""
 SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
-"""Gradient and residual are read, the residual written. Scoring runs takes topk's time once more."""
+"""Gradient and residual are read, the residual is written. Scoring runs takes topk's time once more."""
 
 
 def touch(name: CodecName) -> Touch:
-    """ValueError for a codec whose bytes no size alone tells."""
+    """Costs of a codec. ValueError if its size does not follow from the number of elements alone."""
     core = name.core
     if core.family not in _FAMILIES:
         raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() is in no table, known are {', '.join(_FAMILIES)}; "
                            "or measure it with `commlayer profile`")
-    made = _FAMILIES[core.family](core)
+    base = _FAMILIES[core.family](core)
     layers = tuple(name.bare.layers())
     more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)
-    return structs.replace(made, encode=made.encode + more, answers=made.answers and len(layers) == 1)
+    return structs.replace(base, encode=base.encode + more, answers=base.answers and len(layers) == 1)
 
 
 def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecName], Touch]:
@@ -52,7 +53,7 @@ def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecN
 
 
 def _quantised(name: CodecName, speed: float, bits: float, scale_nbytes: int) -> Touch:
-    """`speed`: encoding's part of the stream's."""
+    """`speed`: encoding speed as a part of streaming speed."""
     code = bits / 8
     return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"))
 
@@ -82,7 +83,7 @@ def _randomk(name: CodecName) -> Touch:
 
 
 def _position_nbytes(ratio: float) -> float:
-    """Bytes an entry for its position: the entropy of a sparse bitmap, and what the format stays above it."""
+    """Bytes per entry for its position: the entropy of a sparse bitmap, times the format's overhead."""
     if ratio == 1:
         return 0.0
     bits = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)

@@ -1,4 +1,4 @@
-"""The plan that runs before anything is measured: buckets by size alone, one codec and one path for all. Knows no costs."""
+"""The plan before anything is measured: buckets by size alone, one codec and one path for all."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 ELEMENT_NBYTES = 4
 """Codecs see float32, whatever the parameter's dtype."""
 COLLECTIVE_NBYTES = 25 << 20
-"""A collective pays per call, so its buckets are large. These two are DistributedDataParallel's own figures."""
+"""A collective has a cost per call, so its buckets are large. Both values are DistributedDataParallel's."""
 FIRST_COLLECTIVE_NBYTES = 1 << 20
 """The first bucket is small, so that sending begins early."""
 SPREAD_NBYTES = 256 << 10
-"""A bucket has its own cost, of some 0.1 ms."""
+"""Parts below this size are not worth a bucket's fixed cost of about 0.1 ms."""
 FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
-"""What is fused where layers wait for it one by one: such a part of the model, and no less than so much."""
+"""Size limit for fused buckets if layers wait for results one by one: this fraction of the model, but at least this many
+bytes."""
 TURN_PARTS = 4
-"""What is fused is at most such a part of what a server gets in one turn, which waits for the one that has most; what is cut
-is no more than that."""
+"""With fragments, a fused bucket is at most this fraction of a server's part of a fragment, and a cut piece at most that
+part. Each fragment waits for the server that has most."""
 BUFFER_CODEC = "identity()"
-"""Running statistics are few and are averaged as they are."""
+"""Buffers (running statistics) are few and are averaged uncompressed."""
 
 
 def least_spread_nbytes(turns: int) -> int:
-    """Parts that a tensor is spread over the servers in have at least so much: less where a round goes in turns, each of which
-    waits for the server that has most."""
+    """Least size of the parts when a tensor is spread over servers. Smaller with fragments, since each fragment waits for
+    the server that has most."""
     return SPREAD_NBYTES if turns == 1 else LEAST_FUSED_NBYTES
 
 
@@ -41,16 +42,16 @@ def default_plan(
     job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
     forward: bool = False, fragments: int = 1, down: str = "",
 ) -> Plan:
-    """One path for every bucket: "service" (spread over `servers` and local ranks by bytes) or "allreduce".
+    """A plan with one path for every bucket: "service" (balanced by bytes over `servers` and local ranks) or "allreduce".
 
-    `down`: the codec that servers answer with, if it is not `codec`.
+    `down`: the codec of servers' results, if it is not `codec`. `fragments`: all servers get about the same part of each
+    fragment.
 
-    `forward`: results are waited for layer by layer. Then what is fused is a small part of the model: the first layers'
-    gradients are ready last and needed first, and wait for all that goes with them. `fragments`: a round's turns, in each of
-    which all servers get about as much.
+    `forward`: layers wait for their results one by one. Fused buckets are then a small part of the model: the first layers'
+    gradients are ready last and needed first, and would wait for the rest of a large bucket.
 
-    Small neighbours of one dtype are fused up to fuse_nbytes and large tensors cut to at most cut_nbytes; "allreduce"
-    uses sizes of its own. Equal arguments give equal plans.
+    Small neighbours of one dtype are fused up to fuse_nbytes and large tensors are cut to at most cut_nbytes; "allreduce"
+    uses its own sizes. Equal arguments give equal plans.
 
     >>> from commlayer.records import TensorInfo
     >>> job = Job((TensorInfo("weight", (1000, 1000)), TensorInfo("bias", (1000,))))
@@ -71,14 +72,14 @@ def default_plan(
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
-        # No more than one turn's part of the model, which is all of it where nothing goes in turns.
+        # At most one fragment's part of the model; without fragments that is the whole model.
         cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
     spread_nbytes = least_spread_nbytes(fragments)
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         most if matrices else 0, spread_nbytes))
-    # A bucket is ready when its last tensor is; those of buffers when backward is over.
+    # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
@@ -97,10 +98,10 @@ def _buffer(job: Job, group: Sequence[Slice]) -> bool:
 
 
 def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
-    """As `shared`, in each turn for itself; of hosts that have as much of it, the one with the least so far."""
+    """Like `shared`, for each fragment separately; ties within a fragment go to the host with the least so far."""
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
-    # Too few for so many turns is somebody else's to say.
+    # Callers check whether the plan has enough buckets for its fragments.
     for places in fragments_of(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
         for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
@@ -115,8 +116,8 @@ class _Piece(NamedTuple):
 
 
 def shared(sizes: Sequence[int], hosts: int) -> list[int]:
-    """A host for each size, the largest first and equal ones in their order: the one with the least so far. So all have about
-    as much: a step waits for the host that has most.
+    """A host for each size: the largest size first, each to the host with the least so far. This balances hosts well: a step
+    waits for the host that has most.
 
     >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
     ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
@@ -129,7 +130,7 @@ def shared(sizes: Sequence[int], hosts: int) -> list[int]:
 
 
 def spread(sizes: Sequence[int], hosts: int) -> list[int]:
-    """A host for each size, in order: the one with the least so far, the lowest number among equals."""
+    """A host for each size, in order: the one with the least so far, ties to the lowest number."""
     loads = [0] * hosts
     chosen = []
     for size in sizes:
@@ -140,7 +141,7 @@ def spread(sizes: Sequence[int], hosts: int) -> list[int]:
 
 
 def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
-    """So many slices, which differ in size by at most one element; between rows by at most one of them."""
+    """Cuts a tensor into `parts` slices whose sizes differ by at most one element (or one row, with `row`)."""
     edges = [numel // row * i // parts * row for i in range(parts + 1)]
     return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
 
@@ -149,10 +150,10 @@ def fused(
     job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
     matrix_nbytes: int = 0, spread_nbytes: int = SPREAD_NBYTES,
 ) -> Iterator[tuple[Slice, ...]]:
-    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; then buffers follow.
+    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; buffers follow.
 
-    A collective's bucket takes tensors until it has reached the limit, which lets the first go out as early as DDP's does.
-    With `matrix_nbytes` matrices stay whole up to so many bytes, and are cut between rows.
+    A collective's bucket takes tensors until it has reached the limit, so that the first starts as early as DDP's does. With
+    `matrix_nbytes`, matrices up to that size stay whole, and larger ones are cut between rows.
     """
     limit = first_nbytes
     held: list[Slice] = []
@@ -163,7 +164,7 @@ def fused(
     for tensor, info in [*reversed(gradients), *buffers]:
         kind = (info.dtype, info.buffer, not collective and is_thin(job, tensor))
         nbytes = info.numel * ELEMENT_NBYTES
-        # A tensor that stays whole passes through one server's links; cut, it passes through all of them side by side.
+        # A whole tensor uses one server's links; a cut one uses several servers' links in parallel.
         parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1
         if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_of(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
             row = max(row_of(info.shape), 1)
@@ -181,7 +182,7 @@ def fused(
             held.append(Slice(tensor, 0, info.numel))
             held_nbytes += nbytes
             held_kind = kind
-    # Small tensors wait here while larger ones between them go their way.
+    # Small tensors wait here for others while large tensors pass.
     if held:
         yield tuple(held)
 

@@ -1,4 +1,4 @@
-"""float64 in plans: codecs and servers know float32, so only an all-reduce keeps what a double has. Knows no prices."""
+"""Keeps float64 tensors exact in plans. Codecs and servers use float32, so doubles are all-reduced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXACT = "allreduce"
 
 
 def unrounded(plan: Plan, job: Job) -> Plan:
-    """The same, with buckets that hold doubles all-reduced as they are. A plan without any comes back as it is."""
+    """The plan with every bucket of doubles on an uncompressed all-reduce. Unchanged if there are no doubles."""
     buckets = tuple(
         structs.replace(b, path=EXACT, codec="identity()", server=0, owner=0, down="", by_node=(), coder="", stale=False)
         if _doubles(b, job) else b for b in plan.buckets
@@ -25,7 +25,7 @@ def unrounded(plan: Plan, job: Job) -> Plan:
 
 
 def told(job: Job, nodes: int) -> str:
-    """What a user may not expect of it, if there is anything."""
+    """A notice for the user that doubles are not compressed; empty if it does not apply."""
     count = sum(t.numel for t in job.tensors if t.dtype == DOUBLE and not t.buffer)
     if not count or nodes < 2:
         return ""
@@ -34,7 +34,7 @@ def told(job: Job, nodes: int) -> str:
 
 
 def rounded(plan: Plan, job: Job) -> Iterator[str]:
-    """Where a plan would make float32 of them, a line each."""
+    """Buckets in which the plan would round doubles to float32, a line each."""
     for bucket in plan.buckets:
         if bucket.path != EXACT and (names := _doubles(bucket, job)):
             yield (f"bucket {bucket.id}: {names[0]} is float64, which path {bucket.path!r} would round to float32, allowed for "

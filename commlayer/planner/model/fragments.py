@@ -1,4 +1,4 @@
-"""Cuts a plan's buckets into fragments that are exchanged in turns. Pure: knows buckets by number and slices, and no worker."""
+"""Splits a plan's buckets into fragments that are exchanged one after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlayer.records import Slice
 
 
 class Cut(Protocol):
-    """A bucket, or what becomes one."""
+    """A bucket, or a group of slices that becomes one."""
 
     @property
     def slices(self) -> tuple[Slice, ...]: ...
@@ -20,10 +20,10 @@ class Cut(Protocol):
 
 
 def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
-    """The places of each fragment's buckets, in the plan's order, of about equal elements. ValueError if there are too few.
+    """Places of each fragment's buckets in the plan's order, balanced by elements. ValueError if there are too few buckets.
 
-    A fragment is a stretch of the plan, since collectives go in its order. A tensor that is cut into several buckets may go in
-    several turns.
+    A fragment is a contiguous part of the plan, since collectives run in its order. The buckets of a cut tensor may be in
+    several fragments.
     """
     if count == 1:
         return [list(range(len(buckets)))]
@@ -47,12 +47,12 @@ def most_fragments(count: int, every: int, buckets: int) -> int:
 
 
 def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
-    """By tensor, which of its elements these buckets hold: from and to, neighbours as one."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    """Element ranges that these buckets hold, by tensor; adjacent ranges are joined."""
+    by_tensor: dict[int, list[tuple[int, int]]] = {}
     for s in sorted((s for bucket in buckets for s in bucket.slices), key=lambda s: (s.tensor, s.start)):
-        ranges = found.setdefault(s.tensor, [])
+        ranges = by_tensor.setdefault(s.tensor, [])
         if ranges and ranges[-1][1] == s.start:
             ranges[-1] = ranges[-1][0], s.stop
         else:
             ranges.append((s.start, s.stop))
-    return found
+    return by_tensor

@@ -1,4 +1,4 @@
-"""A plan of a model with buffers as one of its gradients alone, for whoever averages buffers otherwise. Decides nothing."""
+"""Reduces a plan for a model with buffers to its gradients, for callers that average buffers themselves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from commlayer.records import Job, Plan
 
 
 def gradients_of(job: Job) -> Job:
-    """The job without its buffers. They stand behind the gradients, whose numbers stay."""
+    """The job without its buffers. Buffers come after the gradients, so the gradients keep their numbers."""
     return Job(tuple(info for info in job.tensors if not info.buffer))
 
 
 def without_buffers(plan: Plan, job: Job) -> Plan:
-    """One of another job, or one that averages no buffers, comes back as it is."""
+    """The plan without buckets of buffers. Unchanged if it is for another job or has none."""
     buffers = {number for number, info in enumerate(job.tensors) if info.buffer}
     if not buffers or plan.job != job.digest():
         return plan

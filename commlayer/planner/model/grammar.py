@@ -1,6 +1,6 @@
-"""All paths a plan may hold: Espresso's tree, and the ways it lacks. Knows shapes of clusters; no codecs by name, no prices.
+"""All paths that a plan may use: Espresso's decision tree and a few additions.
 
-C encodes, D decodes; Comm is a collective by itself, 1 and 2 are the halves of a pair; with a dash they carry payloads:
+C encodes, D decodes; Comm is a collective on its own, 1 and 2 are the halves of a pair; with a dash they carry payloads:
 
     flat          Comm | 1 T1 | C Comm' D | C 1' T2                    over all ranks
     two-level     1 (T3 | C T4) | C 1' (T4 | D (T3 | C T4))            1 inside the nodes, T3 and T4 between them and back
@@ -8,8 +8,8 @@ C encodes, D decodes; Comm is a collective by itself, 1 and 2 are the halves of 
     T3 = Comm T1 | 1 T5      T4 = Comm' T2 | 1' (2' T2 | D T5)         between the nodes, and the last half inside
     T5 = 2 T1 | C 2' T2
 
-That is Espresso's tree of 63 + 4278 paths. Beside it stand: a server between the nodes (push, then pull or forward), and an
-all-reduce of payloads for codecs whose payloads add up (both in the place of Comm').
+That is Espresso's tree of 63 + 4278 paths. The additions replace Comm': a server between the nodes (push, then pull or
+forward), and an all-reduce of payloads for codecs whose payloads add up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
 FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
 PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
 SECOND = dict(FLOAT_PAIRS + PAYLOAD_PAIRS)
-"""The half that ends what another began."""
+"""First half of a pair -> its second half."""
 
 Paths = tuple[Path, ...]
 
@@ -42,12 +42,12 @@ def served(path: Path) -> bool:
 
 
 def summing(path: Path) -> bool:
-    """Whether payloads go through an all-reduce, which asks for a codec whose payloads add up."""
+    """Whether an all-reduce adds payloads, which needs a codec whose payloads add up."""
     return encodes(path) > 0 and any(op.name == "allreduce" for op in path)
 
 
 def one_device(path: Path) -> bool:
-    """Whether all coding of a rank happens in one place."""
+    """Whether all coding of a rank happens on one device."""
     return len({op.where for op in path if op.name in CODING}) <= 1
 
 
@@ -60,7 +60,7 @@ def kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
 
 
 class _Tree:
-    """The grammar's rules, a method each. `devices` are those that code."""
+    """The grammar's rules, a method each. `devices` are those that encode and decode."""
 
     def __init__(self, devices: Iterable[Device]) -> None:
         self.C: Paths = tuple((Op("encode", d),) for d in devices)
@@ -85,7 +85,7 @@ class _Tree:
             yield from _rows(merged, self.C, self.between_coded(second))
 
     def service(self) -> Iterator[Path]:
-        """A server adds floats of one payload per rank and bucket, so what was summed inside is coded anew."""
+        """A server adds one payload per rank and bucket, so sums made inside a node are encoded before they are pushed."""
         for back in ("pull", "forward"):
             yield from _rows(self.C, [(Op("push", "net"), Op(back, "net"))], self.D)
         for back in ("pull", "forward"):
@@ -96,7 +96,7 @@ class _Tree:
         yield from self._middle(_op("allreduce", "net"))
 
     def _middle(self, between: Path) -> Iterator[Path]:
-        """`between` on payloads of what each node has summed, which comes back into the node as floats."""
+        """Sums floats inside each node, runs `between` on payloads of the sums, and returns floats to the node."""
         for second, floats in self.inside():
             yield from _rows(floats, self.C, [between], self.D, [_op(second, "node")])
 
@@ -105,34 +105,29 @@ class _Tree:
             yield second, (_op(first, "node"),)
 
     def inside_coded(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
-        """The first half inside, coded: summed to floats again, or forwarded as it came."""
+        """The first half inside the node on payloads: decoded and summed, or forwarded as it came."""
         for first, second in PAYLOAD_PAIRS:
             forwarded = tuple(_rows(self.C, [_op(first, "node")]))
             yield (first, second), tuple(_rows(forwarded, self.D)), forwarded
 
     def last(self, scope: Scope, second: str) -> Paths:
-        """T1."""
         return (_op(second, scope), *_rows(self.C, [_op(second, scope)], self.D))
 
     def last_coded(self, scope: Scope, second: str) -> Paths:
-        """T2."""
         return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last(scope, second)))
 
     def between(self, inner: str) -> Iterator[Path]:
-        """T3."""
         yield from _rows([_op("allreduce", "net")], self.last("node", inner))
         for first, second in FLOAT_PAIRS:
             yield from _rows([_op(first, "net")], self.between_second(second, inner))
 
     def between_coded(self, inner: str) -> Iterator[Path]:
-        """T4."""
         yield from _rows([_op("allgather", "net")], self.last_coded("node", inner))
         for first, second in PAYLOAD_PAIRS:
             yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_coded("node", inner))
             yield from _rows([_op(first, "net")], self.D, self.between_second(second, inner))
 
     def between_second(self, second: str, inner: str) -> Iterator[Path]:
-        """T5."""
         yield from _rows([_op(second, "net")], self.last("node", inner))
         yield from _rows(self.C, [_op(second, "net")], self.last_coded("node", inner))
 
@@ -142,7 +137,7 @@ def _op(name: str, scope: Scope) -> Path:
 
 
 def _rows(*columns: Iterable[Path]) -> Iterator[Path]:
-    """All ways to take one of each column, in a row."""
+    """All combinations of one entry from each column, concatenated."""
     rows: list[Path] = [()]
     for column in columns:
         tails = list(column)
@@ -157,8 +152,10 @@ def options(
     cluster: Cluster, *, devices: Sequence[str] = GPU_AND_CPU, max_encodes: int = 4, sums: bool = False, mixed: bool = False,
     kinds: Sequence[Kind] = KINDS, dense: bool = True, servers: bool = True,
 ) -> Paths:
-    """The paths that this cluster can run. `sums`: for a codec whose payloads add up; `mixed`: each coding on a device of its
-    own choice, which makes 4341 paths of 339; `dense`: also those without coding.
+    """The paths that this cluster can run.
+
+    `sums`: for a codec whose payloads add up. `mixed`: every coding step may use its own device, which makes 4341 paths of
+    339. `dense`: also paths without coding.
     """
     usable: tuple[Device, ...] = tuple(
         d for d in GPU_AND_CPU if d in devices and (d == "cpu" or any(n.device != "cpu" for n in cluster.nodes if n.ranks))
@@ -206,7 +203,7 @@ def _cluster_breaks(path: Path, cluster: Cluster) -> Iterator[str]:
 
 
 def _order_breaks(path: Path) -> Iterator[str]:
-    """What a walk along the path finds, in words; what it does not find, the tree does."""
+    """Errors found by walking along the path; errors that this misses are found by comparing with the tree."""
     coded, pushed = False, False
     halves: dict[str, str] = {}
     for op in path:
@@ -259,7 +256,7 @@ def _every() -> frozenset[Path]:
 
 
 def _first_wrong(path: Path) -> str:
-    """Where a path leaves the tree, and what the tree has there."""
+    """Where a path leaves the tree, and what the tree allows there."""
     known = _every()
     for place in range(len(path) + 1):
         follow = {p[place] if place < len(p) else None for p in known}

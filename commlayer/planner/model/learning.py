@@ -1,12 +1,13 @@
-"""What a way of training costs in steps, looked up in rows of measured trainings. Knows rows; no files, links or seconds.
+"""Looks up convergence factors of a training recipe in rows of measured trainings.
 
     excess(rows, "topk(ratio=0.01)", Recipe("adam", every=4)).high     # 0.2: a cautious fifth more steps than dense needs
 
-What is measured is given as measured, made monotone: a smaller ratio or more local steps never cost less. Between measured
-points it lies on a line over log(ratio) and log2(every). What nobody measured costs what its worst measured relatives do.
+Measured points are returned as measured, made monotonic: a smaller ratio or more local steps never cost less. Between them,
+values are interpolated over log(ratio) and log2(every). An unmeasured combination costs as much as the worst measured one
+that is related to it.
 
-Rows are of whole exchanges: waited for, or merged a round late. What is merged H / F steps late, in F fragments, lies so far
-between the two: measured lags of 3 and 5 of 16 steps are on that line (docs/decisions/0223-lag-of-a-fragment.md).
+Rows are for whole exchanges: waited for, or merged a round late. With F fragments, merged H / F steps late, the cost is
+interpolated between the two; measured lags of 3 and 5 of 16 steps confirm it (docs/decisions/0223-lag-of-a-fragment.md).
 """
 
 from __future__ import annotations
@@ -22,69 +23,71 @@ from commlayer.records import Record
 
 FIELDS = ("steps", "high", "loss", "loss_high")
 ALONE, ALONE_AMONG = 1, 4
-"""Workers of a row that is of no way: of one by itself, with its own batch, against so many that exchange in each step."""
+"""A row with workers=ALONE is for one worker by itself, compared with ALONE_AMONG workers that exchange in every step."""
 
 
 class LearningRow(Record, frozen=True):
     """One measured combination over several tasks and seeds."""
 
     optimizer: str
-    """"sgd" (with momentum) or "adam" (Adam, AdamW, LANS and their like)."""
+    """"sgd" (with momentum) or "adam" (Adam, AdamW, LANS and similar)."""
     codes: str
     """"gradients" or "updates"."""
     codec: str
     """As plans spell it, without error feedback: "topk(ratio=0.01)"."""
     every: int
-    """Steps to an exchange."""
+    """Steps per exchange."""
     overlap: str
-    """"" or "round". ("forward" is exact: the row of "" holds.)"""
+    """"" or "round". ("forward" is exact and uses the row of "".)"""
     late: bool
     """Whether results are used one step late."""
     workers: int
-    """0: the worst over all that were measured. `ALONE`: one by itself."""
+    """0: the worst over all measured numbers of workers. `ALONE`: one worker by itself."""
     steps: float
-    """How many times as many steps as dense training in every step, to the same loss: the median over tasks and seeds."""
+    """Convergence factor: steps to the same loss relative to dense training with an exchange in every step; the median
+    over tasks and seeds."""
     steps_high: float
-    """The same, cautiously: 80 % were better."""
+    """The cautious convergence factor: the 80th percentile."""
     loss: float
-    """By what part the loss is higher after equally many steps, the median: 0.01 is 1 %, the one unit of budgets."""
+    """Relative increase of the loss after equally many steps, the median: 0.01 is 1 %, the unit of loss budgets."""
     loss_high: float
     tasks: int
     runs: int
 
 
 def row_problem(row: LearningRow) -> str:
-    """What is wrong with a row that somebody wrote; nothing if nothing is."""
+    """What is wrong with a row from a user's table; empty if it is valid."""
     if wrong := misspelled(row.codec):
         return wrong
     allowed = {"optimizer": ("sgd", "adam"), "codes": ("gradients", "updates"), "overlap": ("", "round")}
     which = [name for name, values in allowed.items() if getattr(row, name) not in values]
     which += [name for name, least in {"every": 1, "workers": 0, "steps": 1, "steps_high": 1, "loss": 0, "loss_high": 0}.items()
               if not (getattr(row, name) >= least and math.isfinite(getattr(row, name)))]
-    said = "; ".join(f"{name} is {getattr(row, name)!r}" for name in which)
-    return said and (f"row {row.optimizer} {row.codec} every={row.every}: {said}, allowed: sgd or adam, gradients or updates, "
+    problems = "; ".join(f"{name} is {getattr(row, name)!r}" for name in which)
+    return problems and (f"row {row.optimizer} {row.codec} every={row.every}: {problems}, "
+                         "allowed: sgd or adam, gradients or updates, "
                      "overlap of round or nothing, every and steps of 1 or more, workers and losses of 0 or more, all finite")
 
 
 class Recipe(NamedTuple):
-    """How a plan's steps are taken, apart from codecs."""
+    """How a plan trains, apart from codecs."""
 
     optimizer: str = "adam"
-    """"sgd", "adam"; anything else costs the worse of both."""
+    """"sgd" or "adam"; anything else costs the worse of both."""
     codes: str = "gradients"
     every: int = 1
     overlap: str = ""
     late: bool = False
     workers: int = 4
     fragments: int = 1
-    """In so many parts, one after the other, a round is exchanged."""
+    """Number of parts in which a round is exchanged, one after the other."""
 
 
 class Excess(NamedTuple):
-    """What comes on top of dense training in every step."""
+    """Cost on top of dense training with an exchange in every step."""
 
     steps: float = 0.0
-    """Steps factor - 1."""
+    """Convergence factor - 1."""
     high: float = 0.0
     loss: float = 0.0
     loss_high: float = 0.0
@@ -94,10 +97,10 @@ NONE = Excess()
 
 
 def alone(rows: Iterable[LearningRow], optimizer: str, workers: float) -> float:
-    """How many times as many steps one needs by itself as so many workers together, by its own batches; 0: nobody knows.
+    """Steps that one worker alone needs, with its own batch, relative to `workers` together; 0: not measured.
 
-    Of an optimizer of no measured family the least counts: it is what plans have to beat. By other numbers of workers it grows
-    as a power of them does.
+    An unmeasured optimizer gets the smallest measured value, since plans must beat it. For other numbers of workers the value
+    grows as a power of that number.
     """
     known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
     steps = known.get(optimizer) or min(known.values(), default=0.0)
@@ -105,31 +108,31 @@ def alone(rows: Iterable[LearningRow], optimizer: str, workers: float) -> float:
 
 
 def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
-    """Whether somebody has trained with late results, in all that count for it. What they cost is no matter of relatives: one
-    step late is nothing to some optimizers, and with others it diverges."""
+    """Whether stale results were measured for every optimizer family that counts. Their cost is not inferred from related
+    rows: one stale step costs some optimizers nothing and makes others diverge."""
     rows = tuple(rows)
     late = {row.optimizer for row in rows if row.late}
     return bool(rows) and late.issuperset(_families(rows, optimizer))
 
 
 def measured_local_steps(rows: Iterable[LearningRow]) -> int:
-    """The most local steps that a row was measured with: what more of them cost is extrapolated."""
+    """The most local steps in any row; costs beyond that are extrapolated."""
     return max((row.every for row in rows), default=1)
 
 
 def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
-    """That of the optimizer, or else all that there are."""
+    """The optimizer's family if it was measured, else all measured families."""
     known = {row.optimizer for row in rows if row.workers != ALONE}
     return [optimizer] if optimizer in known else sorted(known)
 
 
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
-    """Of what is sent and answered in `codec`, as plans spell it. Without rows nothing is known, and all steps count alike."""
+    """Excess of exchanging with `codec`, as plans spell it. Without rows all steps count equally."""
     return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
 
 
 class _Same:
-    """Rows by which object they are: comparing hundreds of them at each look would take longer than the look."""
+    """Rows compared by identity: comparing hundreds of rows would take longer than the lookup."""
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
         self.rows = rows
@@ -147,7 +150,7 @@ def _tables(same: _Same) -> _Tables:
 
 
 class _Tables:
-    """Curves of each field by optimizer and workers, made when first asked for."""
+    """Curves of each field by optimizer and number of workers, built on first use."""
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
         self._rows = rows
@@ -155,10 +158,10 @@ class _Tables:
         self._found: dict[tuple[str, Recipe], Excess] = {}
 
     def look(self, codec: str, recipe: Recipe) -> Excess:
-        found = self._found.get((codec, recipe))
-        if found is None:
-            found = self._found[codec, recipe] = self._look(codec, recipe)
-        return found
+        value = self._found.get((codec, recipe))
+        if value is None:
+            value = self._found[codec, recipe] = self._look(codec, recipe)
+        return value
 
     def _look(self, codec: str, recipe: Recipe) -> Excess:
         if recipe.overlap == "round" and recipe.fragments > 1:
@@ -171,7 +174,7 @@ class _Tables:
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
     def _sooner(self, codec: str, recipe: Recipe) -> Excess:
-        """With each fragment merged H / fragments steps after it was sent: never more than what is merged a round late."""
+        """With fragments, each is merged H / fragments steps after it was sent: never worse than a whole round late."""
         whole = self.look(codec, recipe._replace(fragments=1))
         waited = self.look(codec, recipe._replace(fragments=1, overlap=""))
         return Excess(*(late - max(0.0, late - soon) * (1 - 1 / recipe.fragments)
@@ -187,7 +190,7 @@ class _Tables:
 
 
 def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str, Point], list[LearningRow]]:
-    """Of each combination the rows of so many workers, else of the worst, else all."""
+    """For each combination, the rows for this number of workers, else the worst-case rows, else all."""
     by: dict[tuple[Place, str, Point], list[LearningRow]] = {}
     for row in rows:
         by.setdefault(_point(row), []).append(row)

@@ -1,7 +1,8 @@
-"""Measured excesses over ratio and local steps, made monotone and complete. Knows no rows, optimizers or files.
+"""Completes measured excesses over ratio and local steps to monotonic surfaces.
 
-A point is (x, y): x = -log(ratio), y = log2(every). Harder is larger in both. Of each kind of codec in each place there is
-a grid: measured points keep their values (raised to the easier ones' where noise put them below), the rest is filled in.
+A point is (x, y): x = -log(ratio), y = log2(every). Larger values are harder. There is a grid for each kind of codec in each
+place. Measured points keep their values (raised to those of easier points where noise put them below), and missing points are
+filled in.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from commlayer.codec_name import SPARSE, CodecName, named
 
 DENSE = "identity"
 EXACT = ("identity", "fp16")
-"""What costs no steps when gradients are coded."""
+"""Codecs that cost no steps when gradients are compressed."""
 LADDER = ("bf16", "int8", "int4", "onebit")
-"""Each sends less of every entry than the one before, and costs at least as much."""
+"""Each sends fewer bits per entry than the one before, and costs at least as many steps."""
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 
@@ -27,14 +28,15 @@ Curve = Callable[[Point], float]
 
 
 class Place(NamedTuple):
-    """What is coded and when it is used: rows of different places are measured apart."""
+    """What is compressed, and when the result is used. Rows of different places are separate measurements."""
 
     codes: str = "gradients"
     overlap: str = ""
     late: bool = False
 
     def plain(self, every: int) -> Place:
-        """What several local steps or overlapped rounds exchange are updates; overlap="forward" is exact."""
+        """The canonical place. Several local steps and overlapped rounds always exchange updates; overlap="forward" is
+        exact."""
         overlap = "" if self.overlap == "forward" else self.overlap
         return Place("updates" if every > 1 or overlap else self.codes, overlap, self.late)
 
@@ -43,7 +45,7 @@ GRADIENTS = Place()
 
 
 def place_of(codec: str, every: int) -> tuple[str, Point]:
-    """The kind of codec, and where it lies on the kind's grid. Kinds of values, blocks and wrappers do not matter."""
+    """The kind of codec and its point on the kind's grid. Value types, blocks and wrappers do not matter."""
     kind, ratio = _kind(named(codec).core)
     return kind, (-math.log(ratio) + 0.0, math.log2(every))
 
@@ -59,13 +61,13 @@ def _kind(core: CodecName) -> tuple[str, float]:
 
 
 def _group(kind: str) -> str:
-    """Relatives are those of one group."""
+    """The group of related kinds."""
     family = kind.partition(" ")[0]
     return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
 
 
 class Curves:
-    """Of one figure: excesses >= 0 by place, kind and point."""
+    """Curves of one field: excesses >= 0 by place, kind and point."""
 
     def __init__(self, measured: Mapping[tuple[Place, str, Point], float]) -> None:
         self._points: dict[Place, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}
@@ -87,21 +89,21 @@ class Curves:
         return self._made[key]
 
     def _waited(self, place: Place) -> Place | None:
-        """The same in time, where that was measured: what is merged later, or used late, is no better for it."""
+        """The same place without delay, if it was measured. A late result is never better than one that was waited for."""
         waited = place._replace(overlap="", late=False)
         return waited if waited != place and waited in self._points else None
 
     def _measured(self, place: Place, kind: str, own: Points) -> Curve:
-        points, here, waited = dict(own), self._points[place], self._waited(place)
-        beside = {} if waited is None else self._points[waited]
-        ys = sorted({y for of_kind in (*here.values(), *beside.values()) for _, y in of_kind})
-        if _group(kind) != "bits":  # of all entries it is dense
-            points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in here}
-        others = [*self._relatives(kind, {k: v for k, v in here.items() if k != DENSE}), here.get(DENSE, {})]
+        points, kinds, waited = dict(own), self._points[place], self._waited(place)
+        waited_kinds = {} if waited is None else self._points[waited]
+        ys = sorted({y for of_kind in (*kinds.values(), *waited_kinds.values()) for _, y in of_kind})
+        if _group(kind) != "bits":  # at ratio 1 it is dense
+            points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in kinds}
+        others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
         plain = None if waited is None else self._curve(waited, kind)
 
         def growth(x: float, before: float, after: float) -> float:
-            among = _growth(others, here.values(), before, after)
+            among = _growth(others, kinds.values(), before, after)
             return among if plain is None else max(among, _over(plain((x, after)), plain((x, before))))
 
         raised = _raised(points)
@@ -113,16 +115,17 @@ class Curves:
         return group or list(here.values())
 
     def _unmeasured(self, place: Place, kind: str) -> Curve:
-        """The next coarser one, else the worst of the same family here, else of its group, else of all; and what it costs
-        without overlap, else for gradients, grown as theirs."""
-        here = [k for k in self._points[place] if k != DENSE] or [DENSE]
+        """Estimate for an unmeasured kind: the next coarser kind, else the worst of the same family here, else of its
+        group, else of all. Also at least its value without overlap, or its value for gradients, scaled like the related
+        kinds'."""
+        kinds = [k for k in self._points[place] if k != DENSE] or [DENSE]
         family = kind.partition(" ")[0]
-        coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in here] if kind in LADDER else []
-        near = (coarser[:1] or [k for k in here if k.partition(" ")[0] == family]
-                or [k for k in here if _group(k) == _group(kind)] or here)
+        coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
+        near = (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
+                or [k for k in kinds if _group(k) == _group(kind)] or kinds)
         worst = [self._curve(place, k) for k in near]
         waited = self._waited(place)
-        if kind == DENSE:  # never more than what sends less
+        if kind == DENSE:  # never more than a codec that sends less
             plain = None if waited is None else self._curve(waited, kind)
             return lambda point: max(min(curve((0.0, point[1])) for curve in worst), plain(point) if plain else 0.0)
         if waited is not None:
@@ -133,27 +136,28 @@ class Curves:
 
         def at(point: Point) -> float:
             x, y = point
-            found = max(curve(point) for curve in worst)
+            highest = max(curve(point) for curve in worst)
             if base is None:
-                return found
+                return highest
             ratios = [_over(there((at_x, y)), before((at_x, 0.0))) for there, before, xs in both for at_x in xs]
             grown = max(ratios, default=1.0)
-            return max(found, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
+            return max(highest, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
 
         return at
 
     def _as_elsewhere(self, place: Place, waited: Place, kind: str, near: list[str]) -> Curve:
-        """What it costs without overlap, as much worse as the worst of those that were measured here; and no less than they."""
-        here, plain = self._points[place], self._curve(waited, kind)
+        """Its cost without overlap, increased by the worst factor measured here; at least the cost of the related kinds
+        here."""
+        kinds, plain = self._points[place], self._curve(waited, kind)
         worst = [self._curve(place, k) for k in near]
         later = [_over(self._curve(place, k)(at), self._curve(waited, k)(at))
-                 for k in near if k in self._points[waited] for at in here[k]]
+                 for k in near if k in self._points[waited] for at in kinds[k]]
         more = max([1.0, *later])
         return lambda point: max(*(curve(point) for curve in worst), (1 + plain(point)) * more - 1)
 
 
 class _Grid:
-    """Monotone values at all places where an x and a y cross, and lines between them."""
+    """Monotonic values at all crossings of x and y, with linear interpolation between them."""
 
     def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
         self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
@@ -173,8 +177,8 @@ class _Grid:
                 self._at[x, y] = value
 
     def __call__(self, point: Point) -> float:
-        """Beyond the last x or y as steep as before it, and no less so than what is easier: else lines that begin apart could
-        cross, and what is harder would cost less."""
+        """Beyond the last x or y, extrapolates with the last slope, or a larger one of easier points: otherwise lines
+        could cross, and a harder point would cost less."""
         x, y = point
         rows: list[float] = []
         steepest = 0.0
@@ -189,7 +193,8 @@ class _Grid:
 
 
 def _along(places: list[float], at: float, values: list[float]) -> float:
-    """On lines between values that never fall; level before the first, and beyond the last as steep as before it."""
+    """Interpolates between values that never fall: constant before the first place, and with the last slope beyond the
+    last."""
     if at <= places[0] or len(places) == 1:
         return values[0]
     i = next((i for i, place in enumerate(places) if place >= at), len(places) - 1)
@@ -204,7 +209,7 @@ def _last_slope(places: list[float], values: list[float]) -> float:
 
 
 def _raised(points: Points) -> Points:
-    """Each at least what the easier ones are."""
+    """Raises each value to those of easier points."""
     return {(x, y): max(v for (a, b), v in points.items() if a <= x and b <= y) for x, y in points}
 
 
@@ -213,15 +218,15 @@ def _over(there: float, before: float) -> float:
 
 
 def _no_less(grid: Curve, plain: Curve, measured: Points, point: Point) -> float:
-    """As the grid says, and no less than without overlap; except that what was measured is believed, and no easier way costs
-    more than that."""
-    (x, y), found = point, grid(point)
+    """The grid's value, but at least the value without overlap. Measured values take precedence: no easier point costs
+    more than a harder one that was measured."""
+    (x, y), value = point, grid(point)
     most = min((v for (a, b), v in measured.items() if a >= x and b >= y), default=math.inf)
-    return max(found, min(plain(point), most))
+    return max(value, min(plain(point), most))
 
 
 def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
-    """By how much local steps make it worse: as much as for the worst relative that was measured at both; else as the worst."""
+    """Growth of the cost with local steps: that of the worst related kind measured at both; else the worst value."""
     for some in (relatives, everybody):
         ratios = [_over(_raised(points)[x, after], _raised(points)[x, before])
                   for points in some for x, y in points if y == after and (x, before) in points]

@@ -1,6 +1,6 @@
-"""Matrices keep their shape under codecs that need it, alone or side by side in one bucket. Knows sizes, no prices.
+"""Keeps the shapes of matrices for codecs that need them, in single and in fused buckets.
 
-And says of a plan how much of the model goes as it is although its codec was meant to make it less.
+Also reports how much of a model a plan sends uncompressed although its codec should compress it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from commlayer.records import Bucket, Job, Plan, Slice
 Shape = tuple[int, ...]
 
 MOST = 0.5
-"""Of a model's elements, that may go as they are under a codec that loses something, without a word."""
+"""A lossy codec that leaves more than this part of a model's elements uncompressed is reported."""
 WHOLE = 0.9
 """A payload of this part of the dense bytes saves nothing."""
 
 
 def shape_of(job: Job, part: Slice) -> Shape:
-    """Of a matrix, whole or cut between rows; of all else none."""
+    """The shape of a matrix, whole or cut between rows; else an empty shape."""
     shape = job.tensors[part.tensor].shape
     row = row_of(shape)
     if len(shape) < 2 or row == 0 or part.start % row or part.stop % row:
@@ -30,12 +30,13 @@ def shape_of(job: Job, part: Slice) -> Shape:
 
 
 def row_of(shape: Shape) -> int:
-    """Elements of a matrix's row, where it may be cut: between others it would be no matrix."""
+    """Elements of a matrix's row. A matrix may be cut only between rows."""
     return math.prod(shape[1:])
 
 
 def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
-    """The codec and the shape of a bucket of these slices: of several ones a codec that needs matrices codes each for itself.
+    """The codec and shape of a bucket with these slices. In a bucket of several slices, a codec that needs matrices encodes
+    each slice on its own.
 
     >>> from commlayer.records import TensorInfo
     >>> job = Job((TensorInfo("weight", (64, 32)), TensorInfo("bias", (64,))))
@@ -58,7 +59,7 @@ def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
 
 
 def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
-    """A line where most of a model goes as it is under a codec that was to make it less."""
+    """A line for a codec that leaves most of the model uncompressed although it should compress it."""
     gradients = [b for b in plan.buckets if not misspelled(b.codec) and not (job is not None and _buffer(job, b))]
     total = sum(b.numel for b in gradients)
     whole: dict[str, int] = {}
@@ -73,7 +74,7 @@ def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
 
 
 def _as_it_is(bucket: Bucket, name: CodecName) -> int:
-    """Elements."""
+    """Elements of the bucket that the codec leaves uncompressed."""
     if bucket.path == "allreduce" or name.core.family == "identity":
         return 0
     if name.core.family == "powersgd":
@@ -86,7 +87,7 @@ def _as_it_is(bucket: Bucket, name: CodecName) -> int:
 
 
 def _gains(shape: Shape, rank: int) -> bool:
-    """Whether its factors have fewer elements."""
+    """Whether the matrix's factors have fewer elements."""
     if len(shape) < 2 or 0 in shape:
         return False
     rows, row = shape[0], row_of(shape)

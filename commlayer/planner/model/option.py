@@ -1,4 +1,4 @@
-"""A way to send a bucket, in words: what a plan decides for it besides its place. Knows no price, size or order."""
+"""The planner's decision for a bucket: path and codecs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DENSE = "identity()"
 
 
 class Option(NamedTuple):
-    """What a plan decides for a bucket besides its place."""
+    """What a plan decides for a bucket besides its server and owner."""
 
     path: str
     codec: str = DENSE

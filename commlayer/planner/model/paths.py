@@ -1,9 +1,9 @@
-"""Paths: the op sequence of one bucket, and its spelling in a plan. Knows names and scopes; grammar.py knows which are legal.
+"""Paths: the ops of one bucket, and their spelling in a plan. grammar.py defines which paths are legal.
 
-    encode@cpu net.push net.pull decode@cpu                                    summed by a server, coded both ways
+    encode@cpu net.push net.pull decode@cpu                                    summed by a server, compressed both ways
     node.reduce_scatter encode@gpu net.allgather decode@cpu node.allgather     two-level, compressed between nodes
 
-Whether a collective carries floats or payloads follows from what stands before it: payloads from an encode to the next decode.
+A collective carries payloads between an encode and the next decode, and floats elsewhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Literal, NamedTuple, get_args
 from commlayer.errors import InvalidInput
 
 Scope = Literal["all", "node", "net"]
-"""Who takes part: all ranks; the ranks of one node; the ranks of one local number (or one of each node), between nodes."""
+"""Ranks that take part: all; the ranks of one node; between nodes, the ranks of one local number (or one rank of each
+node)."""
 
 Device = Literal["gpu", "cpu"]
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "alltoall", "reduce", "gather", "broadcast")
 SERVICE = ("push", "pull", "forward")
-"""To a summation server (scope net). `pull`: the server codes the sum again; `forward`: it sends the merged sum as it is."""
+"""Ops of a summation server (scope net). `pull`: the server encodes the sum again. `forward`: it sends the merged sum as
+it is."""
 
 CODING = ("encode", "decode")
 
@@ -28,11 +30,11 @@ ALIASES = {
     "allreduce": "all.allreduce",
     "service": "encode@cpu net.push net.pull decode@cpu",
 }
-"""Short names. On nodes of several ranks "service" has node.reduce before and node.broadcast behind."""
+"""Short names. On nodes of several ranks, "service" adds node.reduce before and node.broadcast after."""
 
 
 class Op(NamedTuple):
-    """One step: a collective in a scope, or an encode or decode on a device."""
+    """One op: a collective in a scope, or an encode or decode on a device."""
 
     name: str
     where: str
@@ -51,7 +53,7 @@ def spell(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def parse(text: str, ranks_per_node: int = 1) -> Path:
-    """The path that `text` spells, short names included."""
+    """Parses a path, short names included."""
     if text == "service" and ranks_per_node > 1:
         text = f"node.reduce {ALIASES[text]} node.broadcast"
     return tuple(_op(word, text) for word in ALIASES.get(text, text).split())

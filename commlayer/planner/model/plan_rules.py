@@ -1,4 +1,4 @@
-"""Checks a plan against the model before it runs. Knows what every plan must keep, not what makes one good."""
+"""Verifies a plan against the model before it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verify(plan: Plan, job: Job) -> list[str]:
 
 
 def verify_alone(plan: Plan, world: int = 0) -> list[str]:
-    """What can be told without the model, as on a server; with `world` also whether the plan goes with so many workers."""
+    """Checks that need no model, as on a server. With `world`, also whether the plan fits that number of workers."""
     if plan.schema != SCHEMA:
         return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
     problems = []
@@ -46,7 +46,7 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    """How steps are exchanged: ways that exclude each other."""
+    """Combinations of sync settings that exclude each other."""
     late = any(b.stale for b in plan.buckets)
     if plan.codes not in ("gradients", "updates"):
         yield f"codes is {plan.codes!r}, allowed: 'gradients' or 'updates'"
@@ -68,7 +68,8 @@ def _steps(plan: Plan) -> Iterator[str]:
 
 
 def _buffers(plan: Plan, job: Job) -> Iterator[str]:
-    """Buffers are announced when backward is over, so a gradient behind one would wait for it; and they have no loss scale."""
+    """Gradients must come before buffers: buffers are ready only when backward ends. They are never mixed, since buffers
+    have no loss scale."""
     begun = False
     for bucket in plan.buckets:
         kinds = {job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)}
@@ -111,7 +112,7 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
 
 
 def _kept(codec: str, numel: int) -> Iterator[str]:
-    """What a server keeps is one frame when it is saved. What is no codec is told by whoever knows them."""
+    """Limits the state that a server keeps, since a save sends it in one frame. Unknown codecs are reported elsewhere."""
     if not misspelled(codec) and (kept := named(codec).kept_nbytes(numel)) > MAX_FRAME_NBYTES:
         yield (f"a server keeps up to {kept} bytes of {numel} elements under {codec}, a frame carries {MAX_FRAME_NBYTES}: cut "
                f"it into parts of at most {named(codec).most_nbytes // FLOAT32_NBYTES} elements")
@@ -133,9 +134,9 @@ def _coverage(plan: Plan, job: Job) -> Iterator[str]:
         for part in bucket.slices:
             if 0 <= part.tensor < len(parts):
                 parts[part.tensor].append((part, bucket.id))
-    for info, found in zip(job.tensors, parts, strict=True):
+    for info, entries in zip(job.tensors, parts, strict=True):
         reached, last = 0, -1
-        for part, bucket_id in sorted(found, key=lambda entry: (entry[0].start, entry[0].stop, entry[1])):
+        for part, bucket_id in sorted(entries, key=lambda entry: (entry[0].start, entry[0].stop, entry[1])):
             if part.start > reached:
                 yield f"{info.name}: elements {reached}..{part.start} are in no bucket"
             elif part.start < reached:

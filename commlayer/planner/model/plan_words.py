@@ -1,4 +1,4 @@
-"""A plan in a few words, for tables and logs."""
+"""Short summaries of a plan for tables and logs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from commlayer.records import Plan
 
 
 def way_of(made: Plan) -> str:
-    """How a plan's steps are taken, in a few words; nothing for the plain way."""
+    """The plan's sync mode in a few words; empty for an exchange in every step."""
     parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
     parts += [made.overlap] if made.overlap else []
     parts += [f"fragments={made.fragments}"] if made.fragments > 1 else []

@@ -1,8 +1,8 @@
-"""A plan as the runtime runs it: short names where there are any, and paths over servers in the one form that workers know.
+"""Lowers a plan to the form that the runtime executes.
 
-The runtime knows "service" (the node's sum at one rank, coded, pushed, the result decoded and shared), "allreduce", and staged
-paths as they are spelled. What differs from "service" by where it codes, by how results come back, or by cutting the bucket
-inside the node, is a matter of other fields of the bucket, or of several buckets.
+The runtime knows "service" (the node's sum at one rank, encoded, pushed, the result decoded and shared), "allreduce", and
+staged paths as they are spelled. Variants of "service" become other fields of the bucket (where it is encoded, how results
+return), or several buckets (if the node shards it).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from commlayer.planner.model.shards import cut
 from commlayer.records import Bucket, Plan
 
 MERGED = "topk(ratio=1.0, values='int8')"
-"""All entries of a merged sparse sum: no zeros."""
+"""All entries of a merged sparse sum, without zeros."""
 AS_IT_IS = "identity()"
 
 
 def lower(plan: Plan) -> Plan:
-    """The same sums in the runtime's terms. A plan that is in them comes back as it is."""
-    made = [bucket for old in plan.buckets for bucket in _lowered(old, plan.ranks_per_node)]
-    buckets = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(made))
+    """The same sums in the runtime's terms. A plan that is already lowered is returned unchanged."""
+    lowered = [bucket for old in plan.buckets for bucket in _lowered(old, plan.ranks_per_node)]
+    buckets = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(lowered))
     return plan if buckets == plan.buckets else structs.replace(plan, buckets=buckets)
 
 
@@ -48,7 +48,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
     if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
         yield served
         return
-    # Workers sum these in one reduce_scatter, and hand their results on in one allgather.
+    # Workers sum these shards in one reduce_scatter, and share their results in one allgather.
     for owner, slices in enumerate(cut(bucket.slices, ranks_per_node)):
         if slices:
             yield structs.replace(served, slices=slices, owner=owner, shape=())

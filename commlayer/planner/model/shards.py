@@ -1,7 +1,7 @@
-"""A bucket cut into one part for each rank of a node, and which buckets of a plan are such parts. Knows slices, no costs.
+"""Cuts a bucket into one shard per rank of a node, and finds a plan's shards.
 
-A shard is a bucket like any other, with its owner, its payload and its residual. What makes shards of several buckets is that
-they are ready together: then the node sums them in one reduce-scatter and hands their results on in one all-gather.
+A shard is an ordinary bucket with its own owner, payload and residual. Shards are ready together: the node sums them in one
+reduce-scatter and shares their results in one all-gather.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from commlayer.records import Bucket, Slice
 
 
 def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
-    """In so many runs of nearly equal size; a run may be empty."""
+    """Cuts slices into `parts` runs of nearly equal size; a run may be empty."""
     numel = sum(s.numel for s in slices)
     runs = []
     for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
@@ -28,10 +28,10 @@ def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
 
 
 def together(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
-    """The places of buckets that go through a node as one, in order: the shards of one stretch of a tensor, or a bucket alone.
+    """Ranges of places that a node handles as one, in order: the shards of one former bucket, or a single bucket.
 
-    Shards stand side by side, have the local ranks as owners in turn and one size, and each begins in the tensor in which the
-    one before ends: so one gradient makes them ready, or nearly so.
+    Shards are neighbours of equal size, owned by local ranks 0, 1, ... Each begins in the tensor in which the one before
+    ends, so that one gradient makes all of them ready, or nearly so.
     """
     runs: list[range] = []
     place = 0

@@ -1,7 +1,7 @@
-"""Nodes that differ by little are planned as one kind, so that planning costs what the kinds cost. Knows no paths, no job.
+"""Merges nearly equal nodes into one kind, so that planning time depends on the number of kinds.
 
-Measured links all differ, and two measurements of one link do, too. A kind is as slow as its slowest node, for which all others
-wait. Where every node counts for itself at no great cost, all stay as they are.
+Measured links always differ a little. A kind is as slow as its slowest node, for which the others wait anyway. Small clusters
+keep every node as it is.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from msgspec import structs
 from commlayer.planner.model.cluster import Cluster, Link, Node
 
 EXACT = 6
-"""So many kinds are planned as they are."""
+"""Up to this many kinds are kept as they are."""
 FEW = 3
-"""Of more, as many remain where that takes no node for one that is half again as slow; else up to EXACT."""
+"""Target number of kinds if there are more, while merged nodes differ by less than FAR; otherwise EXACT."""
 ERROR, FAR = 0.05, 0.5
-"""By which two measurements of one link differ; doubled until there are few kinds. What differs by more is far apart."""
+"""Relative difference between two measurements of one link; doubled until few kinds remain. Beyond FAR, nodes count as
+different."""
 
 
 def condensed(cluster: Cluster) -> Cluster:
-    """The same nodes at the same places, of few kinds.
+    """The same nodes at the same places, reduced to few kinds.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
     >>> made = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
@@ -44,7 +45,7 @@ def condensed(cluster: Cluster) -> Cluster:
 
 
 def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
-    """Places of nodes no number of which differs by more than `error`: of the slowest that is left, all that are so near."""
+    """Groups of nodes whose rates differ by at most `error`. Each group starts with the slowest node left."""
     left = sorted(range(len(nodes)), key=lambda place: (_sort(nodes[place]), _rates(nodes[place]), place))
     groups = []
     while left:
@@ -64,14 +65,14 @@ def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
 
 
 def _sort(node: Node) -> tuple[object, ...]:
-    """What no two nodes of a kind may differ in."""
+    """Properties in which nodes of one kind must be equal."""
     return node.device, node.ranks, node.server
 
 
 def _rates(node: Node) -> tuple[float, ...]:
-    """The more, the faster; only what the node has is asked for."""
+    """Rates, larger is faster; only those that the node has."""
     inside = (node.intra_bps, 1 / max(node.intra_alpha_s, 1e-9)) if node.ranks > 1 else ()
-    # Latencies below a fiftieth of a millisecond are no difference between links.
+    # Latencies below 0.02 ms do not distinguish links.
     return (node.link.up_bps, node.link.down_bps, node.speed, 1 / max(node.link.alpha_s, 2e-5), *inside)
 
 

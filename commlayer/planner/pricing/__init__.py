@@ -1,1 +1,1 @@
-"""What a path costs on each lane, as lines over a bucket's size. Knows no order and no choice."""
+"""Prices of paths: time on each lane as a linear function of a bucket's size."""

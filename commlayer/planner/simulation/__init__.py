@@ -1,1 +1,1 @@
-"""A plan's step as a timeline: every task on its lane. Knows not what is good."""
+"""Simulates a plan's step as a timeline, with every task on its lane."""

@@ -1,1 +1,1 @@
-"""Machines and models that are known by name: data sheets, layers. Replaced by what is measured."""
+"""Tables of well-known machines and models: data sheets and layers. Measurements replace them."""

@@ -1,1 +1,1 @@
-"""What can be asked about plans: explain, diff, lint, what-if. Makes records; prints nothing."""
+"""Questions about plans: explain, diff, lint, what-if. Each returns records and prints nothing."""
