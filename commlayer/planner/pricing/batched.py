@@ -1,4 +1,4 @@
-"""Templates priced for many sizes of bucket at once, as arrays. Knows no job, no order and no choice."""
+"""Prices templates for many bucket sizes at once, as arrays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Reals = npt.NDArray[np.float64]
 
 
 class Stack(NamedTuple):
-    """Options side by side for several sizes: `seconds` and `latency` by size, and in each row one option after the other."""
+    """Options side by side for several sizes: `seconds` and `latency` by size, each row with one option after the other."""
 
     shapes: tuple[Shape, ...]
     seconds: list[list[float]]
     latency: list[list[float]]
     held_s: list[list[float]]
-    """Seconds on all lanes together, by size and option."""
+    """Seconds summed over all lanes, by size and option."""
 
 
 def stack(templates: Sequence[Template], sizes: Reals) -> Stack:
@@ -40,10 +40,10 @@ def over(lines: Lines, sizes: Reals) -> Reals:
 
 
 def longest(each: Sequence[Reals], zero: Reals) -> Reals:
-    found = zero
+    result = zero
     for seconds in each:
-        found = np.maximum(found, seconds)
-    return found
+        result = np.maximum(result, seconds)
+    return result
 
 
 def alone_s(of: Template, sizes: Reals) -> Reals:

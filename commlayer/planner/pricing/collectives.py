@@ -1,13 +1,13 @@
-"""What a collective costs: messages one after the other, and bytes through the slowest member. Knows no buckets and no plans.
+"""Cost of collectives: messages in sequence, and bytes through the slowest member.
 
-Of n members that each hold s bytes before, at alpha seconds a message and B bytes a second each way:
+For n members that each hold s bytes before, at alpha seconds per message and B bytes per second in each direction:
 
-    allreduce        2(n-1) alpha + 2(n-1)/n s/B     ring
-    reduce_scatter    (n-1) alpha +  (n-1)/n s/B     ring
-    allgather         (n-1) alpha +  (n-1)   s/B     ring; as the second half of a pair, s is one shard
-    alltoall          (n-1) alpha +  (n-1)/n s/B     pairwise
-    reduce, broadcast  lg n alpha +          s/B     pipelined tree
-    gather             lg n alpha +  (n-1)   s/B     all of it enters the root
+  allreduce        2(n-1) alpha + 2(n-1)/n s/B     ring
+  reduce_scatter    (n-1) alpha +  (n-1)/n s/B     ring
+  allgather         (n-1) alpha +  (n-1)   s/B     ring; as the second half of a pair, s is one shard
+  alltoall          (n-1) alpha +  (n-1)/n s/B     pairwise
+  reduce, broadcast  lg n alpha +          s/B     pipelined tree
+  gather             lg n alpha +  (n-1)   s/B     all of it enters the root
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Moves(NamedTuple):
-    """Of one collective among n: messages in a row, and how often the bytes that a member holds pass its link."""
+    """One collective among n members: messages in sequence, and how often a member's bytes pass its link."""
 
     messages: float
     passes: float
@@ -44,10 +44,11 @@ def moves(name: str, n: int) -> Moves:
 
 
 def crossing(name: str, n: int, per_node: int) -> float:
-    """How often what one rank holds passes the link of the busiest node, in a collective over all n ranks.
+    """How often the bytes of one rank pass the link of the busiest node, in a collective over all n ranks.
 
-    A ring visits node after node, so it crosses each link once per pass, whatever the ranks per node. Pairwise exchange
-    sends from every rank of the node to every rank outside. A gather's root has its own node's ranks nearer.
+    A ring visits node after node, so it crosses each link once per pass, for any number of ranks per node. A pairwise
+    exchange sends from every rank of the node to every rank outside. In a gather, ranks on the root's own node do not cross
+    its link.
     """
     outside = n - per_node
     if outside <= 0:

@@ -1,4 +1,4 @@
-"""Checks what planning starts from, all in one line each: a job with times, a cluster, a profile. Makes no decisions."""
+"""Validates the planner's inputs, one line per problem: a job with times, a cluster, a profile, a policy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from commlayer.planner.tables.machines import DEFAULT_CODECS, GPUS, profile_from
 from commlayer.records import Job, Timing
 
 MOST_NUMEL = 1 << 36
-"""Elements of a job: more than any one machine holds a replica of, and its buckets can still be searched."""
+"""Most elements of a job: more than one machine can hold a replica of, and still searchable."""
 LEAST_BPS = 1000.0
-"""Of a link: a smaller number is a rate in Mb/s."""
+"""Lowest link rate; a smaller number is probably meant in Mb/s."""
 
 
 def checked_inputs(
     job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
 ) -> tuple[Profile, Policy, Timing]:
-    """The same with the tables' profile and the default policy filled in, or the first problem as a ValueError."""
+    """The inputs with defaults filled in (the tables' profile, the default policy); the first problem is raised as a
+    ValueError."""
     problems = [*job_problems(job), *cluster_problems(cluster)]
     policy = Policy() if policy is None else policy
     problems += policy_problems(policy)
@@ -41,7 +42,7 @@ def checked_inputs(
 
 
 def tables_profile(cluster: Cluster, policy: Policy) -> Profile:
-    """Of the tables' usual codecs, and of what else the policy asks for."""
+    """A profile of the default codecs and of those that the policy names."""
     once = {bare(codec): str(bare(codec)) for codec in (*DEFAULT_CODECS, *policy.codecs)}
     return profile_from_tables(cluster, tuple(once.values()))
 
@@ -68,12 +69,12 @@ def job_problems(job: Job) -> Iterator[str]:
     for field in ("backward_s", "forward_s", "update_s"):
         if not _time(getattr(timing, field)):
             yield f"{name}: timing.{field} is {getattr(timing, field)}, allowed: 0 or more"
-    for field, times, whole_s, said in (("ready_s", timing.ready_s, timing.backward_s, "is ready"),
+    for field, times, whole_s, event in (("ready_s", timing.ready_s, timing.backward_s, "is ready"),
                                         ("needed_s", timing.needed_s, timing.forward_s, "is needed")):
         if len(times) == len(job.tensors) and times and max(times) > whole_s * (1 + 1e-9):
             late = max(range(len(times)), key=times.__getitem__)
             what = "backward" if field == "ready_s" else "forward"
-            yield f"{name}: {job.tensors[late].name} {said} after {times[late]} s, but {what} is over after {whole_s} s"
+            yield f"{name}: {job.tensors[late].name} {event} after {times[late]} s, but {what} is over after {whole_s} s"
 
 
 def _model_problems(job: Job, name: str) -> Iterator[str]:
@@ -146,14 +147,14 @@ def profile_problems(profile: Profile) -> Iterator[str]:
 
 
 def learning_problems(profile: Profile) -> Iterator[str]:
-    """Of rows that somebody wrote; those that were measured here are not looked through for each plan."""
+    """Problems of a user's rows. Rows measured here are not checked for each plan."""
     for row in profile.learning:
         if wrong := row_problem(row):
             yield f"profile {profile.source!r}: learning: {wrong}"
 
 
 def device_problems(profile: Profile, cluster: Cluster) -> Iterator[str]:
-    """A cost on a device that nobody can have would be left out without a word."""
+    """Costs for a device that no node can have; they would be ignored silently."""
     nodes = {node.device for node in cluster.nodes}
     for device in dict.fromkeys(cost.device for cost in profile.codecs):
         if device not in ("gpu", "cpu", *GPUS, *nodes):

@@ -1,4 +1,4 @@
-"""Arithmetic on lines, so that a price is worked out once and then evaluated for every size. Knows no units."""
+"""Arithmetic on lines, so that a price is derived once and then evaluated for every size."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def times(line: Line, factor: float) -> Line:
 
 
 def over(line: Line, fraction: float) -> Line:
-    """The same line where its size is that fraction of the variable."""
+    """The line for a size that is this fraction of the variable."""
     return Line(line.floor_s, line.slope_s * fraction)
 
 
 def of(line: Line, size: Line) -> Line:
-    """`line` over a size that is a line itself."""
+    """`line` over a size that is itself a line."""
     return Line(line.floor_s + line.slope_s * size.floor_s, line.slope_s * size.slope_s)

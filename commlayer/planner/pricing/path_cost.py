@@ -1,7 +1,7 @@
-"""Prices a path: the tasks that a bucket puts on the lanes of the cluster. Knows no job, no order and no choice.
+"""Prices a path: the tasks that a bucket puts on the lanes of the cluster.
 
-    compute:NODE   backward, and GPU codecs     cpu:NODE[.OWNER]   the codec lane of a rank
-    intra:NODE     between the node's ranks     up:NODE down:NODE  its link     server:NODE   the summation server it hosts
+  compute:NODE   backward, and GPU codecs     cpu:NODE[.OWNER]   the codec lane of a rank
+  intra:NODE     between the node's ranks     up:NODE down:NODE  its link     server:NODE   the summation server it hosts
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from commlayer.planner.pricing.template import Template, template
 
 
 def bare(codec: str) -> CodecName:
-    """What profiles price: the codec without error feedback, whose cost is in the figures, however it is spelled.
+    """The codec that profiles price: without error feedback, whose cost is included in the figures, and independent of
+    spelling.
 
     >>> bare("error_feedback(topk(0.01))") == bare("topk(ratio=0.01, values='int8')")
     True
@@ -31,8 +32,8 @@ def bare(codec: str) -> CodecName:
 class Prices:
     """Prices of all paths in one cluster. `hosts[s]` is the place in the cluster of server s's node.
 
-    Every path and codec is walked once; a bucket's price is then its lines at the bucket's size. With `spread`, each
-    bucket is cut over all servers, which sum these parts of it, and equal nodes stay one group although they host.
+    Each path and codec is walked once; a bucket's price is then its lines at the bucket's size. With `spread`, each bucket is
+    cut over all servers in these parts, and equal nodes stay one group although they host servers.
     """
 
     def __init__(
@@ -54,29 +55,30 @@ class Prices:
         self, path: Path | str, numel: int, codec: str, *, server: int = 0, owner: int = 0, down: str = "",
         by_node: tuple[str, ...] = (),
     ) -> tuple[Task, ...]:
-        """The work of one bucket. `down` and `by_node` as in a Bucket; `server` counts through the hosts."""
-        made = self.template(path, codec, server, owner, down, by_node)
-        way = made.way(numel)
+        """A bucket's tasks. `down` and `by_node` as in a Bucket; `server` is an index into the hosts."""
+        priced = self.template(path, codec, server, owner, down, by_node)
+        way = priced.way(numel)
         seconds = iter(way.seconds)
         return tuple([
             Task(tuple([(lane, next(seconds)) for lane in lanes]), step.after, latency_s, step.op, nbytes)
-            for step, lanes, latency_s, nbytes in zip(made.steps, way.shape.lanes, way.latency, made.sent(numel), strict=True)
+            for step, lanes, latency_s, nbytes
+            in zip(priced.steps, way.shape.lanes, way.latency, priced.sent(numel), strict=True)
         ])
 
     def template(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> Template:
-        """The same for every size."""
+        """The tasks for every size."""
         key = (path, codec, server, owner, down, by_node)
-        made = self._templates.get(key)
-        if made is None:
-            made = self._templates[key] = template(self.steps(*key))
-        return made
+        priced = self._templates.get(key)
+        if priced is None:
+            priced = self._templates[key] = template(self.steps(*key))
+        return priced
 
     def steps(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> tuple[WalkedOp, ...]:
-        """The same as lines over elements."""
+        """The tasks as lines over elements."""
         ops = parse(path, self._widest) if isinstance(path, str) else path
         key = (ops, codec, server, owner, down, by_node)
         steps = self._steps.get(key)
@@ -87,21 +89,21 @@ class Prices:
     def walk(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> Walk:
-        """How the steps come about."""
+        """The walk that produces the steps."""
         ops = parse(path, self._widest) if isinstance(path, str) else path
         served = any(op.name == "push" for op in ops)
         devices = sorted({op.where for op in ops if op.name in CODING})
         codecs = self._codecs(codec, by_node)
         kinds = [(name, group.node.device, group.workers > 0) for group, name in zip(self.groups, codecs, strict=True)]
         nodes = dict(zip(kinds, [group.node for group in self.groups], strict=True))
-        made: dict[tuple[str, str, bool], Coded] = {}
+        by_kind: dict[tuple[str, str, bool], Coded] = {}
         for (name, device, works), node in nodes.items():
             up = {d: self.cost(name, d, node) for d in devices} if works else {}
             back = {d: self.cost(down, d, node) for d in devices} if down and works else up
             if served:
                 up = {**up, "server": self.cost(name, "cpu", node)}
-            made[name, device, works] = Coded(up, back)
-        coded = [made[kind] for kind in kinds]
+            by_kind[name, device, works] = Coded(up, back)
+        coded = [by_kind[kind] for kind in kinds]
         emit, hosts = None, {}
         if served:
             hosts = self._served_by(server)
@@ -109,16 +111,16 @@ class Prices:
         return Walk(ops, self.groups, coded, emit, self.profile, hosts, owner)
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
-        """Of a codec on that node's GPU or CPU."""
-        found = None
+        """Cost of a codec on this node's GPU or CPU."""
+        match = None
         for name in (bare(codec), bare(codec).whole):
-            found = found or (self._costs.get((name, node.device)) if device == "gpu" else None)
-            found = found or self._costs.get((name, device))
-        if found is None:
+            match = match or (self._costs.get((name, node.device)) if device == "gpu" else None)
+            match = match or self._costs.get((name, device))
+        if match is None:
             known = ", ".join(sorted({c.codec for c in self.profile.codecs if c.device == device})) or "none"
             raise InvalidInput("E-PLAN-CODEC-COST",
                                f"profile {self.profile.source!r} has no cost of {codec} on {device}, it has: {known}")
-        return found
+        return match
 
     def _served_by(self, server: int) -> dict[int, float]:
         if self.spread:
@@ -146,7 +148,7 @@ class Prices:
 
 
 def _measured_inside(cluster: Cluster, inside: Line) -> Cluster:
-    """With the nodes' own links as they were measured, if they were."""
+    """The cluster with measured links inside nodes, if they were measured."""
     if not inside.slope_s:
         return cluster
     nodes = (structs.replace(n, intra_bps=8 / inside.slope_s, intra_alpha_s=inside.floor_s) for n in cluster.nodes)
@@ -163,7 +165,7 @@ _LIMITS: tuple[tuple[str, Callable[[Node], float], bool], ...] = (
 
 
 def _check(groups: Sequence[Group]) -> None:
-    """Values that no price can be made of."""
+    """Rejects values for which no price can be computed."""
     for group in groups:
         for name, read, positive in _LIMITS:
             value = read(group.node)

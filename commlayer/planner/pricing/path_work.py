@@ -1,7 +1,7 @@
-"""Walks a path and writes down the work of each op on each lane, as lines over the bucket's elements. Knows no job, no order.
+"""Walks a path and records the work of each op on each lane, as lines over the bucket's elements.
 
-What is held is tracked per group of equal nodes: how much of the bucket, and either floats or so many payloads of such a size.
-A decode's price is the number of payloads it must add; that is what makes indivisible schemes dear among many ranks.
+For each group of equal nodes it tracks what is held: the part of the bucket, as floats or as a number of payloads of one
+size. A decode costs as much as the payloads it must add, which makes indivisible schemes expensive with many ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WalkedOp(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """What a group's codec costs, up and down, on each device that the path uses."""
+    """A group's codec costs, upload and download, on each device that the path uses."""
 
     up: dict[str, CodecCost]
     down: dict[str, CodecCost]
@@ -41,23 +41,23 @@ class Coded(NamedTuple):
 
 @dataclass
 class Held:
-    """By each of `flows` ranks of a group's node."""
+    """State of each of `flows` ranks of a group's node."""
 
     last: tuple[int, ...] = ()
-    """Steps that what comes next waits for."""
+    """Steps that the next one waits for."""
     part: float = 1.0
-    """Of the bucket."""
+    """Part of the bucket that is held."""
     pieces: float = 0.0
-    """Payloads; 0: floats."""
+    """Number of payloads; 0: floats."""
     each: float = 1.0
-    """Of the bucket, in one payload."""
+    """Part of the bucket in one payload."""
     size: Line = ZERO
     """Bytes of one payload."""
     flows: int = 1
     coder: str = "gpu"
-    """Where the payloads were made."""
+    """Device on which the payloads were encoded."""
     split: dict[str, int] = field(default_factory=dict)
-    """Scopes whose pair of collectives is half done, and among how many."""
+    """Scopes in which the first half of a pair of collectives is done, with their number of members."""
 
     @property
     def nbytes(self) -> Line:
@@ -65,24 +65,24 @@ class Held:
 
     @property
     def elements(self) -> float:
-        """To decode, as a multiple of the bucket."""
+        """Elements to decode, as a multiple of the bucket."""
         return self.pieces * self.each
 
 
 class Walk:
-    """One path of one codec, over the groups of a cluster."""
+    """One path with one codec, over the groups of a cluster."""
 
     def __init__(
         self, path: Path, groups: Sequence[Group], coded: Sequence[Coded], emit: CodecCost | None, profile: Profile,
         hosts: Mapping[int, float], owner: int,
     ) -> None:
-        """`hosts`: the groups whose nodes share the sum, and the part of it that each of their nodes has; `emit`: the servers'
-        codec; `owner`: who codes what one rank holds."""
+        """`hosts`: groups whose nodes share the sum, with the part that each node has. `emit`: the servers' codec.
+        `owner`: the local rank that codes if one rank holds the bucket."""
         self.path, self.profile, self.owner = path, profile, owner
         self.groups, self.coded, self.emit = groups, coded, emit
         self.hosts = hosts
         self.arrivals = 0
-        """Payloads at the servers, of each part of the bucket."""
+        """Payloads that arrive at the servers, for each part of the bucket."""
         self.summed: tuple[int, ...] = ()
         """The servers' last steps of adding."""
         self.returned = False
@@ -111,7 +111,7 @@ class Walk:
                 self._across(op)
 
     def _add(self, g: int, op: Op, lanes: Sequence[tuple[str, Line]], latency: Line = ZERO, nbytes: Line = ZERO) -> None:
-        """A step of one group, behind what it did last."""
+        """A step of one group, after its previous one."""
         held = self.held[g]
         held.last = (self._step(op, lanes, held.last, latency, nbytes),)
 
@@ -122,7 +122,7 @@ class Walk:
         return len(self.steps) - 1
 
     def _charge_bucket(self) -> None:
-        """A bucket's own cost falls on whatever each group does first."""
+        """Charges a bucket's fixed cost to the first step of each group."""
         for i, step in enumerate(self.steps):
             if not step.after and step.lanes:
                 lane, seconds = step.lanes[0]
@@ -143,7 +143,7 @@ class Walk:
         return f"cpu:{group.name}.{self.owner}" if alone and self.owner else f"cpu:{group.name}"
 
     def _on_device(self, seconds: Line, cost: CodecCost, op: Op, g: int) -> Line:
-        """Copies to and from the host are waited for by the lane that codes there, as the runtime's lanes do."""
+        """Adds copies to and from the host to the lane that codes there, as in the runtime."""
         node, held = self.groups[g].node, self.held[g]
         if cost.device == "gpu":
             return times(seconds, 1 / node.speed)
@@ -166,7 +166,7 @@ class Walk:
     # ---- collectives
 
     def _inside(self, op: Op, g: int) -> None:
-        """Among the ranks of a node. A node of one rank has nothing to do."""
+        """A collective among the ranks of a node; no work on a node of one rank."""
         group, held = self.groups[g], self.held[g]
         n = group.node.ranks
         if n > 1:
@@ -183,7 +183,8 @@ class Walk:
             held.flows = n
 
     def _across(self, op: Op) -> None:
-        """Over all ranks, or those of one local number: one step, and every link is busy as long as the slowest."""
+        """A collective over all ranks, or over those of one local number: one step that occupies every link as long as the
+        slowest."""
         everyone = op.where == "all"
         n = self.ranks if everyone else self.nodes
         lanes: list[str] = []
@@ -218,13 +219,13 @@ class Walk:
             self._share(op, g, n)
 
     def _put_in(self, op: Op, g: int) -> Line:
-        """Bytes of what a rank puts into a collective: what adds payloads up may need more room than they do."""
+        """Bytes that a rank puts into a collective. An all-reduce of payloads may need more bytes than the payloads have."""
         held = self.held[g]
         reduced = self.coded[g].up[held.coder].reduced if op.name == "allreduce" and held.pieces else ZERO
         return over(reduced, held.part) if reduced.slope_s else held.nbytes
 
     def _alpha_s(self) -> float:
-        """One hop between nodes, at worst; between ranks where there is one node."""
+        """Worst latency of one hop between nodes; between ranks if there is only one node."""
         if self.nodes == 1:
             return self.groups[self.workers[0]].node.intra_alpha_s
         apart = sorted(self.groups[g].node.link.alpha_s for g in self.workers for _ in range(min(2, self.groups[g].workers)))
@@ -234,7 +235,7 @@ class Walk:
         return max((c.rounds for c in self.coded[g].up.values()), default=1) if self.held[g].pieces else 1
 
     def _share(self, op: Op, g: int, n: int) -> None:
-        """What a rank holds after a collective among n."""
+        """Updates what a rank holds after a collective among n."""
         held = self.held[g]
         second = op.where in held.split
         if op.name in FIRST_HALVES:
@@ -255,7 +256,7 @@ class Walk:
     # ---- a summation server
 
     def _push(self, op: Op) -> None:
-        """Every node sends to the hosts, which add in the members' order. Nothing leaves the node that hosts."""
+        """Every node sends to the hosts, which add in the members' order. The part of a host's own node stays on the node."""
         self.arrivals = sum(self.groups[g].workers * self.held[g].flows for g in self.workers)
         added: dict[int, tuple[int, ...]] = dict.fromkeys(self.hosts, ())
         for g in self.workers:
@@ -284,7 +285,7 @@ class Walk:
         self.summed = tuple(sorted({i for last in added.values() for i in last}))
 
     def _results(self, op: Op, rest: Path) -> None:
-        """The hosts code their sums once, or leave them merged, and send them to every node."""
+        """The hosts encode their sums once, or leave them merged, and send them to every node."""
         assert self.emit is not None
         self.returned = True
         pieces = max(self.held[g].flows for g in self.workers)
@@ -299,7 +300,7 @@ class Walk:
                 for h, share in self.hosts.items()
             )
         elif not self.emit.sums:
-            # Payloads side by side, unless the sum as floats is smaller.
+            # All payloads concatenated, unless the sum as floats is smaller.
             merged = min(self.arrivals / pieces, max(1.0, FLOAT_NBYTES / whole.slope_s) if whole.slope_s else 1.0)
         to_gpu = next((o.where == "gpu" for o in rest if o.name == "decode"), False)
         for g in self.workers:
@@ -319,7 +320,7 @@ class Walk:
                 self._add(g, op, [*ups, down], self._way(g, held.nbytes if to_gpu else ZERO), times(sent, away))
 
     def _way(self, g: int, copied: Line) -> Line:
-        """One way between a node and the farthest host, and a payload's copy between the GPU and the socket."""
+        """Latency between a node and the farthest host, and the copy of a payload between GPU and socket."""
         far_s = max([self.groups[h].node.link.alpha_s for h in self.hosts if h != g or self.groups[h].nodes > 1])
         rounds = max([c.rounds for c in self.coded[g].up.values()], default=1)
         return plus(Line((self.groups[g].node.link.alpha_s + far_s) * rounds), of(self.profile.copy, copied))

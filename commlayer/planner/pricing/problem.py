@@ -1,4 +1,4 @@
-"""Options of buckets as flat arrays, which is what the simulator's loops read. Knows no paths, no prices and no plans."""
+"""Flattens buckets' options to the arrays that the simulator reads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from commlayer.planner.pricing.shapes import FlatShape, Line, Shape, owner, shap
 T = TypeVar("T")
 
 COMPUTE = "compute"
-"""The lane of a node's gradients: "compute:NODE". What else runs there delays them."""
+"""The lane on which a node computes gradients: "compute:NODE". Other work on it delays them."""
 STEPS_IF_STALE = 4
-"""A stale bucket's transfer reaches into the next step: the mean of the last two is the price of a step."""
+"""With stale buckets, transfers overlap the next step; a step's price is the mean of the last two of these steps."""
 
 
 class Pace(NamedTuple):
@@ -28,7 +28,7 @@ class Pace(NamedTuple):
 
 
 class PricedWay(NamedTuple):
-    """One way to send a bucket: a shape, seconds for each of its lanes in a row, latencies of its tasks."""
+    """One way to send a bucket: its shape, seconds for each lane in a row, latencies of its tasks."""
 
     shape: Shape
     seconds: Sequence[float]
@@ -36,18 +36,18 @@ class PricedWay(NamedTuple):
 
 
 class Load(NamedTuple):
-    """One bucket and the ways in which it could be sent: their shapes, and their numbers one way after the other."""
+    """One bucket and its options: their shapes, and their numbers, one option after the other."""
 
     shapes: Sequence[Shape]
     seconds: Sequence[float]
     latency: Sequence[float]
     urgency: float = 0.0
-    """The smaller, the sooner it goes where several wait: when the next forward pass needs it."""
+    """Among waiting buckets the smallest goes first: when the next forward pass needs the bucket."""
     stale: bool = False
 
 
 class Problem(NamedTuple):
-    """The arrays of cml_schedule in native/include/commlayer.h, under its names."""
+    """The arrays of cml_schedule in native/include/commlayer.h, under the same names."""
 
     nodes: int
     lanes: tuple[str, ...]
@@ -96,8 +96,8 @@ def way(tasks: Sequence[Task]) -> PricedWay:
 
 
 def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0, priority: bool = True) -> Problem:
-    """Everything that a simulation needs, for any choice among the ways."""
-    # Buckets that are cut from one model share the shapes of few options.
+    """The arrays for a simulation of any choice among the options."""
+    # A model's buckets share the shapes of few options.
     alike = [tuple(load.shapes) for load in loads]
     distinct = dict.fromkeys(chain.from_iterable(alike))
     lanes = sorted(set().union(*[shape.names for shape in distinct]))
@@ -129,7 +129,8 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
 
 
 class _Rows(NamedTuple):
-    """Shapes in a row, with lines by number. `tasks` counts those of each shape; the rest as in FlatShape."""
+    """Several shapes concatenated, with lines as numbers. `tasks` counts the tasks of each shape; the rest is as in
+    FlatShape."""
 
     tasks: list[int]
     held: list[int]
@@ -142,7 +143,7 @@ class _Rows(NamedTuple):
 
 
 def _numbered(flat: FlatShape, lines: dict[Line, int]) -> _Rows:
-    """With its lines as numbers among all `lines`, to which new ones are added."""
+    """Replaces lines by their numbers in `lines`, to which new ones are added."""
     number = [lines.setdefault(line, len(lines)) for line in flat.lines]
     line = [number[place] if place >= 0 else -1 for place in flat.line]
     return _Rows([len(line)], flat.held, line, flat.need, flat.followed, flat.next, flat.gated, flat.gate)

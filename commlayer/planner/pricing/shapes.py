@@ -1,7 +1,7 @@
-"""What tasks hold and wait for, without their numbers, and as the flat lists that a simulation reads. Knows no prices.
+"""Shapes: what tasks occupy and wait for, without their durations, also as flat lists for the simulation.
 
-A search lays a few dozen shapes out in hundreds of problems. So equal shapes are one object, and what a shape looks like flat
-is found once, for as long as anybody has it.
+A search uses a few dozen shapes in hundreds of problems. So equal shapes are one object, and each is flattened once, as long
+as it is in use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Line:
-    """What takes one task at a time: a lane, or a connection, which is an op between the same ends."""
+    """A queue that serves one task at a time: a lane, or a connection (an op between the same ends)."""
 
     def __init__(self, op: str, lanes: tuple[str, ...]) -> None:
         if not all(map(shared, lanes)) and len(lanes) > 1:
@@ -31,14 +31,14 @@ class Line:
 
 
 class FlatShape(NamedTuple):
-    """Lists are by task; those that a task has several of stand in a row, and are counted."""
+    """Lists by task. Fields with several entries per task are concatenated, with a count for each task."""
 
     held: list[int]
-    """Seconds."""
+    """Number of durations of each task."""
     lines: list[Line]
-    """All that its tasks go over, in their order."""
+    """All lines of the tasks, in order of first use."""
     line: list[int]
-    """Of those; -1 for a task on no lane."""
+    """Index into `lines`; -1 for a task on no lane."""
     need: list[int]
     followed: list[int]
     next: list[int]
@@ -47,27 +47,27 @@ class FlatShape(NamedTuple):
 
 
 class Shape:
-    """Tasks without their numbers: the same for all sizes of bucket. Made by `shape`, so that equal ones are one object."""
+    """Tasks without durations: the same for all bucket sizes. Made by `shape`, so that equal shapes are one object."""
 
     def __init__(self, lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> None:
         self.lanes, self.after = lanes, after
         self.ops = ops
-        """Of transfers: each op has connections of its own."""
+        """Ops of transfers; each op has its own connections."""
         self.names = frozenset(chain.from_iterable(lanes))
-        """Of all lanes."""
+        """Names of all lanes."""
         self._awaited: Shape | None = None
         self._flat: dict[tuple[str, ...], FlatShape] = {}
 
     @property
     def awaited(self) -> Shape:
-        """With one more task, on no lane, behind the last ones."""
+        """The shape with one more task, on no lane, after the last ones."""
         if self._awaited is None:
             last = {*range(len(self.after))} - {before for after in self.after for before in after}
             self._awaited = shape((*self.lanes, ()), (*self.after, tuple(sorted(last))), (*self.ops, ""))
         return self._awaited
 
     def flat(self, nodes: tuple[str, ...]) -> FlatShape:
-        """Where these nodes, by number, make gradients."""
+        """The flat lists, where `nodes` (by number) produce the gradients."""
         if nodes not in self._flat:
             self._flat[nodes] = self._flattened({name: i for i, name in enumerate(nodes)})
         return self._flat[nodes]
@@ -80,7 +80,8 @@ class Shape:
         for place, (op, lanes, after) in enumerate(zip(self.ops, self.lanes, self.after, strict=True)):
             for before in after:
                 next_of[before].append(place)
-            # A first task waits for the gradients of the nodes whose lanes it holds; a task on no node's lane for all of them.
+            # A first task waits for the gradients of the nodes whose lanes it uses; a task on no node's lane waits for all
+            # nodes.
             gates.append([] if after else sorted({owner(lane, node_of) for lane in lanes} - {-1}) or list(range(len(node_of))))
             line.append(lines.setdefault(_one_of(_LINES, Line, op, lanes), len(lines)) if lanes else -1)
         return FlatShape(
@@ -96,14 +97,14 @@ _SHAPES: WeakValueDictionary[Hashable, Shape] = WeakValueDictionary()
 
 
 def _one_of(known: WeakValueDictionary[Hashable, T], make: Callable[..., T], *parts: Hashable) -> T:
-    found = known.get(parts)
-    if found is None:
-        found = known[parts] = make(*parts)
-    return found
+    value = known.get(parts)
+    if value is None:
+        value = known[parts] = make(*parts)
+    return value
 
 
 def shape(lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> Shape:
-    """By task: the lanes that it holds, what it comes behind, and of transfers the op."""
+    """By task: its lanes, the tasks it waits for, and the op of transfers."""
     return _one_of(_SHAPES, Shape, lanes, after, ops)
 
 
@@ -129,6 +130,6 @@ def shared(lane: str) -> bool:
 
 
 def owner(lane: str, node_of: dict[str, int]) -> int:
-    """The node of "KIND:NODE" or "KIND:NODE.OWNER"; -1 where it computes nothing."""
+    """The node of "KIND:NODE" or "KIND:NODE.OWNER"; -1 if it computes nothing."""
     name = lane.partition(":")[2]
     return node_of.get(name, node_of.get(name.rpartition(".")[0], -1))

@@ -1,4 +1,4 @@
-"""An option's tasks for every size of bucket: a shape, and lines that become seconds. Knows no job, no order and no choice."""
+"""An option's tasks for every bucket size: a shape, and lines that give seconds."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Template(NamedTuple):
     """By task, then by lane."""
     latency: Lines
     nbytes: float
-    """Per element, over all of its transfers on one node's links."""
+    """Bytes per element, over all of the bucket's transfers on one node's links."""
 
     def way(self, numel: int) -> PricedWay:
         return PricedWay(self.shape, [a + b * numel for a, b in self.seconds], [a + b * numel for a, b in self.latency])
 
     @property
     def coding(self) -> list[tuple[str, tuple[float, float]]]:
-        """Lines on lanes that code, wherever a server is."""
+        """Lines on lanes that encode or decode at workers."""
         lanes = chain.from_iterable(self.shape.lanes)
         return [(lane, line) for lane, line in zip(lanes, self.seconds, strict=True) if lane.startswith(CODERS)]
 
     def sent(self, numel: int) -> list[int]:
-        """Bytes, by task."""
+        """Bytes sent, by task."""
         return [int(step.nbytes(numel) + 0.5) for step in self.steps]
 
 

@@ -1,11 +1,14 @@
-"""When each node computes what in a step, and what waits for results, by how steps are taken. Knows no paths and no lanes.
+"""When nodes compute and when they wait for results, by sync mode.
 
-In the plain way a step begins with its forward pass, and its end waits for all results; then the optimizer steps. What ranks
-exchange of steps of their own is ready when the last of them is over. Under overlap="round" that travels beside as many steps
-as it is of, so a period is as long as the longer of the two. In fragments all that is of a turn: a part of the buckets, and the
-steps from one turn to the next. Under overlap="forward" results travel beside the next forward
-pass, and a bucket's is waited for where that first needs it: a period is told from one backward pass to the next, which
-begins when all results are in and what was computed behind each of them is over.
+With an exchange in every step, a step begins with its forward pass and ends when all results have arrived and the optimizer
+has stepped. With local steps, the updates are ready after the last local step.
+
+With overlap="round" an exchange runs alongside as many steps as it covers, so a period takes the longer of the two. With
+fragments, this holds for each fragment: a part of the buckets, and the steps until the next fragment.
+
+With overlap="forward" results arrive during the next forward pass, which waits for a bucket where it first needs it. A period
+then runs from one backward pass to the next, which begins when all results are in and the forward computation after each of
+them is done.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from commlayer.records import Job, Slice, Timing
 def pace(
     job: Job, timing: Timing, groups: Sequence[tuple[Slice, ...]], nodes: Sequence[Group], recipe: Recipe = Recipe(),
 ) -> tuple[Pace, ...]:
-    """When each kind of node has which bucket's gradient, or change of weights, and is through with computing. `groups`: what
-    goes at once; in fragments, what goes in one turn."""
+    """When each kind of node has each bucket's gradient (or weight update), and when it finishes computing. `groups`: the
+    buckets of one exchange, or of one fragment."""
     step_s = timing.forward_s + timing.backward_s + timing.update_s
     if recipe.overlap == "round":
         ready, work_s = [0.0] * len(groups), recipe.every // recipe.fragments * step_s
@@ -47,33 +50,33 @@ def locally(recipe: Recipe) -> bool:
 
 
 def tail(timing: Timing, nodes: Sequence[Group], recipe: Recipe = Recipe()) -> float:
-    """The optimizer's step on the slowest node, where it waits for all results."""
+    """The optimizer's step on the slowest node, if it waits for all results."""
     return 0.0 if locally(recipe) or recipe.overlap else timing.update_s / _slowest(nodes)
 
 
 def begun_s(timing: Timing, nodes: Sequence[Group], recipe: Recipe) -> float:
-    """What the step's forward pass took before the times of pace() begin."""
+    """Duration of the forward pass that precedes the times of pace()."""
     return timing.forward_s / _slowest(nodes) if recipe.overlap == "forward" else 0.0
 
 
 def behind_s(timing: Timing, urgencies: Sequence[float], nodes: Sequence[Group], recipe: Recipe) -> list[float]:
-    """By bucket: what the slowest node computes between having its result and the end of the period."""
+    """By bucket: what the slowest node still computes after it has the result, until the end of the period."""
     if recipe.overlap != "forward":
         return []
     return [(timing.forward_s - needed_s) / _slowest(nodes) for needed_s in urgencies]
 
 
 def awaited(loads: Sequence[Load], behind: Sequence[float]) -> list[Load]:
-    """With so many seconds behind each bucket's last task: one more task, on no lane."""
-    made = []
+    """Adds a task on no lane to each bucket's end, of this many seconds."""
+    delayed = []
     for load, seconds in zip(loads, behind, strict=True):
         latency: list[float] = []
         at = 0
         for shape in load.shapes:
             latency += [*load.latency[at : at + len(shape.after)], seconds]
             at += len(shape.after)
-        made.append(load._replace(shapes=tuple([shape.awaited for shape in load.shapes]), latency=latency))
-    return made
+        delayed.append(load._replace(shapes=tuple([shape.awaited for shape in load.shapes]), latency=latency))
+    return delayed
 
 
 def _slowest(nodes: Sequence[Group]) -> float:

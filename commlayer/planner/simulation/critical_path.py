@@ -1,6 +1,6 @@
-"""Which buckets hold a step up: those on the way back from its end through what waited for what. Knows no paths, no choices.
+"""Finds the buckets that delay a step, by walking back from its end along what waited for what.
 
-A bucket before a gap on the lanes is not among them: were it faster, the gap would only be wider (Espresso's bubbles).
+A bucket before a gap on the lanes is not among them: if it were faster, the gap would only be wider (Espresso's bubbles).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from commlayer.planner.pricing.problem import Problem
 
 CLOSE = 1e-9
-"""Ends this near (as a fraction of the step) count as one moment."""
+"""Ends closer than this fraction of the step count as simultaneous."""
 
 
 def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> set[int]:
-    """The buckets; all of them where steps overlap."""
+    """The critical buckets; all buckets if steps overlap."""
     everything = set(range(problem.buckets))
     if problem.steps > 1:
         return everything
@@ -34,7 +34,7 @@ def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], e
         i = waiting.pop()
         causes = [j for j in before[i] if ends[j] >= starts[i] - slack] + traffic.beside(i, slack)
         gates = problem.gate[problem.task_gates[kinds[i]] : problem.task_gates[kinds[i] + 1]]
-        # What was coded on the node's GPU before has made this gradient late.
+        # Earlier coding on the node's GPU has delayed this gradient.
         causes += [j for j, node in stopping if node in gates and starts[j] < starts[i]] if gates else []
         for j in causes:
             if j not in seen:
@@ -44,7 +44,8 @@ def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], e
 
 
 class _Traffic:
-    """What held or shared the lanes of a task. A line takes one task at a time, so there ends rise with starts."""
+    """Tasks that occupied or shared the lanes of a task. A line takes one task at a time, so its ends are in the order of
+    its starts."""
 
     def __init__(self, problem: Problem, lines: Sequence[int], starts: Sequence[float], free: Sequence[float]) -> None:
         self._lines, self._starts, self._free = lines, starts, free
@@ -61,19 +62,19 @@ class _Traffic:
         self._beside = {line: sorted({o for lane in _lanes(problem, line) for o in over[lane]} - {line}) for line in self._on}
 
     def beside(self, i: int, slack: float) -> list[int]:
-        """The one that left its line when it began, and all that were on one of its lanes with it."""
+        """The task that left this line when task i began, and all tasks that shared a lane with it."""
         line, start, end = self._lines[i], self._starts[i], self._free[i]
         if line < 0:
             return []
         place = self._place[i]
-        found = self._on[line][place - 1 : place] if place and self._ends[line][place - 1] >= start - slack else []
+        tasks = self._on[line][place - 1 : place] if place and self._ends[line][place - 1] >= start - slack else []
         for other in self._beside[line]:
             on = self._on[other]
             at = bisect.bisect_right(self._ends[other], start + slack)
             while at < len(on) and self._starts[on[at]] < end - slack:
-                found.append(on[at])
+                tasks.append(on[at])
                 at += 1
-        return found
+        return tasks
 
 
 def _lanes(problem: Problem, line: int) -> list[int]:
@@ -81,7 +82,7 @@ def _lanes(problem: Problem, line: int) -> list[int]:
 
 
 def laid_out(problem: Problem, choice: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Task and bucket of each instance of a step, in the order in which the simulation numbers them."""
+    """Task and bucket of each instance of a step, in the simulation's numbering."""
     kinds: list[int] = []
     buckets: list[int] = []
     for b in problem.order:

@@ -1,10 +1,11 @@
-"""The event loop of the simulation in Python: what native/src/schedule.cc does, bit for bit. Knows no paths and no prices.
+"""The simulation's event loop in Python, bit for bit the same as native/src/schedule.cc.
 
-A task waits at its line, which takes one at a time: of those that wait the first in order, by the urgency of buckets or by
-readiness. A line goes over one lane that is its own (a codec's, a server's, computing), or over lanes that it shares: a
-connection over one node's up-link and another's down-link. A shared lane gives equal parts to all that are on it, as a link
-does to its connections, and a task is through when each of its lanes has served it. So a connection whose receiver is busy
-holds up nobody but itself. Work on a compute lane stops its node's backward pass, so all later gradients of it shift.
+A task waits at its line, which takes one at a time: the first by bucket urgency, or by readiness. A line uses one lane of its
+own (a codec's, a server's, compute), or several shared lanes: a connection uses one node's uplink and another's downlink.
+
+A shared lane divides its rate equally among its tasks, as a link does among connections. A task ends when each of its lanes
+has served it, so a connection to a busy receiver delays only itself. Work on a compute lane suspends its node's backward
+pass, which delays all later gradients of that node.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CIRCLE = "the tasks of an option wait for one another in a circle"
 
 
 class Twin:
-    """One simulation. `start` and `end`: seconds by instance, that is by step and then by task in the order of buckets."""
+    """One simulation. `start` and `end`: seconds by instance, that is by step, then by task in the order of buckets."""
 
     def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
         self.p = problem
@@ -45,12 +46,12 @@ class Twin:
         self.waiting: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
         self.check: set[int] = set()
         self.on: list[list[tuple[float, int]]] = [[] for _ in problem.lanes]
-        """By lane: when those on it leave, in `shared_s` if it is shared; and their lines."""
+        """By lane: when each task on it leaves (in `shared_s` if the lane is shared), and the task's line."""
         self.shared_s = [0.0] * len(problem.lanes)
         self.shared_until = [0.0] * len(problem.lanes)
         self.due_at = [math.inf] * len(problem.lanes)
         self.later: list[tuple[float, int]] = []
-        """Instances that end so long after their line is free again."""
+        """Instances that end this long after their line is free again."""
         self.over: list[int] = []
         self.at = [0] * problem.nodes
         self.offset = [0.0] * problem.nodes
@@ -58,7 +59,7 @@ class Twin:
         self.arrivals = 0
 
     def run(self) -> float:
-        """Seconds of the last step; of several with late transfers, the mean of the last two, which may be unequal in turns."""
+        """Seconds of the last step. With stale transfers, the mean of the last two, which may alternate."""
         begun = last = before = 0.0
         for step in range(self.p.steps):
             over = self._step(step, begun)
@@ -126,7 +127,7 @@ class Twin:
         self.check.add(line)
 
     def _serve(self) -> None:
-        """Each free line takes the first in order of those that wait at it."""
+        """Each free line takes the first of its waiting tasks."""
         for line in sorted(self.check):
             if self.current[line] < 0 and self.waiting[line]:
                 self._begin(heapq.heappop(self.waiting[line])[1], line)
@@ -155,13 +156,13 @@ class Twin:
         self.shared_until[lane] = self.now
 
     def _foresee(self, lane: int) -> None:
-        """When the next leaves a shared lane."""
+        """Computes when the next task leaves a shared lane."""
         on = self.on[lane]
         left_s = (min(on)[0] - self.shared_s[lane]) * len(on) if on else math.inf
         self.due_at[lane] = max(self.now, self.now + left_s)
 
     def _leave(self, lane: int) -> None:
-        """A lane has done with a task, or with all that leave at the same moment."""
+        """Ends a lane's part of a task, or of all tasks that leave at the same moment."""
         shared, first = self.p.lane_shared[lane], min(self.on[lane])[0]
         gone = [line for at, line in self.on[lane] if at <= first]
         self.on[lane] = [(at, line) for at, line in self.on[lane] if at > first]

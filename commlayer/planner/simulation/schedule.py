@@ -1,4 +1,4 @@
-"""Runs the simulation of a problem natively, or in Python where there is no compiler. Knows no paths, prices or plans."""
+"""Runs a problem's simulation natively, or in Python if there is no compiler."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from commlayer.planner.simulation.reference_simulator import Twin
 
 
 class Timed(Protocol):
-    """Seconds of a step for a choice: of each bucket, one of its options by number."""
+    """Seconds of a step for a choice, which is one option number per bucket."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
-        """Infinity if sure to be above `limit`."""
+        """Infinity if certainly above `limit`."""
 
     def sweep(
         self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
         only: list[int] | None = None, enough: float = -math.inf, factors: list[float] | None = None,
     ) -> list[float]:
-        """Seconds with each option in turn for all these buckets, which have equally many; infinity if above `limit`.
+        """Seconds with each option set for all of `buckets`, which have equally many options; infinity if above `limit`.
 
-        `factors`, by option: what seconds are multiplied by before they are compared with anything.
-
-        `now_s`: what the choice takes as it is, if that is known. `most`, up to 8: only so many, the shortest, are of use, and
-        others may be infinity. `only`: options that count; others are infinity. `enough`: so short a step is as good as any.
+        `factors`, by option: seconds are multiplied by them before any comparison. `now_s`: seconds of the present choice, if
+        known. `most`, up to 8: only this many of the shortest are needed; others may be infinity. `only`: options to try;
+        others are infinity. `enough`: the sweep may stop at a step this short.
         """
 
 
 class Schedule(Timed, Protocol):
-    """Of all that goes at once."""
+    """The simulation of one exchange."""
 
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
-        """Also when each task starts and ends, by step and then by task in the order of buckets."""
+        """Also the start and end of each task, by step, then by task in the order of buckets."""
 
 
 class PortableSchedule:
-    """The same without a compiler, some 100 times slower."""
+    """The same without a compiler, about 100 times slower."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -59,16 +58,16 @@ class PortableSchedule:
         del limit, now_s, most, enough, factors
         edges = self.problem.bucket_options
         changed = list(choice)
-        found = []
+        seconds = []
         for option in range(edges[buckets[0] + 1] - edges[buckets[0]]):
             for b in buckets:
                 changed[b] = option
-            found.append(self.run(changed) if only is None or option in only else math.inf)
-        return found
+            seconds.append(self.run(changed) if only is None or option in only else math.inf)
+        return seconds
 
 
 def schedule(problem: Problem) -> Schedule:
     if core is None:
         return PortableSchedule(problem)
-    made: Schedule = core.Schedule(problem)
-    return made
+    native: Schedule = core.Schedule(problem)
+    return native

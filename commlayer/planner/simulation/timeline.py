@@ -1,4 +1,4 @@
-"""The verb `simulate`: a plan's step as a timeline. Knows how a job's computing and a plan's tasks meet, not what is good."""
+"""The verb `simulate`: a plan's step as a timeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
 
 class Span(Record, frozen=True):
-    """One task of one bucket in the simulated step; seconds from the step's start, which is the forward pass's."""
+    """One task of one bucket in the simulated step; seconds from the step's start, which is the start of its forward pass."""
 
     bucket: int
     op: str
@@ -32,21 +32,21 @@ class Span(Record, frozen=True):
 
 
 class Timeline(Record, frozen=True):
-    """One step of every node, side by side."""
+    """One step of every node."""
 
     step_s: float
     """From one forward pass to the next."""
     compute_s: float
-    """What the slowest node computes in it: a step that needs no communication takes so long."""
+    """Compute time of the slowest node: the duration of a step without communication."""
     ready_s: tuple[float, ...]
-    """By bucket: when the slowest node's gradient is final, were nothing in backward's way."""
+    """By bucket: when the slowest node's gradient is final, if nothing delays backward."""
     done_s: tuple[float, ...]
-    """By bucket: when its last task ends; that of a stale bucket may lie behind the step's end."""
+    """By bucket: when its last task ends. A stale bucket may end after the step."""
     spans: tuple[Span, ...]
 
     @property
     def exposed_s(self) -> float:
-        """What communication and coding add to computing."""
+        """Time that communication and coding add to computing."""
         return self.step_s - self.compute_s
 
 
@@ -54,22 +54,23 @@ def simulate(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     prices: Prices | None = None, spans: bool = True,
 ) -> Timeline:
-    """The timeline of one step; with local steps, of the exchange that follows `local_steps` of them, or under
-    overlap="round" goes on beside them; in fragments, of all of a round's turns, one after the other.
+    """The timeline of one step. With local steps: of the exchange after `local_steps` of them, or alongside them with
+    overlap="round". With fragments: of all fragments of a round in sequence.
 
-    `prices`: of the cluster with the plan's servers, where they are at hand. Without `spans` it knows buckets alone.
+    `prices`: of the cluster with the plan's servers, if the caller has them. Without `spans` it has only times by bucket.
     """
     turns, templates, before_s = _lay_out(plan, job, cluster, profile, policy, prices)
     step_s = compute_s = 0.0
     ready = [before_s] * len(templates)
     done = list(ready)
-    made = []
+    all_spans = []
     for places, problem, paces in turns:
         turn_s, starts, ends = schedule(problem).trace([0] * len(places))
         total = len(starts) // problem.steps
         at, begun = 0, 0.0
         if problem.steps > 1:
-            # Of steps that overlap, the second is the first with another's transfers in it, and its own are seen to their end.
+            # If steps overlap, the second step is the first one that shares lanes with another step's transfers; its own
+            # transfers are followed to their end.
             at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(places))
         begun -= before_s + step_s
         times = iter(zip(starts[at:], ends[at:], strict=True))
@@ -80,10 +81,10 @@ def simulate(
             each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)][: len(templates[b].steps)]
             ready[b] += max(p.ready_s[place] for p in paces) + step_s
             done[b] = max([ready[b], *[end_s for _, end_s in each]])
-            made += _spans(b, templates[b], sent_numel(plan, plan.buckets[b], job), each) if spans else []
+            all_spans += _spans(b, templates[b], sent_numel(plan, plan.buckets[b], job), each) if spans else []
         step_s += turn_s
         compute_s += max(p.work_s for p in paces) + problem.tail
-    return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(made))
+    return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(all_spans))
 
 
 def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, float]]) -> list[Span]:
@@ -94,7 +95,7 @@ def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, 
 
 
 def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
-    """Seconds of one step, without the timeline; of what an exchange costs, each of the steps that share it bears its part."""
+    """Seconds of one step, without the timeline. The cost of an exchange is divided among the steps that share it."""
     turns, templates, _ = _lay_out(plan, job, cluster, profile, policy)
     return Round(turns).schedule.run([0] * len(templates)) / plan.local_steps
 
@@ -102,7 +103,7 @@ def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Po
 def _lay_out(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
 ) -> tuple[list[Turn], list[Template], float]:
-    """Also what the step's forward pass took before the problem begins."""
+    """Also returns the duration of the forward pass before the problem begins."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     prices = prices or Prices(hidden(cluster) if plan.overlap == "round" else cluster, profile, hosts_of(plan, cluster))
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
@@ -116,12 +117,12 @@ def _lay_out(
 
 
 def per_step(timeline: Timeline, local_steps: int) -> float:
-    """Seconds of one step where so many share an exchange."""
+    """Seconds of one step if `local_steps` of them share an exchange."""
     return timeline.step_s / local_steps
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """The nodes that run the plan's servers: those it names, else the first that can."""
+    """The nodes that run the plan's servers: those that it names, else the first that can."""
     able = tuple(i for i, node in enumerate(cluster.nodes) if node.server)
     if plan.hosts:
         return plan.hosts
@@ -132,7 +133,7 @@ def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
 
 
 def bucket_template(prices: Prices, bucket: Bucket) -> Template:
-    """What the bucket's path costs; errors name the bucket."""
+    """Prices a bucket's path; errors name the bucket."""
     try:
         return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
     except ValueError as error:
@@ -140,5 +141,5 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
 
 
 def urgent(timing: Timing, slices: Sequence[Slice]) -> float:
-    """When the next forward pass first needs something of a bucket."""
+    """When the next forward pass first needs a tensor of the bucket."""
     return min(timing.needed_s[s.tensor] for s in slices)

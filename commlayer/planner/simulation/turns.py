@@ -1,7 +1,7 @@
-"""What a round exchanges, in as many turns as the plan has fragments; mostly one, of everything. Knows no paths and no plans.
+"""Simulates a round of exchanges in as many turns as the plan has fragments; mostly one.
 
-A turn sends its part of the buckets, and is over when that is merged and the steps until the next turn are computed. Only then
-the next one begins: no two are on their way at once, so each pays its own latencies, and a round takes the sum of its turns.
+A turn sends its fragment. It ends when the fragment is merged and the steps until the next turn are computed; only then the
+next turn begins. Turns never overlap, so each pays its own latencies, and a round takes the sum of its turns.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from commlayer.records import Job, Timing
 
 
 class Turn(NamedTuple):
-    """Of a round."""
+    """One turn of a round."""
 
     places: list[int]
-    """Its buckets'; the problem numbers them from 0."""
+    """Its buckets, which the problem numbers from 0."""
     problem: Problem
     paces: tuple[Pace, ...]
 
@@ -33,19 +33,19 @@ def turns_of(
     job: Job, timing: Timing, buckets: Sequence[Cut], loads: Sequence[Load], nodes: Sequence[Group], recipe: Recipe, *,
     priority: bool,
 ) -> list[Turn]:
-    """ValueError if the buckets make too few fragments."""
-    made = []
+    """The turns of a round. ValueError if there are too few buckets for the fragments."""
+    turns = []
     if behind := behind_s(timing, [load.urgency for load in loads], nodes, recipe):
         loads = awaited(loads, behind)
     for places in fragments_of(buckets, recipe.fragments):
         paces = pace(job, timing, [buckets[b].slices for b in places], nodes, recipe)
         problem = flatten([loads[b] for b in places], paces, tail_s=tail(timing, nodes, recipe), priority=priority)
-        made.append(Turn(places, problem, paces))
-    return made
+        turns.append(Turn(places, problem, paces))
+    return turns
 
 
 class Round:
-    """Simulates all of its turns."""
+    """Simulates all turns of a round."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns = turns
@@ -53,16 +53,16 @@ class Round:
         self.schedule: Timed = self._each[0] if len(turns) == 1 else self
         self._at = {b: (number, place) for number, turn in enumerate(turns) for place, b in enumerate(turn.places)}
         self._last: list[tuple[list[int], float]] = [([], math.nan)] * len(turns)
-        """Of each turn the choice that was simulated last."""
+        """For each turn, the choice that was simulated last and its seconds."""
 
     def critical(self, choice: Sequence[int]) -> set[int]:
-        """Buckets whose change could shorten it."""
-        found: set[int] = set()
+        """Buckets whose change could shorten the round."""
+        result: set[int] = set()
         for turn, each in zip(self._turns, self._each, strict=True):
             mine = [choice[b] for b in turn.places]
             _, starts, ends = each.trace(mine)
-            found |= {turn.places[place] for place in critical(turn.problem, mine, starts, ends)}
-        return found
+            result |= {turn.places[place] for place in critical(turn.problem, mine, starts, ends)}
+        return result
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
         seconds = 0.0
@@ -76,7 +76,7 @@ class Round:
         self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
         only: list[int] | None = None, enough: float = -math.inf, factors: list[float] | None = None,
     ) -> list[float]:
-        """`most` and `enough` are of the round: each turn is swept through."""
+        """`most` and `enough` apply to the round, so each turn is swept completely."""
         del now_s, most, enough
         changed: dict[int, list[int]] = {}
         for b in buckets:

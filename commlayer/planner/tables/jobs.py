@@ -1,12 +1,14 @@
 """Built-in jobs: well-known models with the times at which their gradients become ready.
 
-`builtin` is what somebody trains today: bf16, and a language model reads sequences of its full length. Its time is its
-operations over a stated part of the GPU's peak. `published` is what papers measured, which Espresso's figures rest on: a step's
-compute time is published where `backward_s` says so (traces of 8 x V100 machines, reference 1.6), and elsewhere the
-multiply-adds at the rate of ResNet-50's published 356 images/s (NVIDIA's DeepLearningExamples, FP32, V100-32GB).
+`builtin` is a present-day job: bf16, and language models read sequences of full length. Its time is its operations over a
+stated part of the GPU's peak.
 
-Time is spread over the layers by their multiply-adds; backward takes twice as long as forward. Other devices and batches scale
-it. That is enough to plan by; a measured profile replaces it.
+`published` is a job that papers measured, on which Espresso's figures rest. The compute time of a step is published where
+`backward_s` is set (traces of 8 x V100 machines, reference 1.6). Elsewhere it follows from the multiply-adds, at the rate of
+ResNet-50's published 356 images/s (NVIDIA's DeepLearningExamples, FP32, V100-32GB).
+
+Layers share the time by their multiply-adds; backward takes twice as long as forward. Times scale with device and batch. That
+is accurate enough for planning; a measured profile replaces it.
 """
 
 from __future__ import annotations
@@ -24,27 +26,27 @@ from commlayer.planner.tables.model_layers import Layer, layers
 from commlayer.records import Job, Timing
 
 FLOP_S = 3 * 2 * 4.09e9 * 356
-"""Of training in FP32 on a V100: forward and twice as much backward, two operations a multiply-add."""
+"""Rate of FP32 training on a V100: forward and twice as much backward, two operations per multiply-add."""
 WINOGRAD_FLOP_S = 2 * 2 * 15.47e9 * 32 / 85.3e-3
-"""The same where nearly all is 3x3 convolution without stride, as in VGG-16, whose backward time is published."""
+"""The same for models that are nearly all 3x3 convolutions without stride, like VGG-16, whose backward time is published."""
 SGD_NBYTES, ADAM_NBYTES = 20, 28
-"""Read and written per element by an optimizer's step: gradient, parameter twice, and its states twice."""
+"""Bytes per element that an optimizer step reads and writes: gradient, parameter twice, and its states twice."""
 
 
 class Work(NamedTuple):
-    """A sample's, and the batch that papers use."""
+    """Work per sample, and the papers' batch."""
 
     batch: int
     reads: int = 1
-    """Tokens in a sample, where macs are counted by token; passes through the model in a step, where they are several."""
+    """Tokens per sample if macs are per token; passes through the model per step if there are several."""
     backward_s: float | None = None
-    """Published: of that batch on one V100."""
+    """Published seconds of this batch on one V100."""
     flop_s: float = FLOP_S
-    """Where it is not."""
+    """Rate that applies if `backward_s` is not published."""
 
     @property
     def tokens(self) -> int:
-        """In a sample; 0: its samples are images."""
+        """Tokens per sample; 0: samples are images."""
         return self.reads if self.reads > IMAGE_PASSES else 0
 
 
@@ -64,22 +66,22 @@ PUBLISHED: Mapping[str, Work] = {
 
 
 class Preset(NamedTuple):
-    """A job of today."""
+    """A present-day job."""
 
     batch: int
     kept_nbytes: float
-    """Kept for the backward pass, of a sample, or a token where it reads tokens."""
+    """Memory kept for the backward pass, per sample, or per token if the model reads tokens."""
     tokens: int = 0
-    """In a sample; 0: samples are images."""
+    """Tokens per sample; 0: samples are images."""
     utilisation: float = 0.4
-    """The part of the peak that training reaches. Convolutions: ResNet-50 has 0.23 on a V100 and 0.19 on an A100 in NVIDIA's
-    published images/s with mixed precision."""
+    """Part of the peak that training reaches. For convolutions: ResNet-50 reaches 0.23 on a V100 and 0.19 on an A100 in
+    NVIDIA's published images/s with mixed precision."""
 
 
 CONVOLUTIONS = 0.2
 KEPT = 34
-"""Bytes that a transformer's block keeps for each token and each element of its width, in bf16, with fused attention; beside
-them 6 bytes for each word of a language model's vocabulary."""
+"""Bytes that a transformer block keeps per token and element of its width, in bf16 with fused attention. A language model
+keeps 6 more bytes per word of its vocabulary."""
 
 PRESETS: Mapping[str, Preset] = {
     "resnet50": Preset(32, 2 * 2 * 11.1e6, utilisation=CONVOLUTIONS),
@@ -89,12 +91,12 @@ PRESETS: Mapping[str, Preset] = {
     "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, tokens=512),
     "gpt2": Preset(8, KEPT * 12 * 768 + 6 * 50257, tokens=1024),
 }
-"""BERT reads 512 tokens at most, so its batch has twice as many sequences. resnet: two bf16 values for each output of a
+"""BERT reads at most 512 tokens, so its batch has twice as many sequences. resnet: two bf16 values for each output of a
 convolution."""
 
 
 def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """A job by name, of `batch` samples per worker, on that device. In bf16 where it is one of `PRESETS`, else as published."""
+    """A job by name, with `batch` samples per worker, on this device. In bf16 if it is in `PRESETS`, else as published."""
     if name not in PRESETS:
         return published(name, batch, device)
     _check(name, batch)
@@ -102,14 +104,14 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     parts, batch, reads = layers(name, preset.tokens), batch or preset.batch, preset.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
     forward_s = flops / (preset.utilisation * GPUS["v100"].peak_tflops * 1e12) / speed(device, half=True)
-    made = _job(name, parts, batch, forward_s, 2 * forward_s, ADAM_NBYTES, speed(device, half=True))
-    assert made.timing is not None
+    job = _job(name, parts, batch, forward_s, 2 * forward_s, ADAM_NBYTES, speed(device, half=True))
+    assert job.timing is not None
     kept_nbytes = preset.kept_nbytes * reads * batch
-    return structs.replace(made, timing=structs.replace(made.timing, half=True, activation_nbytes=kept_nbytes))
+    return structs.replace(job, timing=structs.replace(job.timing, half=True, activation_nbytes=kept_nbytes))
 
 
 def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """The same in FP32, with the batch and sequences of the papers that measured it."""
+    """The job in FP32, with the batch and sequence length of the papers that measured it."""
     _check(name, batch)
     work = PUBLISHED[name]
     parts = layers(name, work.reads)
@@ -139,7 +141,7 @@ def _job(
 
 
 def on_reference(job: Job) -> Job:
-    """The job with times as on the GPU that the tables tell speeds against."""
+    """The job with its times scaled to the tables' reference GPU."""
     if job.timing is None or not job.timing.device:
         return job
     try:
@@ -150,7 +152,7 @@ def on_reference(job: Job) -> Job:
 
 
 def timing(parts: tuple[Layer, ...], backward_s: float, forward_s: float, update_s: float) -> Timing:
-    """Times by layer in proportion to its multiply-adds. A layer without tensors takes its time all the same."""
+    """Times by layer in proportion to its multiply-adds. A layer without tensors also takes its time."""
     whole = sum(layer.macs for layer in parts)
     before = [0.0, *accumulate(layer.macs / whole for layer in parts)]
     ready: list[float] = []

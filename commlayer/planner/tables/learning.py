@@ -1,6 +1,6 @@
-"""The shipped table of what ways of training cost in steps, and reading others like it. Knows a file's form; looks nothing up.
+"""Reads the shipped table of convergence factors, and others of the same format.
 
-`python -m bench learning` makes it; docs/learning.md says what is in it.
+`python -m bench learning` makes the shipped table; docs/learning.md describes it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ SHIPPED = Path(__file__).with_name("learning.json")
 
 
 class Provenance(Record, frozen=True):
-    """Where a table comes from."""
+    """Origin of a table."""
 
     date: str
     command: str
     runs: int
-    """Trainings, the dense ones too."""
+    """Number of trainings, including dense ones."""
     tasks: tuple[str, ...]
     torch: str
     code: str
-    """Hash of the sources that decide what a training learns."""
+    """Hash of the sources that affect what a training learns."""
     errors: dict[str, float] = msgspec.field(default_factory=dict)
-    """By optimizer family, the median of how far factors were off on tasks held out, as a part of them; of an empty one nobody
-    looked."""
+    """By optimizer family: the median relative error of factors on held-out tasks. Empty: not determined."""
 
 
 class LearningTable(Record, frozen=True):
@@ -45,13 +44,13 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
 
 
 def read(path: Path) -> LearningTable:
-    """The table in that file, or one line that says what is wrong with it."""
+    """Reads a table; a one-line error for an invalid one."""
     what, data = f"learning table {path}", path.read_bytes()
     remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
     try:
-        found = decode(data, _Version, what).version
-        if found != VERSION:
-            raise RecordError(f"{what}: version {found}, this commlayer reads version {VERSION}", "E-LEARNING-TABLE")
+        version = decode(data, _Version, what).version
+        if version != VERSION:
+            raise RecordError(f"{what}: version {version}, this commlayer reads version {VERSION}", "E-LEARNING-TABLE")
         table = decode(data, LearningTable, what)
     except RecordError as error:
         raise RecordError(f"{error.what}; make it anew with {remedy}", "E-LEARNING-TABLE") from None
@@ -62,24 +61,24 @@ def read(path: Path) -> LearningTable:
 
 
 def written(made: LearningTable) -> bytes:
-    """As a file: a line for each row, so that a change can be read."""
+    """The table's file: a line per row, so that changes are readable in a diff."""
     head, lines = encode(made.provenance).decode(), ",\n".join(encode(row).decode() for row in made.rows)
     return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
 def rows_in(path: Path) -> tuple[LearningRow, ...]:
-    """Those of a table that `commlayer tune --learning` wrote: always the same object."""
+    """Rows of a table that `commlayer tune --learning` wrote: always the same object."""
     return table_in(path).rows
 
 
 @functools.cache
 def table_in(path: Path) -> LearningTable:
-    """The same with where it comes from."""
+    """The table with its provenance."""
     try:
         table = read(path)
     except OSError as error:
-        said = f"{error.strerror}; `commlayer tune TASK --learning {path}` writes one"
-        raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {said}") from None
+        problem = f"{error.strerror}; `commlayer tune TASK --learning {path}` writes one"
+        raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {problem}") from None
     if not table.rows:
         raise InvalidInput("E-LEARNING-TABLE",
                            f"learning table {path}: has no rows; `commlayer tune TASK --learning {path}` measures some")
@@ -92,5 +91,5 @@ def shipped() -> LearningTable:
 
 
 def rows() -> tuple[LearningRow, ...]:
-    """Those of the shipped table, always the same object."""
+    """Rows of the shipped table: always the same object."""
     return shipped().rows

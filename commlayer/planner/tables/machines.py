@@ -1,10 +1,12 @@
-"""What machines and codecs cost where nobody has measured: named GPUs and links. Knows data sheets; measuring replaces all.
+"""Default costs of machines and codecs without measurements: named GPUs and links. Measurements replace them.
 
-GPUs: peaks, memory and its bandwidth, from the vendors' data sheets. Training speed in FP32 against a V100 is taken as the
-geometric mean of the ratios of FP32 peak and bandwidth: convolutions and products follow the first, everything between them the
-second. Where cards multiply in TF32 that is too little; the A100's is from ResNet-50's published images/s (NVIDIA's
-DeepLearningExamples). In bf16 it is the ratio of peaks.
-Codecs: what an element costs is sizes.py's; on a CPU at the speed that one core streams at, on a GPU at its own bandwidth.
+GPUs: peaks, memory and bandwidth are from the vendors' data sheets. FP32 training speed relative to a V100 is the geometric
+mean of the ratios of FP32 peak and bandwidth: convolutions and products follow the first, everything between them the second.
+For cards that multiply in TF32 this is too low; the A100's speed is from ResNet-50's published images/s (NVIDIA's
+DeepLearningExamples). In bf16 the speed is the ratio of peaks.
+
+Codecs: model/codec_sizes.py has the bytes per element. A CPU codec runs at one core's streaming speed, a GPU codec at the
+GPU's bandwidth.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ from commlayer.planner.tables import learning
 
 
 class Gpu(NamedTuple):
-    """A data sheet."""
+    """A GPU's data sheet."""
 
     fp32_tflops: float
     memory_gbytes_s: float
     half_tflops: float
-    """Of products in bf16, or fp16 where there is no bf16, with sums in FP32 and no sparsity; 0: no faster than FP32."""
+    """Peak of products in bf16 (fp16 without bf16 support), with FP32 sums and without sparsity; 0: no faster than FP32."""
     memory_gbytes: float
-    """The smaller, where the card is sold with two."""
+    """The smaller size, if the card is sold with two."""
     bf16: bool = True
     published_speed: float = 0.0
-    """Of training against a V100, where both are published for one model and program."""
+    """Training speed relative to a V100, if both are published for the same model and program."""
 
     @property
     def speed(self) -> float:
-        """Of training, against a V100."""
+        """Training speed relative to a V100."""
         if self.published_speed:
             return self.published_speed
         v100 = GPUS["v100"]
@@ -49,12 +51,12 @@ class Gpu(NamedTuple):
 
     @property
     def peak_tflops(self) -> float:
-        """In the fastest precision to train in."""
+        """Peak in the fastest precision for training."""
         return self.half_tflops or self.fp32_tflops
 
     @property
     def precision(self) -> str:
-        """That one."""
+        """The fastest precision for training."""
         return "FP32" if not self.half_tflops else "bf16" if self.bf16 else "fp16"
 
 
@@ -80,19 +82,19 @@ GPUS: Mapping[str, Gpu] = {
     "h100": Gpu(66.9, 3350, 989, 80),
 }
 CPU_SPEED = 0.02
-"""A CPU's training against a V100's: some 0.3 of 15.7 TFLOP/s."""
+"""A CPU's training speed relative to a V100: about 0.3 of 15.7 TFLOP/s."""
 CPU_TFLOPS = 0.3
 
 CPU_STREAM_BYTES_S = 9e9
 """In-place r += g on one core."""
 GPU_SHARE = 0.7
-"""Of a GPU's bandwidth that elementwise kernels reach."""
+"""Part of a GPU's bandwidth that elementwise kernels reach."""
 CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 30e-6
-"""Per call; a GPU codec is some three launches of 10 us."""
+"""Per call; a GPU codec is about three launches of 10 us."""
 
 BUCKET_S = 100e-6
 SERVER_BYTE_S = 0.2e-9
-"""Reading and framing, besides the codec's add."""
+"""Reading and framing, in addition to the codec's add."""
 PCIE_COPY = Line(10e-6, 1 / 12e9)
 
 HOME_ALPHA_S, FIBER_ALPHA_S, RACK_ALPHA_S = 10e-3, 4e-3, 25e-6
@@ -104,7 +106,7 @@ INTRA: Mapping[str, tuple[float, float]] = {
     "pcie4": (192e9, 15e-6),
     "shm": (40e9, 20e-6),
 }
-"""bps each way between two ranks of a node, and seconds a message. "shm": through the host's memory."""
+"""bit/s in each direction between two ranks of a node, and seconds per message. "shm": through the host's memory."""
 
 DEFAULT_CODECS = (
     "identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)", "topk(ratio=0.001)",
@@ -112,17 +114,17 @@ DEFAULT_CODECS = (
 
 
 def gpu(name: str) -> Gpu:
-    found = GPUS.get(name.lower())
-    if found is None:
+    sheet = GPUS.get(name.lower())
+    if sheet is None:
         near = difflib.get_close_matches(name.lower(), GPUS, 3, 0.5)
         raise InvalidInput("E-GPU-NAME",
                            f"GPU {name!r} is in no table, {'nearest are' if near else 'known are'} {', '.join(near or GPUS)}; "
                            "or measure it with `commlayer profile`")
-    return found
+    return sheet
 
 
 def speed(device: str, *, half: bool = False) -> float:
-    """Of a node's device against a V100: in FP32, or each in its fastest precision."""
+    """Speed of a node's device relative to a V100: in FP32, or each in its fastest precision."""
     if half:
         return peak_tflops(device) / GPUS["v100"].peak_tflops
     return CPU_SPEED if device == "cpu" else gpu(device).speed
@@ -133,7 +135,7 @@ def peak_tflops(device: str) -> float:
 
 
 def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
-    """With speeds of that precision where they are the table's of FP32."""
+    """Switches node speeds to that precision, if they are the table's FP32 speeds."""
     if not half:
         return tuple(nodes)
     known = ("cpu", *GPUS)
@@ -142,7 +144,7 @@ def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
 
 
 def device_named(text: str) -> str:
-    """The tables' name for what a driver calls its GPU; empty if they have none.
+    """The tables' name for a GPU, given its driver's name; empty if unknown.
 
     >>> device_named("NVIDIA GeForce RTX 3060"), device_named("Tesla V100-SXM2-16GB"), device_named("NVIDIA H200")
     ('rtx3060', 'v100', '')
@@ -153,19 +155,19 @@ def device_named(text: str) -> str:
 
 
 def link(name: str) -> Link:
-    """By name: "home-100/20" (down/up, Mb/s), "fiber-1000" (Mb/s each way), "25g", "100m" (in one room)."""
+    """A link by name: "home-100/20" (down/up, Mb/s), "fiber-1000" (Mb/s in each direction), "25g", "100m" (in one room)."""
     if match := re.fullmatch(r"home-(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", name):
-        made = Link(float(match[2]) * 1e6, float(match[1]) * 1e6, HOME_ALPHA_S)
+        result = Link(float(match[2]) * 1e6, float(match[1]) * 1e6, HOME_ALPHA_S)
     elif match := re.fullmatch(r"fiber-(\d+(?:\.\d+)?)", name):
-        made = Link(float(match[1]) * 1e6, float(match[1]) * 1e6, FIBER_ALPHA_S)
+        result = Link(float(match[1]) * 1e6, float(match[1]) * 1e6, FIBER_ALPHA_S)
     elif match := re.fullmatch(r"(\d+(?:\.\d+)?)([gm])", name):
         bps = float(match[1]) * (1e9 if match[2] == "g" else 1e6)
-        made = Link(bps, bps, RACK_ALPHA_S)
+        result = Link(bps, bps, RACK_ALPHA_S)
     else:
         raise InvalidInput("E-LINK-NAME", f'link {name!r}: allowed are "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m"')
-    if not min(made.up_bps, made.down_bps) > 0:
+    if not min(result.up_bps, result.down_bps) > 0:
         raise InvalidInput("E-LINK-NAME", f"link {name!r}: a link of 0 carries nothing, allowed: above 0")
-    return made
+    return result
 
 
 def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
@@ -177,7 +179,7 @@ def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie
 
 
 def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:
-    """Costs of `codecs` on every device of the cluster; one whose name no table has is an error."""
+    """Costs of `codecs` on every device of the cluster; an unknown codec or device is an error."""
     gpus = sorted({n.device for n in cluster.nodes if n.device != "cpu"})
     costs = [_cost(name, "cpu", CPU_STREAM_BYTES_S, CPU_FLOOR_S) for name in codecs]
     for device in gpus:
@@ -188,8 +190,8 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
 
 
 def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
-    """What ways of training cost in steps: by the user's own table in that file, else the shipped one; none where none is
-    shipped, and then all steps count alike."""
+    """Convergence factors: from the user's table in file `own`, else the shipped table. Empty if none is shipped; then all
+    steps count equally."""
     if own:
         return learning.rows_in(Path(own))
     return learning.rows() if learning.SHIPPED.is_file() else ()

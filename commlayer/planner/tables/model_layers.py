@@ -1,6 +1,6 @@
-"""Layers of well-known models: their tensors' shapes, in the order of registration, and their work. Knows no times.
+"""Layers of well-known models: their tensors' shapes in registration order, and their work.
 
-Work is counted in multiply-adds of one forward pass per sample (a token, where a model reads tokens). Names are those of
+Work is counted in multiply-adds of one forward pass per sample (per token, if the model reads tokens). Names are those of
 torchvision, of the usual transformer library and of UGATIT's published code.
 """
 
@@ -13,7 +13,7 @@ from commlayer.records import TensorInfo
 
 
 class Layer(NamedTuple):
-    """Tensors whose gradients become final together, and the work of making them."""
+    """Tensors whose gradients become final together, and the work of computing them."""
 
     tensors: tuple[TensorInfo, ...]
     macs: float = 0.0
@@ -27,7 +27,7 @@ def _layer(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
 
 
 def _conv(name: str, inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    """`side`: of the square that comes out."""
+    """`side`: of the square output."""
     shape = (outside, inside, kernel, kernel)
     macs = float(outside * inside * kernel**2 * side**2)
     return _layer(name, macs, weight=shape, bias=(outside,)) if bias else _layer(name, macs, weight=shape)
@@ -96,7 +96,7 @@ def _vit_b16() -> Layers:
 
 
 def _bert(width: int, blocks: int, seen: int) -> Layers:
-    """With the heads of pre-training; the decoder shares the word embeddings' weight. `seen`: tokens of a sequence."""
+    """BERT with its pre-training heads; the decoder shares the word embeddings' weight. `seen`: tokens per sequence."""
     words = 30522
     for part, rows in (("word", words), ("position", 512), ("token_type", 2)):
         yield _layer(f"bert.embeddings.{part}_embeddings", 0.0, weight=(rows, width))
@@ -137,7 +137,7 @@ def _gpt2(seen: int) -> Layers:
 
 
 def _attended(layer: Layer, seen: int, width: int) -> Layer:
-    """With the work of scores and mixing before it."""
+    """The layer with the preceding work of attention scores and mixing."""
     return layer._replace(macs=layer.macs + 2.0 * seen * width)
 
 
@@ -153,7 +153,7 @@ def _lstm() -> Layers:
 
 
 def _ugatit() -> Layers:
-    """Two generators, four discriminators, of the full model at 256 x 256."""
+    """Two generators and four discriminators of the full model at 256 x 256."""
     for name in ("genA2B", "genB2A"):
         yield from _ugatit_generator(name)
     for name, depth in (("disGA", 7), ("disGB", 7), ("disLA", 5), ("disLB", 5)):
@@ -211,5 +211,5 @@ MODELS: Mapping[str, Callable[[int], Layers]] = {
 
 
 def layers(name: str, seen: int) -> tuple[Layer, ...]:
-    """`seen`: tokens of a sequence, where the model attends to all of them."""
+    """`seen`: tokens per sequence, if the model attends to all of them."""
     return tuple(MODELS[name](seen))
