@@ -1,7 +1,7 @@
-"""The options of a cluster: the paths that its shape and the policy allow, with which codecs, by node and both ways.
+"""Enumerates a cluster's options: paths that its shape and the policy allow, with codecs, by node and in each direction.
 
-Knows the sizes of buckets only as a range. Paths that another beats over all of it are left out, judged by the codecs that
-send most and least; so a two-level cluster's hundreds of paths are priced for two codecs and not for all.
+Bucket sizes are known here only as a range. A path that another one beats over the whole range is dropped. The codecs that
+send most and least decide this, so that hundreds of two-level paths are priced for two codecs instead of for all.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from commlayer.planner.search.prune import unbeaten
 SIZES = (1 << 8, 1 << 25)
 """Elements of the smallest and largest buckets."""
 SLOW = 0.6
-"""A node whose uplink is below this share of the median's may take a codec that sends less."""
+"""A node with an uplink below this part of the median may use a codec that sends less."""
 
 
 def options(prices: Prices, policy: Policy) -> list[Option]:
-    """Everything that is worth trying; the dense ones first."""
+    """All options worth trying; dense ones first."""
     cluster, profile = prices.cluster, prices.profile
     promises = {cost.codec: promise_of(cost) for cost in profile.codecs}
     sent = {cost.codec: cost.nbytes.slope_s for cost in profile.codecs}
-    made = [Option(path) for path in _dense(prices)]
-    if not made:
+    result = [Option(path) for path in _dense(prices)]
+    if not result:
         raise InvalidInput("E-PLAN-CODEC-COST",
                            f"profile {profile.source!r} has no cost of {DENSE}: over servers alone, nothing could go as it is")
     alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
@@ -50,13 +50,13 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
             kept = dict.fromkeys(path for judge in judges for path in unbeaten(prices, paths, judge, *SIZES))
             if all(node.device != "cpu" for node in cluster.nodes if node.ranks):
                 kept |= dict.fromkeys(path for judge in judges for path in mixed(prices, tuple(kept), judge, devices))
-            made += [Option(_name(path, cluster), name) for path in kept for name in coded]
-            made += _uneven(cluster, coded, promise, [path for path in kept if grammar.served(path)])
-    return made
+            result += [Option(_name(path, cluster), name) for path in kept for name in coded]
+            result += _uneven(cluster, coded, promise, [path for path in kept if grammar.served(path)])
+    return result
 
 
 def _priced_on(prices: Prices, codec: str) -> tuple[str, ...]:
-    """Where every node could code with it, as far as the profile knows. Servers code on CPUs."""
+    """Devices on which every node could use the codec, according to the profile. Servers encode on CPUs."""
     priced = {cost.device for cost in prices.profile.codecs if cost.codec == codec}
     gpus = {node.device for node in prices.cluster.nodes if node.ranks and node.device != "cpu"}
     on_gpus = ("gpu",) if "gpu" in priced or gpus <= priced else ()
@@ -64,7 +64,7 @@ def _priced_on(prices: Prices, codec: str) -> tuple[str, ...]:
 
 
 def _dense(prices: Prices) -> Iterator[str]:
-    """Floats: over collectives, and to a server as the codec that sends them as they are."""
+    """Dense paths: collectives, and servers with the identity codec if it is priced."""
     cluster = prices.cluster
     plain = grammar.options(cluster, max_encodes=0, kinds=_kinds(cluster))
     yield from (_name(path, cluster) for path in unbeaten(prices, plain, DENSE, *SIZES))
@@ -74,12 +74,13 @@ def _dense(prices: Prices) -> Iterator[str]:
 
 
 def _kinds(cluster: Cluster) -> tuple[grammar.Kind, ...]:
-    """Without the many two-level paths where no node has two ranks."""
+    """Kinds of paths. Two-level paths, of which there are many, only if a node has several ranks."""
     return ("flat", "two-level", "service") if max(n.ranks for n in cluster.nodes) > 1 else ("flat", "service")
 
 
 def _uneven(cluster: Cluster, coded: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
-    """What only a server can do: send less from slow nodes, or one codec up and another of its family down."""
+    """Options that only a server allows: less data from slow nodes, or different codecs of one family for upload and
+    download."""
     if not promise.alone:
         return
     workers = [node for node in cluster.nodes if node.ranks]
@@ -98,13 +99,13 @@ def _uneven(cluster: Cluster, coded: Sequence[str], promise: Promise, served: Se
 
 
 def _name(path: Path, cluster: Cluster) -> str:
-    """The short name, where there is one."""
+    """The short name of a path if it has one, else its spelling."""
     widest = max(node.ranks for node in cluster.nodes)
     return next((alias for alias in ALIASES if parse(alias, widest) == path), spell(path))
 
 
 def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
-    """Of the profile, those that the policy names; as the profile spells them."""
+    """The profile's codecs that the policy allows, as the profile spells them."""
     known = {bare(cost.codec): cost.codec for cost in profile.codecs}
     # Collectives need no price for floats.
     unknown = sorted(codec for codec in policy.codecs if bare(codec) not in {*known, bare(DENSE)})
@@ -112,5 +113,5 @@ def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
         raise InvalidInput("E-PLAN-CODEC-COST",
                            f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
                            f"it has: {', '.join(sorted(known.values()))}")
-    asked = {bare(codec) for codec in policy.codecs} or {*known}
-    return sorted(text for name, text in known.items() if name in asked)
+    allowed = {bare(codec) for codec in policy.codecs} or {*known}
+    return sorted(text for name, text in known.items() if name in allowed)

@@ -1,7 +1,7 @@
-"""Finds a good choice of one option per bucket: uniform starts, a beam over sizes, then single changes. Knows no paths.
+"""Searches for a good choice of one option per bucket: uniform starts, a beam over sizes, then single changes.
 
-A choice's price is its step times how many times as many steps it needs as dense training: 1 + its excess. A choice is better
-when its price is lower; among equal prices, when it needs fewer steps or loses less; then when it keeps the lanes less busy.
+A choice's price is its step time multiplied by its convergence factor, 1 + excess. Lower prices are better. Among equal
+prices, fewer steps or less loss is better, then less load on the lanes.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from commlayer.planner.simulation.schedule import Timed
 EQUAL = 1e-9
 """Prices that differ by less than this fraction are equal."""
 EXHAUSTIVE = 2000
-"""So many choices or fewer are all tried."""
+"""Up to this many choices, all are tried."""
 PAIRS = 12000
-"""Two buckets are changed at once where that gives no more trials than this."""
+"""Pairs of buckets are changed together if that gives at most this many trials."""
 FEW, FEWEST = 12, 6
-"""With so many buckets or fewer, the search goes on to the last bit; and from all states of the beam, else from the best."""
+"""Up to FEW buckets, the search continues to the last bit. Up to FEWEST, it improves all states of the beam instead of
+only the best."""
 WORTH = 1e-3
-"""With many buckets, the search goes on as long as a round of changes lowers the price by this fraction."""
+"""With many buckets, the search continues while a round of changes lowers the price by this fraction."""
 TAKERS, GIVERS, GIVEN = 4, 12, 6
-"""When the loss budget is used up: options of more loss that are tried, buckets that may pay for one, and payments."""
+"""With the loss budget used up: lossy options that are tried, buckets that may pay for one, and payments."""
 RELAXED = 3
-"""Options, the finest first, which a bucket is offered that may do without its own."""
+"""Number of options, the finest first, that are tried to replace a bucket's option."""
 
 
 class Space(NamedTuple):
-    """What there is to choose from. Lists are by bucket, then by option."""
+    """The search space. Lists are by bucket, then by option."""
 
     schedule: Timed
     loss: Sequence[Sequence[float]]
-    """Of the whole model's budget."""
+    """Part of the whole model's loss budget."""
     burden: Sequence[Sequence[float]]
-    """Breaks ties: seconds on lanes, and coding counts as more than anything that does not code."""
+    """Breaks ties: seconds on lanes, plus a penalty for coding that exceeds any seconds."""
     critical: Callable[[Sequence[int]], set[int]]
     """Buckets whose change could shorten the step of a choice."""
     classes: Sequence[Sequence[int]]
-    """Buckets that have the same options, the largest first; inside a class by readiness."""
+    """Buckets with the same options, largest first; by readiness within a class."""
     max_loss: float = math.inf
     slack: float = 0.0
-    """Fraction of the price that is given up where something can do without coding or loss for it."""
+    """Fraction of the price that may be given up to avoid coding or loss."""
     least_s: float = 0.0
-    """No choice's step is shorter, as far as is known."""
+    """Known lower bound for the step time of any choice."""
     excess: Sequence[Sequence[float]] | None = None
-    """What part of its steps dense training would need once more, were the rest dense; None: steps all count alike."""
+    """By option, the part of dense training's steps that it adds, if the rest were dense. None: all steps count equally."""
 
     @property
     def least_excess(self) -> float:
@@ -67,7 +68,7 @@ class ChoiceFound(NamedTuple):
 
     @property
     def price(self) -> float:
-        """Seconds for each step that dense training needs."""
+        """Seconds per step of dense training."""
         return self.step_s * (1 + self.excess)
 
 
@@ -85,21 +86,20 @@ def search(
     space: Space, starts: Sequence[Sequence[int]] = (), *, states: Sequence[ChoiceFound] = (), width: int = 3,
     thorough: bool = True,
 ) -> ChoiceFound:
-    """The best choice found within the loss budget, from the best of `starts`; without any, from those that choose alike.
+    """The best choice found within the loss budget, from the best of `starts`; without starts, from uniform choices.
 
-    `states` are starts with their prices. `thorough` tries all choices where they are few, and pairs of changes where those
-    are few.
+    `states` are starts with known prices. `thorough` tries all choices, and pairs of changes, where those are few.
     """
     return _Search(space, thorough).run(list(states) or priced(space, starts), width)
 
 
 def priced(space: Space, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
-    """Those within the budget, without repetitions, and the one that loses least."""
+    """The starts within the budget and the choice with the least loss, without duplicates."""
     return _Search(space, False).priced(starts)
 
 
 def repriced(space: Space, found: ChoiceFound) -> ChoiceFound:
-    """The same choice by the prices of another space."""
+    """The same choice with the prices of another space."""
     return _Search(space, False).price(found.choice)
 
 
@@ -112,9 +112,9 @@ def _order(found: ChoiceFound) -> tuple[object, ...]:
 
 
 def finest(space: Space, found: ChoiceFound) -> ChoiceFound:
-    """The same with everything as fine as it can be at a price that is higher by the space's slack at most.
+    """The choice with every bucket as fine as possible, at a price that rises by at most the space's slack.
 
-    The slack pays for fewer steps and for less loss, not for more bytes: of options that are as fine, the shortest step counts.
+    Slack pays for fewer steps and less loss, not for more bytes: among equally fine options the shortest step wins.
     """
     return _Search(space, False).finer(found)
 
@@ -129,16 +129,16 @@ class _Search:
 
     def run(self, starts: Sequence[ChoiceFound], width: int) -> ChoiceFound:
         if self.thorough and math.prod(self.counts) <= EXHAUSTIVE:
-            found = self.price(self.least())
+            leader = self.price(self.least())
             for choice in product(*map(range, self.counts)):
-                found = self.keep(found, choice)
-            return found
+                leader = self.keep(leader, choice)
+            return leader
         states = self.beam(self.best(starts, width), width)
-        found = states[0]
+        leader = states[0]
         for state in states if len(self.counts) <= FEWEST else states[:1]:
             improved = self.improve(state)
-            found = improved if better(improved, found) else found
-        return found
+            leader = improved if better(improved, leader) else leader
+        return leader
 
     # ---- prices
 
@@ -155,7 +155,7 @@ class _Search:
         return sum(map(getitem, self.extra, choice)) if self.extra else 0.0
 
     def factors(self, choice: Sequence[int], buckets: Sequence[int]) -> list[float] | None:
-        """By option, of the choice with that option for all these buckets: what its step is multiplied by."""
+        """By option: the convergence factor of the choice with that option for all these buckets."""
         if not self.extra:
             return None
         rest = self.excess(choice) - sum([self.extra[b][choice[b]] for b in buckets])
@@ -165,13 +165,13 @@ class _Search:
         return self.loss(choice) <= self.within
 
     def affordable(self, choice: Sequence[int], buckets: Sequence[int]) -> list[int]:
-        """The options with which for all these buckets the choice is within the budget."""
+        """Options that keep the choice within the budget when set for all these buckets."""
         rest = self.loss(choice) - sum([self.space.loss[b][choice[b]] for b in buckets])
         each = zip(*[self.space.loss[b] for b in buckets], strict=True)
         return [option for option, losses in enumerate(each) if rest + sum(losses) <= self.within]
 
     def keep(self, found: ChoiceFound, choice: tuple[int, ...]) -> ChoiceFound:
-        """The better of the two, where the other is within the budget."""
+        """The better of the two choices, if the new one is within the budget."""
         if not self.allowed(choice):
             return found
         other = self.price(choice)
@@ -180,7 +180,7 @@ class _Search:
     # ---- starts and the beam
 
     def least(self) -> tuple[int, ...]:
-        """Of each bucket the option that loses least."""
+        """For each bucket, the option with the least loss."""
         return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
 
     def priced(self, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:
@@ -203,7 +203,7 @@ class _Search:
         return kept
 
     def beam(self, states: list[ChoiceFound], width: int) -> list[ChoiceFound]:
-        """One class after the other, the largest buckets first, takes an option as a whole or in its earlier or later half."""
+        """Changes one class after the other, largest buckets first, as a whole or in its earlier or later half."""
         for members in self.space.classes:
             kept = states
             for state, part in product(states, list(_parts(members))):
@@ -213,7 +213,7 @@ class _Search:
         return states
 
     def swept(self, found: ChoiceFound, buckets: Sequence[int], limit: float, most: int) -> Iterator[ChoiceFound]:
-        """With each option in turn for all these buckets, within budget and limit: the `most` cheapest of them, or more."""
+        """The choice with each option set for all these buckets, within budget and limit: at least the `most` cheapest."""
         only = self.affordable(found.choice, buckets) if self.space.max_loss < math.inf else None
         factors = self.factors(found.choice, buckets)
         steps = self.space.schedule.sweep(list(found.choice), list(buckets), limit * (1 + 2 * EQUAL), found.step_s, most, only,
@@ -227,7 +227,7 @@ class _Search:
     # ---- local improvement
 
     def improve(self, found: ChoiceFound) -> ChoiceFound:
-        """Changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
+        """Tries changes of single buckets, of pairs where those are few, and exchanges under the budget, until none helps."""
         worth = WORTH if len(self.counts) > FEW else EQUAL
         moves = [self.singles, self.exchanges, *([self.pairs] if self.thorough else [])]
         improving = True
@@ -259,7 +259,7 @@ class _Search:
         return found
 
     def exchanges(self, found: ChoiceFound) -> ChoiceFound:
-        """Where the budget is what stops a bucket, another one may give up some of its loss."""
+        """If the budget keeps a bucket from an option, another bucket may give up some of its loss."""
         if found.loss + max((max(losses) for losses in self.space.loss), default=0.0) <= self.within:
             return found
         many = len(self.counts) > FEW
@@ -278,13 +278,13 @@ class _Search:
     def tried(
         self, choice: tuple[int, ...], b: int, limit: float, now_s: float, most: int, only: list[int],
     ) -> list[float]:
-        """Prices with each of these options for the bucket; infinity where above the limit."""
+        """Prices with each of these options for the bucket; infinity if above the limit."""
         factors = self.factors(choice, (b,))
         steps = self.space.schedule.sweep(list(choice), [b], limit, now_s, most, only, -math.inf, factors)
         return steps if factors is None else list(map(mul, steps, factors))
 
     def paid(self, found: ChoiceFound, taker: int, option: int) -> ChoiceFound | None:
-        """With that option for the taker; the loss is made good by one other, or by several in turn."""
+        """Sets the option for the taker. One other bucket, or several in sequence, give up loss to stay within the budget."""
         choice = _with(found.choice, (taker,), option)
         step_s = self.space.schedule.run(list(choice))
         price = step_s * (1 + self.excess(choice))
@@ -297,13 +297,13 @@ class _Search:
                 milder = [o for o, loss in enumerate(losses) if loss < now]
                 for o, other in enumerate(self.tried(choice, giver, found.price, step_s, 0, milder)):
                     if other < found.price:
-                        made = _with(choice, (giver,), o)
-                        offers.append(((other - price) / (now - losses[o]), losses[o], other, made))
-                        if self.allowed(made) and (best is None or other < best.price):
-                            best = self.found(other / (1 + self.excess(made)), made)
+                        changed = _with(choice, (giver,), o)
+                        offers.append(((other - price) / (now - losses[o]), losses[o], other, changed))
+                        if self.allowed(changed) and (best is None or other < best.price):
+                            best = self.found(other / (1 + self.excess(changed)), changed)
             if not offers:
                 break
-            # Whoever frees most loss for what it costs the step.
+            # The one that frees most loss relative to its cost.
             _, _, price, choice = min(offers)
             step_s = price / (1 + self.excess(choice))
             if self.allowed(choice):
@@ -311,7 +311,7 @@ class _Search:
         return best
 
     def relax(self, found: ChoiceFound) -> ChoiceFound:
-        """Takes back what does not lower the price: where a bucket is sent before a gap, the gap would only widen."""
+        """Reverts whatever does not lower the price: if a bucket is sent before a gap, faster sending only widens the gap."""
         limit, coarse = found.price * (1 + self.space.slack), self.coarse()
         for b in self.coarsest_first(coarse, found):
             now = coarse[b][found.choice[b]]
@@ -323,7 +323,7 @@ class _Search:
         return found
 
     def finer(self, found: ChoiceFound) -> ChoiceFound:
-        """As `relax`, for what needs more steps or loses more than it must, with all there is to choose from."""
+        """Like `relax`, over all options: replaces options that need more steps or lose more than necessary."""
         limit, coarse = found.price * (1 + self.space.slack), self.coarse()
         for b in self.coarsest_first(coarse, found):
             now = coarse[b][found.choice[b]]
@@ -336,7 +336,7 @@ class _Search:
         return found
 
     def coarse(self) -> list[list[tuple[float, float, float, int]]]:
-        """By bucket, of each option what it costs in steps, loss and burden."""
+        """By bucket and option: its cost in steps, loss and burden."""
         extra = self.extra or [[0.0] * n for n in self.counts]
         return [list(zip(*each, range(n), strict=True))
                 for *each, n in zip(extra, self.space.loss, self.space.burden, self.counts, strict=True)]
@@ -345,7 +345,7 @@ class _Search:
         return sorted(self.every, key=lambda b: ([-x for x in coarse[b][found.choice[b]][:3]], b))
 
     def within_limit(self, found: ChoiceFound, b: int, option: int, limit: float) -> ChoiceFound | None:
-        """With that option for the bucket, if that is allowed."""
+        """The choice with this option for the bucket; None if it exceeds the limit or the budget."""
         choice = _with(found.choice, (b,), option)
         factor = 1 + self.excess(choice)
         step_s = self.space.schedule.run(list(choice), limit * (1 + 2 * EQUAL) / factor)
@@ -353,7 +353,7 @@ class _Search:
 
 
 def _parts(members: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All of a class, then the halves that are ready first and last."""
+    """A whole class, then the halves that are ready first and last."""
     yield members
     if len(members) > 1:
         yield members[: len(members) // 2]

@@ -1,4 +1,4 @@
-"""A model cut into buckets, in the order in which they become ready. Knows no options, no prices and no cluster."""
+"""Cuts a model into buckets, in the order in which they become ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlayer.planner.simulation.timeline import urgent
 from commlayer.records import Job, Slice, Timing
 
 Kind = tuple[buckets.Sort, int]
-"""What it holds, and its octave of size: buckets of one kind have the same options to begin with."""
+"""A bucket's contents and its octave of size. Buckets of one kind begin with the same options."""
 
 
 class Piece(NamedTuple):
@@ -21,12 +21,12 @@ class Piece(NamedTuple):
 
     slices: tuple[Slice, ...]
     numel: int
-    """Elements that travel."""
+    """Elements that are sent."""
     urgency: float
 
 
 class Layout:
-    """Lists are by bucket."""
+    """One way to cut the model. Lists are by bucket."""
 
     def __init__(self, job: Job, timing: Timing, limits: buckets.Limits) -> None:
         self._job, self._limits = job, limits
@@ -42,20 +42,20 @@ class Layout:
 
     @cached_property
     def full(self) -> Layout:
-        """Where all of each bucket travels: this one, or another."""
+        """The layout for dense gradients; this one if no gradients are sparse."""
         return self if (job := full(self._job)) is self._job else Layout(job, self._timing, self._limits)
 
     def in_turns(self, count: int) -> Layout:
-        """So that no bucket is more than a turn's part of the model, of so many turns: this one, or a finer one."""
+        """A layout in which no bucket exceeds one fragment's part of the model; this one if it already complies."""
         if count not in self._turns:
             most = self._job.numel * ELEMENT_NBYTES // count
             limits = buckets.Limits(*(min(limit, most) for limit in self._limits))
-            made = self if limits == self._limits else Layout(self._job, self._timing, limits)
-            self._turns[count] = self if made.sizes == self.sizes else made
+            finer = self if limits == self._limits else Layout(self._job, self._timing, limits)
+            self._turns[count] = self if finer.sizes == self.sizes else finer
         return self._turns[count]
 
     def cut(self, b: int, ends: tuple[int, ...]) -> list[Piece]:
-        """Bucket b in parts that end there, and one behind them."""
+        """The parts of bucket b that end at `ends`, and the rest."""
         if not ends:
             return [self.pieces[b]]
         if (b, ends) not in self._cut:

@@ -1,4 +1,4 @@
-"""One way to cut the model and place the servers, the options of its buckets, and the best choice. Knows no other entry."""
+"""One layout with one set of servers: its buckets' options, and the search for the best choice."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Overlap = Literal["", "round", "forward"]
 CODES = 1e6
 """Burden of coding a bucket: more than any seconds on lanes."""
 SLACK = 1e-3
-"""A plan may be so much slower (as a fraction) than the best one found if it loses or codes less."""
+"""Fraction by which a plan may be slower than the best one found, if it loses or codes less."""
 FINEST = 0.03
-"""The same of seconds to a loss, which are not known as well: what is hidden is free, so nothing is coded harder than a link
-asks for."""
+"""The same for seconds to a loss, which are less certain. Hidden transfers are free, so nothing is compressed more than a
+link requires."""
 
 REFINED, WIDENED = 3, 24
-"""Rounds of refining, and buckets in each."""
+"""Rounds of refinement, and buckets in each."""
 
 
 class SearchInputs(NamedTuple):
-    """What a plan is made from, checked."""
+    """The validated inputs of a plan."""
 
     job: Job
     timing: Timing
@@ -51,27 +51,28 @@ class SearchInputs(NamedTuple):
 
 
 FINER = (2 * SHARED, 4 * SHARED)
-"""What else is tried, before a part of every bucket for every server."""
+"""Finer cuts that are tried before a part of every bucket for every server."""
 PARTS_WORTH = 0.12
-"""Twice as many parts must shorten a step by this fraction: each wakes a dozen threads here and at its server, and on busy
-processors that is more than its prices. Four hosts on two cores took 3 to 12 % longer with 37 parts than with 25, where 3 %
-less was predicted."""
+"""Each doubling of the number of parts must shorten a step by this fraction. A part wakes a dozen threads here and at its
+server, which costs more than its price on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts
+than with 25, where 3 % less was predicted."""
 NEARLY = 0.01
-"""A plan that is longer than what was searched by no more than this fraction is cut finely enough."""
+"""If a plan is longer than the searched choice by at most this fraction, its buckets need no finer cut."""
 MOST_PARTS = 1024
-"""More are not simulated with every server for itself: that costs seconds, and parts that small have costs of their own."""
+"""Above this number, not every bucket is cut for every server: simulating them takes seconds, and small parts have fixed
+costs."""
 
 
 class Written(NamedTuple):
-    """What a choice becomes."""
+    """The placed parts of a choice."""
 
     seconds: float
-    """Of one step."""
+    """Seconds of one step."""
     parts: list[CandidatePart]
 
 
 class LayoutCandidate:
-    """`useful[b]` are the options, by their numbers in `ways`, that bucket b's choice counts through."""
+    """`useful[b]` lists the options of bucket b by their numbers in `ways`; choices are indexes into it."""
 
     def __init__(
         self, inputs: SearchInputs, ways: Ways, layout: Layout, recipe: Recipe | None = None,
@@ -85,7 +86,7 @@ class LayoutCandidate:
         self._written: dict[tuple[int, ...], Written] = {}
 
     def otherwise(self, recipe: Recipe) -> LayoutCandidate:
-        """The same with steps taken so."""
+        """The same candidate with another recipe."""
         return LayoutCandidate(self.inputs, self.ways, self.layout, recipe, self.useful, self._prices)
 
     @cached_property
@@ -94,22 +95,22 @@ class LayoutCandidate:
 
     @property
     def fitted(self) -> bool:
-        """Whether its servers sum unequal parts, as their links ask for."""
+        """Whether its servers sum unequal parts, in proportion to their links."""
         return len(set(self.ways.prices.spread)) > 1
 
     @property
     def kept_budget(self) -> bool:
-        """Whether any choice keeps the budget of loss."""
+        """Whether any choice keeps the loss budget."""
         return sum(map(min, self._by_choice(self.ways.under(self.recipe)[1], self.useful))) <= self.inputs.policy.max_loss
 
     @cached_property
     def uniform(self) -> list[ChoiceFound]:
-        """Those that take one option for every bucket to which it is open, and the one that loses least."""
+        """Choices that use one option for every bucket that has it, and the choice with the least loss."""
         return priced(self.space, self._starts(self.useful))
 
     @cached_property
     def quick(self) -> ChoiceFound:
-        """The best of them."""
+        """The best of the uniform choices."""
         return best(self.uniform)
 
     @cached_property
@@ -118,15 +119,15 @@ class LayoutCandidate:
 
     @cached_property
     def dense(self) -> ChoiceFound:
-        """The best that codes nothing and takes one option for every bucket."""
+        """The best uniform choice without compression."""
         return best([found for found in self.uniform if not self.uses(found, lambda o: o.codec != DENSE)] or self.uniform[:1])
 
     def uses(self, found: ChoiceFound, such: Callable[[Option], bool]) -> bool:
-        """Whether a bucket's option is such a one."""
+        """Whether any bucket's option satisfies the predicate."""
         return any(such(self.options[option]) for option in {*self.sent(found)})
 
     def refined(self, found: ChoiceFound) -> tuple[LayoutCandidate, ChoiceFound]:
-        """With all unbeaten options for the largest buckets that hold the step up, as long as that shortens it."""
+        """Adds all unbeaten options for the largest critical buckets, as long as that shortens the step."""
         entry = self
         for _ in range(REFINED):
             if found.price * (1 - WORTH) <= entry.least_price:
@@ -145,8 +146,8 @@ class LayoutCandidate:
         return entry, found
 
     def finest(self, found: ChoiceFound) -> ChoiceFound:
-        """With everything as fine as it can be at nearly that price, also as written; and by links that carry no more than what
-        is to hide can count on, for that is what finer options lean on."""
+        """The choice made as fine as possible at nearly the same price, also after placement. It is judged with reduced
+        links, since finer options rely on hidden transfers."""
         if not self.ways.steps_count:
             return found
         leaning = (self if self.recipe.overlap == "round" else self.hidden).space
@@ -155,48 +156,48 @@ class LayoutCandidate:
 
     @cached_property
     def hidden(self) -> LayoutCandidate:
-        """The same with links that carry what transfers can count on that are to hide."""
+        """The candidate with links reduced to what hidden transfers can rely on."""
         hidden = self._prices.hidden
         return LayoutCandidate(self.inputs, hidden.ways, self.layout, self.recipe, self.useful, hidden)
 
     def sent(self, found: ChoiceFound) -> tuple[int, ...]:
-        """By bucket the option, by its number in `ways`."""
+        """By bucket, the number of its option in `ways`."""
         return tuple([mine[place] for mine, place in zip(self.useful, found.choice, strict=True)])
 
     def free_s(self) -> float:
-        """The step if coding took no time: the best of a narrow search, so no bound on other plans."""
+        """Step time if coding took no time, by a narrow search; not a lower bound for other plans."""
         prices = self.ways.prices
         ways = self.ways.at(Prices(prices.cluster, free(prices.profile), prices.hosts, spread=prices.spread))
         useful = self._useful(ways)
         return search(self._space(ways, useful, OptionPrices(ways, self.layout, useful)), self._starts(useful), width=1).step_s
 
     def exact_s(self, found: ChoiceFound) -> float:
-        """Seconds of one step of what emit() would write; the search knows buckets that are spread over all servers."""
+        """Seconds of one step of the plan that emit() would write. The search itself assumes buckets spread over all
+        servers."""
         return self._as_written(found).seconds
 
     def exact(self, found: ChoiceFound) -> float:
-        """Seconds of what emit() would write for each step that dense training needs."""
+        """Seconds per step of dense training, of the plan that emit() would write."""
         return self.exact_s(found) * (1 + found.excess)
 
     def parts(self, found: ChoiceFound) -> list[CandidatePart]:
-        """What emit() writes down."""
+        """The parts that emit() writes."""
         return self._as_written(found).parts
 
     def _as_written(self, found: ChoiceFound) -> Written:
-        """Cut no further than servers need to share evenly, since each part has costs of its own; or, where that is shorter,
-        into a part for each server, whose transfers and adding go on at once.
-        """
+        """Cuts buckets only as far as servers need to share evenly, since each part has fixed costs. If that is faster,
+        cuts into a part for each server, whose transfers and sums run in parallel."""
         if found.choice not in self._written:
             best = self._cut(found, SHARED)
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):
                 tried = {len(best.parts)}
                 for finely in (*FINER, self._finest):
                     parts = self._prices.parts(self.sent(found), finely, self.recipe.fragments)
-                    if len(parts) in tried:  # then they are the same
+                    if len(parts) in tried:  # the same parts as before
                         continue
                     tried.add(len(parts))
                     enough_s = best.seconds * (1 - PARTS_WORTH * math.log2(len(parts) / len(best.parts)))
-                    # Parts cost their coders something each, which mostly tells already that fewer are better.
+                    # Coding costs per part usually show already that fewer parts are better.
                     if len(parts) > len(best.parts) and self._coded_s(parts) / self.local_steps < enough_s:
                         finer = self._cut(found, finely)
                         best = finer if finer.seconds < enough_s else best
@@ -205,12 +206,12 @@ class LayoutCandidate:
 
     @property
     def _finest(self) -> int:
-        """A part of every bucket for every server, where those are not too many."""
+        """Cut every bucket for every server, unless that gives too many parts."""
         few = len(self.layout.sizes) * len(self.hosts) <= MOST_PARTS
         return max(self.layout.sizes) if few else max(SHARED, MOST_PARTS // len(self.hosts))
 
     def _coded_s(self, parts: Sequence[CandidatePart]) -> float:
-        """A step takes at least its forward pass, and what the coder with most to do codes then, wherever it is summed."""
+        """Lower bound of a step: its forward pass, and all coding on the busiest coder."""
         busy: dict[str, float] = {}
         of: dict[int, list[int]] = {}
         for part in parts:
@@ -230,7 +231,7 @@ class LayoutCandidate:
         return Written(written.schedule.run([0] * len(parts)) / self.local_steps, parts)
 
     def emit(self, found: ChoiceFound) -> Plan:
-        """The plan of the choice."""
+        """The plan of a choice."""
         job, parts = self.inputs.job, self.parts(found)
         buckets = []
         for i, part in enumerate(parts):
@@ -239,25 +240,25 @@ class LayoutCandidate:
             buckets.append(Bucket(i, part.piece.slices, option.path, codec, part.server, part.owner, shape, option.down,
                                   option.by_node))
         served = any(self.options[part.option].served for part in parts)
-        made = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self._prices.per_node, self.local_steps,
+        plan = Plan(job.digest(), tuple(buckets), len(self.hosts) if served else 0, self._prices.per_node, self.local_steps,
                     "updates" if locally(self.recipe) else "gradients", cast(Overlap, self.recipe.overlap),
                     self.recipe.fragments, hosts=self.hosts if served else ())
-        return unrounded(made, job)
+        return unrounded(plan, job)
 
     def _useful(self, ways: Ways) -> list[list[int]]:
-        """By kinds of buckets. Dense ones always stay, where a bucket's sort does not ask for others."""
+        """Options by kind of bucket. Dense ones always stay, unless the bucket's sort requires others."""
         dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
         of: dict[Kind, list[int]] = {}
         for kind in set(self.layout.kinds):
             sort, octave = kind
-            found = [] if sort else ways.useful(1 << (octave - 1), 1 << octave)
+            useful_ways = [] if sort else ways.useful(1 << (octave - 1), 1 << octave)
             only = {Sort.DOUBLES: [o for o in dense if self.options[o].path == EXACT],
                     Sort.THIN: [o for o, option in enumerate(self.options) if keeps_zeros(option)]}.get(sort, [])
-            of[kind] = only or sorted({*dense, *found})
+            of[kind] = only or sorted({*dense, *useful_ways})
         return [of[kind] for kind in self.layout.kinds]
 
     def _classes(self, useful: list[list[int]]) -> list[Sequence[int]]:
-        """Buckets of one kind with the same options, the largest first."""
+        """Buckets of one kind with the same options, largest first."""
         members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
         for b, (kind, mine) in enumerate(zip(self.layout.kinds, useful, strict=True)):
             members.setdefault((kind, tuple(mine)), []).append(b)
@@ -273,28 +274,29 @@ class LayoutCandidate:
         codes = [CODES * (option.codec != DENSE) for option in self.options]
         burden = [[seconds + codes[o] for o, seconds in zip(mine, each, strict=True)]
                   for mine, each in zip(useful, held_s, strict=True)]
-        made = self._round(ways, loads, self.layout.pieces)
-        return Space(made.schedule, loss, burden, made.critical, self._classes(useful), self.inputs.policy.max_loss, SLACK,
+        turns = self._round(ways, loads, self.layout.pieces)
+        return Space(turns.schedule, loss, burden, turns.critical, self._classes(useful), self.inputs.policy.max_loss, SLACK,
                      excess=excess if ways.steps_count else None)
 
     def _by_choice(self, of: Sequence[float], useful: list[list[int]]) -> list[list[float]]:
-        """By bucket and place in its choice, of what options cost the whole model."""
+        """By bucket and index in its choice: the bucket's part of an option's value for the whole model."""
         return [[of[o] * part for o in mine] for mine, part in zip(useful, self._counts, strict=True)]
 
     @cached_property
     def least_price(self) -> float:
-        """No choice's price is lower, as far as is known."""
+        """Known lower bound for the price of any choice."""
         extra, _ = self.ways.under(self.recipe)
         return self.least_s * (1 + sum([min([extra[o] for o in mine]) * part
                                         for mine, part in zip(self.useful, self._counts, strict=True)]))
 
     @cached_property
     def least_s(self) -> float:
-        """No bucket is through sooner than alone from when the first node has it, and no step, or turn, before computing."""
+        """Lower bound: no bucket is done earlier than alone from the time the first node has it, and no step or turn
+        before its computing."""
         return sum(self._least_s(places) for places in fragments_of(self.layout.pieces, self.recipe.fragments))
 
     def _least_s(self, places: Sequence[int]) -> float:
-        """Of what goes in one turn."""
+        """The lower bound for one turn."""
         pieces, nodes, timing = [self.layout.pieces[b] for b in places], self.ways.prices.groups, self.inputs.timing
         paces = pace(self.inputs.job, timing, [piece.slices for piece in pieces], nodes, self.recipe)
         behind = behind_s(timing, [piece.urgency for piece in pieces], nodes, self.recipe) or [0.0] * len(pieces)
@@ -304,7 +306,7 @@ class LayoutCandidate:
 
     @cached_property
     def _counts(self) -> list[float]:
-        """What each bucket's codec counts for."""
+        """Weight of each bucket's codec."""
         return weights(self.inputs.job, [piece.slices for piece in self.layout.pieces], self.inputs.profile.energy)
 
     def _round(self, ways: Ways, loads: Sequence[Load], pieces: Sequence[Piece]) -> Round:

@@ -1,8 +1,8 @@
-"""Paths that code on several devices: found from those that code on one, op by op. Knows prices, not what else is under way.
+"""Finds paths that code on several devices, starting from paths that code on one.
 
-Each coding of a path may be on another device than the rest, which makes thirteen times as many paths; on lanes alone few of
-them beat each other. So a few searches begin at what is best on one device, in each respect and at a few sizes, and move one or
-two codings at a time as long as that helps.
+Each coding step of a path may use its own device, which makes thirteen times as many paths; few of them are better on the
+lanes. So a few searches start from the best one-device paths, by several criteria and sizes. They move one or two coding
+steps at a time as long as that helps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from commlayer.planner.search.prune import alone_s, lane_s
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 STARTS = 3
 WORTH = 0.05
-"""What does not win that much in some respect is left out: more to choose from also leads a search astray."""
+"""Paths that win less than this by every criterion are dropped: more options can also mislead a search."""
 OTHER = {"gpu": "cpu", "cpu": "gpu"}
 
 
 def mixed(prices: Prices, paths: Sequence[Path], codec: str, devices: Sequence[str]) -> tuple[Path, ...]:
-    """Of paths like these, with codings on several of the devices, those that are best somewhere; without servers, which take
-    what is coded in one place."""
+    """Paths like these with coding on several devices, each the best by some criterion. Servers are excluded, since their
+    payloads are coded on one device."""
     collective = [path for path in paths if not grammar.served(path)]
-    found: dict[Path, None] = {}
+    winners: dict[Path, None] = {}
     for size in SIZES if len(devices) > 1 and collective else ():
         known: dict[Path, list[float]] = {}
 
@@ -43,12 +43,12 @@ def mixed(prices: Prices, paths: Sequence[Path], codec: str, devices: Sequence[s
                         < respects(best)[respect]:
                     best = better
                 if respects(best)[respect] < least:
-                    found[best] = None
-    return tuple(path for path in found if not grammar.one_device(path))
+                    winners[best] = None
+    return tuple(path for path in winners if not grammar.one_device(path))
 
 
 def _moved(path: Path) -> Iterator[Path]:
-    """One or two codings on the other device."""
+    """The path with one or two coding steps on the other device."""
     codings = [place for place, op in enumerate(path) if op.name in CODING]
     for count in (1, 2):
         for moved in combinations(codings, count):
@@ -56,7 +56,7 @@ def _moved(path: Path) -> Iterator[Path]:
 
 
 def _respects(prices: Prices, path: Path, codec: str, size: int) -> list[float]:
-    """Done soonest alone; the busiest lane; both; coding spread over devices; soonest with the GPUs left alone."""
+    """Criteria: time alone; the busiest lane; both; coding spread over devices; time alone plus load on GPUs."""
     steps = prices.steps(path, codec)
     lanes, alone = lane_s(steps, size), alone_s(steps, size)
     busiest = max(lanes.values(), default=0.0)

@@ -1,12 +1,12 @@
-"""Which server sums how much, and which bucket goes where. Knows links, not codecs or time within a step.
+"""Decides how much each server sums, and which bucket goes to which server.
 
-A server on a node that trains costs it (n-1) of the owned bytes each way instead of 1: what the n-1 others push; its own part
-never leaves it. A server elsewhere takes n. With all links of B bytes a second, n training nodes, k others and a model of M
-bytes, the step is shortest where all are busy equally long (Jiang et al., OSDI 2020):
+A server on a node that trains costs its link (n-1) times the owned bytes in each direction instead of 1: the n-1 others push
+them; its own part never leaves the node. A server elsewhere costs n times. With n training nodes, k others, a model of M
+bytes and all links at B bytes per second, the step is shortest if all links are busy equally long (Jiang et al., OSDI 2020):
 
-    D = n^2 + kn - 2k     others own 2(n-1)M/D each, training nodes (n-k)M/D     t = 2n(n-1)M/(DB)     for k <= n
+  D = n^2 + kn - 2k     others own 2(n-1)M/D each, training nodes (n-k)M/D     t = 2n(n-1)M/(DB)     for k <= n
 
-`shares` finds the same by bisection on t, for links that differ.
+`shares` finds the same split by bisection on t, for unequal links.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Split(NamedTuple):
     """How a model is divided among the nodes that host servers."""
 
     shares: tuple[float, ...]
-    """Of the bytes, per node of the cluster; they add up to 1."""
+    """Part of the bytes per node of the cluster; their sum is 1."""
     seconds: float
-    """For one pass of all bytes, each way at once."""
+    """For one pass of all bytes, in both directions at once."""
 
 
 def _bps(node: Node) -> float:
@@ -33,7 +33,7 @@ def _bps(node: Node) -> float:
 
 
 def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
-    """The split that ends soonest, for `nbytes` that every training node sends and receives. Nodes that host none own 0."""
+    """The split that ends soonest, if every training node sends and receives `nbytes`. Nodes without a server own 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
     if not hosts:
@@ -45,7 +45,7 @@ def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
             raise InvalidInput("E-PLAN-INPUT",
                                f"node {node.name}: a link of {_bps(node):g} bps carries nothing, allowed: above 0")
     bits = 8 * nbytes
-    # Training nodes that host no server send and receive all of it, whatever the split.
+    # Training nodes without a server send and receive all bytes, whatever the split.
     low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _lighter(node, n)), default=0.0)
     high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
     for _ in range(200):
@@ -63,12 +63,12 @@ def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
 
 
 def _lighter(node: Node, n: int) -> bool:
-    """Whether owning a part shortens the node's own work: among n = 1 it then sends nothing."""
+    """Whether owning a part reduces the node's own traffic: with n = 1 it then sends nothing."""
     return node.server and n < 2
 
 
 def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
-    """Of a node's link, each way."""
+    """Seconds that a node's link is busy, in each direction."""
     if node.ranks:
         return bits / _bps(node) * ((1 - share) + (n - 1) * share)
     return bits / _bps(node) * n * share
@@ -82,17 +82,17 @@ def _room(node: Node, n: int, seconds: float, bits: float) -> float:
     if not node.ranks:
         return passes / n
     if n <= 2:
-        # Its link is busy 1 - share + (n-1) share: less, or the same, the more it owns.
+        # Its link is busy for 1 - share + (n-1) share, which does not grow with the share.
         return 1.0 if passes >= n - 1 else 0.0
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
 
 
 def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
-    """A server for each bucket, in order: the one whose load against its weight stays least. Weight 0 gets none. `loads`: what
-    each has from before, to which these are added.
+    """A server for each bucket, in order: the one with the least load relative to its weight. Weight 0 gets none. `loads`:
+    earlier loads, to which the sizes are added.
 
-    Ties go to the lower number. Of n servers none is above its part by more than that part of n - 1 times its last bucket, and
-    that holds at any time: what is ready first keeps all of them busy.
+    Ties go to the lower number. With n servers, none exceeds its part by more than that part of n - 1 times its last bucket.
+    This holds at any time, so early buckets keep all servers busy.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
         raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")

@@ -1,4 +1,4 @@
-"""The verb `plan`: buckets, and for each a path, codec and place, by search over simulated steps. Knows no runtime."""
+"""The verb `plan`: chooses buckets, and for each a path, codec and server, by search over simulated steps."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from commlayer.planner.search.ways import Ways
 from commlayer.records import Job, Plan
 
 FINALISTS = 2
-"""Sets of limits and hosts that are searched in full, after all have been tried with one option for every bucket."""
+"""Number of layouts with hosts that are searched in full, after all were tried with uniform choices."""
 PAYS = 0.02
-"""Compression must win this fraction, else the plan does without it: it is not free of risk."""
+"""Compression must win this fraction, else the plan is dense: compression has risks."""
 
 CHANCE = 0.02
-"""By so much (as a fraction) what is written may be shorter than others by chance."""
+"""Fraction by which a placed plan may be shorter than others by chance."""
 NEAR = 0.01
-"""What is written is no more than this fraction faster than what was searched, where buckets are spread over all servers."""
+"""A placed plan is faster than the searched choice, with buckets spread over all servers, by at most this fraction."""
 WRITTEN = 2000
-"""Squares of servers, as which simulating what would be written costs: where it is dear, the first few alone are looked at."""
+"""Limit for the sum of squared server counts in placed simulations. Where simulations are expensive, only the first few
+are run."""
 ALIKE = 0.1
-"""Layouts whose numbers of buckets differ by no more than this fraction are not tried both."""
+"""Layouts whose numbers of buckets differ by at most this fraction are not both tried."""
 EVEN = 0.1
-"""Links that differ by no more than this fraction are equal, where it is asked who should host."""
+"""Links that differ by at most this fraction count as equal when hosts are chosen."""
 LEAST_PART = 0.05
-"""Whoever would sum less than this of what the busiest server sums is not worth one."""
+"""A node that would sum less than this part of the busiest server's share gets no server."""
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Planning makes a few hundred thousand objects that all stay until its end: looking for cycles among them again and again
-    finds none, and takes a quarter of its time."""
+    """Disables garbage collection. Planning allocates a few hundred thousand objects that live until its end; scanning
+    them for cycles finds none and takes a quarter of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -58,7 +59,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class PlainFound:
-    """Buckets, paths and codecs of steps on averaged gradients: what all other ways are searched from, whatever is allowed."""
+    """A plan on averaged gradients: the start for searching all other sync modes."""
 
     def __init__(self, entry: LayoutCandidate, found: ChoiceFound, cluster: Cluster) -> None:
         self.policy, self._cluster = entry.inputs.policy, cluster
@@ -66,66 +67,66 @@ class PlainFound:
 
     @_uncollected()
     def best(self, *, exact: bool) -> Found:
-        """Of all ways; `exact` in place of the policy's own."""
+        """The best of all sync modes; `exact` overrides the policy's setting."""
         return self._others.best(exact=exact)
 
     @_uncollected()
     def explained(self, found: Found) -> Plan:
-        """With its predictions and reasons, which takes a good part of what finding it takes."""
+        """The plan with predictions and reasons, which take a good part of the search time."""
         return explained(found.plan, found.entry, found.choice, self._cluster)
 
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
-    """The plan that is first at a loss within the policy, by simulated steps and by how many of them it needs; or, where the
-    policy's objective is the step, the one whose step is shortest. Equal arguments give equal plans."""
-    found = plain(job, cluster, profile, policy)
-    return found.explained(found.best(exact=found.policy.exact))
+    """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
+    the shortest step. Equal arguments give equal plans."""
+    plain_found = plain(job, cluster, profile, policy)
+    return plain_found.explained(plain_found.best(exact=plain_found.policy.exact))
 
 
 @_uncollected()
 def plain(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> PlainFound:
-    """For who wants plans of several ways: what they have in common, which takes most of a search."""
+    """The shared part of a search for plans in several sync modes, which takes most of the time."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    # Zeros stay out of what goes between a node's only rank and a server.
+    # Zeros are left out only between a node's only rank and a server.
     thin = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
     inputs = SearchInputs(job if thin else full(job), timing, condensed(cluster), profile, policy)
     tried = _tried(inputs)
     finalists = _finalists(tried)
     choices = [(entry, entry.searched) for entry in finalists if _promising(entry, finalists)]
     choices += [(entry, entry.quick) for entry in finalists]
-    entry, found = _best(choices)
-    entry, found = _best([(entry, found), entry.refined(found)])
-    pays = entry.exact(found) * (1 + PAYS)
+    entry, choice = _best(choices)
+    entry, choice = _best([(entry, choice), entry.refined(choice)])
+    pays = entry.exact(choice) * (1 + PAYS)
     if able := [each for each in tried if _about(each, each.dense) < pays]:
         densest, = _cheapest(able, 1, lambda entry: entry.dense)
         if densest.exact(densest.dense) < pays:
-            entry, found = densest, densest.dense
-    return PlainFound(entry, found, cluster)
+            entry, choice = densest, densest.dense
+    return PlainFound(entry, choice, cluster)
 
 
 def _best(choices: list[tuple[LayoutCandidate, ChoiceFound]]) -> tuple[LayoutCandidate, ChoiceFound]:
-    """By the exact simulation of what would be written, of those that may be the best."""
-    (entry, found), *others = sorted(choices, key=lambda pair: _about(*pair))
+    """The best choice by exact simulation of the placed plan; hopeless ones are skipped."""
+    (entry, choice), *others = sorted(choices, key=lambda pair: _about(*pair))
     for other in others:
-        if _about(*other) < entry.exact(found) and other[0].exact(other[1]) < entry.exact(found):
-            entry, found = other
-    return entry, found
+        if _about(*other) < entry.exact(choice) and other[0].exact(other[1]) < entry.exact(choice):
+            entry, choice = other
+    return entry, choice
 
 
 def _about(entry: LayoutCandidate, found: ChoiceFound) -> float:
-    """What the price of what was searched is surely not below."""
+    """Lower bound for the placed price."""
     return found.price / entry.local_steps * (1 - NEAR)
 
 
 def _promising(entry: LayoutCandidate, finalists: list[LayoutCandidate]) -> bool:
-    """Whether a search could put it ahead. It can gain no more than what its quick choice is above its bound; what being
-    written down costs beside that it does not see."""
+    """Whether a search could make it the best. It can gain at most the difference between its quick choice and its lower
+    bound; the search does not see further costs of placement."""
     gain = (entry.quick.price - entry.least_price) / entry.local_steps
     return entry.exact(entry.quick) - gain <= min(each.exact(each.quick) for each in finalists) * (1 + CHANCE)
 
 
 def _tried(inputs: SearchInputs) -> list[LayoutCandidate]:
-    """All limits with all hosts; with one host, where all have equal links, those that were best."""
+    """All layouts with all sets of hosts. With one host and equal links, only the best layouts."""
     layouts = _layouts(inputs)
     plain = Recipe(inputs.policy.optimizer, workers=inputs.cluster.ranks)
     steps_count = inputs.policy.objective == "loss" and bool(inputs.profile.learning)
@@ -133,7 +134,7 @@ def _tried(inputs: SearchInputs) -> list[LayoutCandidate]:
     for hosts in host_sets(inputs.cluster):
         if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
             break
-        # Buckets go to several servers in turn, which is nearly as if each were spread over all of them.
+        # Buckets go to servers in rotation, which is nearly as if each were spread over all of them.
         prices = Prices(inputs.cluster, inputs.profile, hosts.places, spread=hosts.parts)
         ways = Ways(prices, options(prices, inputs.policy), plain, steps_count=steps_count)
         tried += [LayoutCandidate(inputs, ways, layout) for layout in layouts]
@@ -143,20 +144,21 @@ def _tried(inputs: SearchInputs) -> list[LayoutCandidate]:
 
 
 def _layouts(inputs: SearchInputs) -> list[Layout]:
-    """Of those with nearly as many buckets the first."""
-    made: list[Layout] = []
+    """The layouts to try; of those with nearly equal numbers of buckets, the first."""
+    layouts: list[Layout] = []
     allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
     most, matrices = min(name.most_nbytes for name in allowed), any(name.shaped for name in allowed)
     small = inputs.policy.objective == "step"
     for limits in buckets.limits(inputs.job, most, matrices=matrices, small=small):
         layout = Layout(inputs.job, inputs.timing, limits)
-        if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in made):
-            made.append(layout)
-    return made
+        if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in layouts):
+            layouts.append(layout)
+    return layouts
 
 
 def _finalists(tried: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Of those that share sums by links one besides, which even parts, simpler to search, would else leave behind."""
+    """The cheapest candidates. One whose servers share by links is kept as well, since even parts, which are simpler to
+    search, would exclude it."""
     evenly, by_links = ([e for e in tried if _by_links(e) is such] for such in (False, True))
     return _cheapest(evenly, FINALISTS, lambda entry: entry.quick) + _cheapest(by_links, 1, lambda entry: entry.quick)
 
@@ -164,16 +166,16 @@ def _finalists(tried: list[LayoutCandidate]) -> list[LayoutCandidate]:
 def _cheapest(
     tried: list[LayoutCandidate], most: int, which: Callable[[LayoutCandidate], ChoiceFound],
 ) -> list[LayoutCandidate]:
-    """By what would be written of them, which takes some per cent longer than what was searched, and not all alike."""
-    found: list[tuple[float, int, LayoutCandidate]] = []
+    """The cheapest by placed price, which exceeds the searched price by a few per cent, not equally for all."""
+    ranked: list[tuple[float, int, LayoutCandidate]] = []
     left = WRITTEN
     for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).price)):
         kind = which(entry)
-        if len(found) == most and (kind.price >= found[-1][0] or left <= 0):
+        if len(ranked) == most and (kind.price >= ranked[-1][0] or left <= 0):
             break
         left -= len(entry.hosts) ** 2
-        found = sorted([*found, (max(kind.price, entry.exact(kind)), place, entry)])[:most]
-    return [entry for *_, entry in found]
+        ranked = sorted([*ranked, (max(kind.price, entry.exact(kind)), place, entry)])[:most]
+    return [entry for *_, entry in ranked]
 
 
 def _by_links(entry: LayoutCandidate) -> bool:
@@ -182,7 +184,8 @@ def _by_links(entry: LayoutCandidate) -> bool:
 
 
 def _one_may_do(cluster: Cluster, finalists: list[LayoutCandidate]) -> bool:
-    """Whether a server on one node could be better than on all: where its link stands out, or servers are worth it anyway."""
+    """Whether a server on a single node could be better than servers on all nodes: if a link stands out, or if servers are
+    used anyway."""
     return not _even(cluster) or any(
         entry.uses(found, lambda option: option.served) for entry in finalists for found in (entry.quick, entry.searched)
     )
@@ -194,16 +197,17 @@ def _even(cluster: Cluster) -> bool:
 
 
 class Hosts(NamedTuple):
-    """Nodes that run servers, and the part of the sums that each has; no parts: there is one."""
+    """Nodes that run servers, and each one's part of the sums; no parts for a single server."""
 
     places: tuple[int, ...]
     parts: tuple[float, ...] = ()
 
 
 def host_sets(cluster: Cluster) -> list[Hosts]:
-    """Who could run the servers: all that can, evenly; those that links ask for, as they ask; the one with the fastest link.
+    """Sets of nodes to run servers: all that can, evenly; those chosen by links, in proportion; the one with the fastest
+    link.
 
-    Evenly, adding and coding sums is shared best; by links, the transfers are.
+    Even parts balance adding and coding best; parts by links balance the transfers.
     """
     able = [i for i, node in enumerate(cluster.nodes) if node.server]
     if len(able) < 2:

@@ -1,9 +1,10 @@
-"""Leaves out paths that another beats on every lane, so that a search sees few. Knows prices, not what else is under way.
+"""Drops paths that another path beats on every lane, so that the search has few options.
 
-A path is beaten if, over the whole range of sizes, another holds no lane longer and is done no later when it runs alone.
-Prices are lines, so that this is so between two sizes if it is so at both. What is best for a bucket alone is kept, but not
-always what is best among others: many short steps let others in between, which a few long ones do not. In tests with pairs of
-buckets one pair in ten lost something by it, 10 % at worst.
+A path is beaten if, over the whole range of sizes, another one occupies no lane longer and is done no later when it runs
+alone. Prices are linear, so checking both ends of the range is enough.
+
+This keeps the best path for a bucket alone, but not always the best one among others: many short tasks let others run in
+between, a few long ones do not. In tests with pairs of buckets one pair in ten lost something, 10 % at worst.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from commlayer.planner.pricing.path_work import WalkedOp
 def unbeaten(
     prices: Prices, paths: Sequence[Path], codec: str, smallest: int, largest: int, *, server: int = 0, down: str = "",
 ) -> tuple[Path, ...]:
-    """Those of `paths` that may be best for some bucket of smallest to largest elements, in their order."""
+    """The paths that may be best for some bucket of smallest to largest elements, in their order."""
     weighed = [_weights(prices.steps(path, codec, server, down=down), (smallest, largest)) for path in paths]
-    # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
+    # Cheap paths first: they beat most others. The first of equal paths stays.
     order = sorted(range(len(paths)), key=lambda i: (sum(weighed[i].values()), i))
     kept: list[int] = []
     for i in order:
@@ -48,7 +49,7 @@ def _lanes(steps: Sequence[WalkedOp]) -> dict[str, Line]:
 
 
 def lane_s(steps: Sequence[WalkedOp], numel: int) -> dict[str, float]:
-    """Seconds that the path holds each lane."""
+    """Seconds that the path occupies each lane."""
     return {lane: line(numel) for lane, line in _lanes(steps).items()}
 
 
@@ -61,7 +62,7 @@ def _weights(steps: Sequence[WalkedOp], sizes: Sequence[int]) -> Weights:
 
 
 def alone_s(steps: Sequence[WalkedOp], numel: int) -> float:
-    """Seconds of the path on idle lanes, where only a shared lane makes steps wait for each other."""
+    """Seconds of the path on idle lanes, where steps wait for each other only on shared lanes."""
     ends: list[float] = []
     free: dict[str, float] = {}
     for step in steps:

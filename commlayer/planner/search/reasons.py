@@ -1,4 +1,4 @@
-"""Writes into a plan what was expected of it: per bucket the price, the reason in words and the runner-up. Decides nothing."""
+"""Adds predictions to a plan: each bucket's price, reason and runner-up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from commlayer.planner.simulation.timeline import Timeline, per_step, simulate
 from commlayer.records import Bucket, Plan, Why
 
 LOOKED_AT = 2.0
-"""How much longer a step may be with another option for that to be told exactly."""
+"""Steps longer by more than this factor with another option are not simulated exactly."""
 SAME = 1e-6
-"""Steps closer than this fraction are called equal."""
+"""Steps that differ by less than this fraction count as equal."""
 
 
 def explained(plan: Plan, entry: LayoutCandidate, found: ChoiceFound, cluster: Cluster) -> Plan:
-    """The same plan with its predictions. `found`: the choice that it was made of; `cluster`: every node as it is, where the
-    search knew kinds of nodes."""
+    """The plan with its predictions. `found`: the choice behind it. `cluster`: the real nodes, if the search merged
+    similar ones."""
     job, _, searched, profile, policy = entry.inputs
     placed = entry.ways.placed.prices
     timeline = simulate(plan, job, cluster, profile, policy, spans=False,
@@ -33,12 +33,12 @@ def explained(plan: Plan, entry: LayoutCandidate, found: ChoiceFound, cluster: C
     step_s = per_step(timeline, plan.local_steps)
     more = plan_excess(plan, job, cluster, profile, policy)
     free_s = min(step_s, entry.free_s() / plan.local_steps)
-    told: dict[int, Verdict] = {}
+    verdicts: dict[int, Verdict] = {}
     origins = [part.origin for part in entry.parts(found)]
     for b in dict.fromkeys(origins):
-        told[b] = _verdict(b, entry, found)
+        verdicts[b] = _verdict(b, entry, found)
     buckets = tuple(
-        structs.replace(bucket, why=_why(bucket, told[b], entry, timeline))
+        structs.replace(bucket, why=_why(bucket, verdicts[b], entry, timeline))
         for bucket, b in zip(plan.buckets, origins, strict=True)
     )
     steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
@@ -46,18 +46,18 @@ def explained(plan: Plan, entry: LayoutCandidate, found: ChoiceFound, cluster: C
 
 
 class Price(NamedTuple):
-    """Of a plan with one of its buckets so or so."""
+    """Price of a plan with one bucket's option replaced."""
 
     step_s: float
     to_loss_s: float
-    """Seconds to a loss for each step that dense training needs; where steps all count alike, the step's."""
+    """Seconds to a loss per step of dense training; the step time if all steps count equally."""
 
 
 NEVER = Price(math.inf, math.inf)
 
 
 class Verdict(NamedTuple):
-    """A bucket as it is, with its runner-up, dense and coded as well as each can be; and bytes an element."""
+    """A bucket's present option, its runner-up, and its best dense and compressed options; and bytes per element."""
 
     now: Price
     runner_up: str
@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
     coded: Price | None
     nbytes: float
     barred: bool
-    """Whether the budget of loss keeps it from being coded so."""
+    """Whether the loss budget excludes an option."""
 
 
 def _verdict(b: int, entry: LayoutCandidate, found: ChoiceFound) -> Verdict:
@@ -77,11 +77,11 @@ def _verdict(b: int, entry: LayoutCandidate, found: ChoiceFound) -> Verdict:
     dense, coded = (_best(b, [o for o in others if (entry.options[mine[o]].codec == DENSE) is such], entry, found)
                     for such in (True, False))
     runner = min((each for each in (dense, coded) if each is not None and each[0] != NEVER), default=None, key=_to_loss)
-    here = now, place
+    present = now, place
     if entry.options[mine[place]].codec == DENSE:
-        dense = min(here, dense or here, key=_to_loss)
+        dense = min(present, dense or present, key=_to_loss)
     else:
-        coded = min(here, coded or here, key=_to_loss)
+        coded = min(present, coded or present, key=_to_loss)
     return Verdict(now, "" if runner is None else str(entry.options[mine[runner[1]]]), now if runner is None else runner[0],
                    now if dense is None else dense[0], None if coded is None else coded[0],
                    entry.ways.template(mine[place]).nbytes, any(loss[o] - loss[place] > spare for o in others))
@@ -92,8 +92,8 @@ def _to_loss(priced: tuple[Price, int]) -> tuple[float, int]:
 
 
 def _best(b: int, among: list[int], entry: LayoutCandidate, found: ChoiceFound) -> tuple[Price, int] | None:
-    """With the best of these options for the bucket; None where there are none. What is as good as what was chosen is enough,
-    and what is far from it is not told exactly."""
+    """The best of these options for the bucket; None if there are none. Stops at an option as good as the chosen one;
+    options far from it are not simulated exactly."""
     excess = entry.space.excess
     if not among:
         return None
@@ -144,7 +144,7 @@ def _reason(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: 
 
 
 def against(now: Price, other: Price, *, count: bool) -> str:
-    """What would be otherwise. `count`: steps are not all worth the same.
+    """The effect of the other option, in words. `count`: whether steps count differently.
 
     >>> against(Price(1.0, 1.5), Price(1.2, 1.6), count=True), against(Price(1.0, 1.0), Price(1.2, 1.2), count=False)
     ('the step would be 200 ms longer, and a loss come 6.7 % later', 'the step would be 200 ms longer')
@@ -165,7 +165,7 @@ def against(now: Price, other: Price, *, count: bool) -> str:
 
 
 def gained(now: Price, other: Price, *, count: bool) -> str:
-    """How much sooner a loss would come, where steps are not all worth the same; else by what the step would differ.
+    """How much sooner a loss would come if `count`, else by how much the step time would differ.
 
     >>> gained(Price(4.0, 5.0), Price(0.902, 4.5), count=True), gained(Price(4.0, 4.0), Price(0.902, 0.902), count=False)
     ('a loss would come 10 % sooner', 'the step would be 3,098 ms shorter')

@@ -1,4 +1,4 @@
-"""The ways to send a bucket that are worth trying in a cluster, priced as lines over its size. Knows no job and no order."""
+"""Options for sending a bucket in one cluster, priced as lines over its size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EDGES = np.exp2(np.arange(32))
 class Ways:
     """Options by number, in one cluster with one set of servers.
 
-    `recipe`: how steps are taken, by which options are told apart. Without `steps_count` all steps count alike.
+    `recipe`: the sync mode by which options are compared. Without `steps_count` all steps count equally.
     """
 
     def __init__(
@@ -38,25 +38,25 @@ class Ways:
         self._unbeaten: dict[tuple[int, int], list[int]] = {}
         self._at_edges: dict[int, list[list[float]]] = {}
         self.excess, self.losses = self.under(recipe)
-        """If the whole model were sent so, by option: steps that are needed besides, and by what part the loss is higher."""
+        """By option, if the whole model used it: excess steps, and relative increase of the loss."""
 
     def under(self, recipe: Recipe) -> tuple[list[float], list[float]]:
-        """`excess` and `losses` where steps are taken otherwise. Both cautiously."""
-        found: dict[tuple[tuple[str, ...], str], Excess] = {}
+        """`excess` and `losses` under another recipe, both by cautious estimates."""
+        by_codec: dict[tuple[tuple[str, ...], str], Excess] = {}
         for o in self.options:
             key = o.by_node or (o.codec,), o.down
-            if key not in found:
-                found[key] = self._known.of(*key, recipe)
-        each = [found[o.by_node or (o.codec,), o.down] for o in self.options]
+            if key not in by_codec:
+                by_codec[key] = self._known.of(*key, recipe)
+        each = [by_codec[o.by_node or (o.codec,), o.down] for o in self.options]
         return [one.high if self.steps_count else 0.0 for one in each], [one.loss_high for one in each]
 
     def at(self, prices: Prices) -> Ways:
-        """The same options by other prices."""
+        """The same options with other prices."""
         return Ways(prices, self.options, self.recipe, steps_count=self.steps_count)
 
     @cached_property
     def placed(self) -> Ways:
-        """The same options with each bucket on one server, where here each is spread over all of them."""
+        """The same options with each bucket on one server, instead of spread over all servers."""
         prices = self.prices
         return self.at(Prices(prices.cluster, prices.profile, prices.hosts)) if prices.spread else self
 
@@ -65,10 +65,10 @@ class Ways:
         return self.prices.template(o.path, o.codec, server, owner, o.down, o.by_node)
 
     def useful(self, least: int, most: int) -> list[int]:
-        """A few options for sizes from `least` to `most` elements: of each level of steps and loss those that are best in some
-        respect.
+        """A few options for sizes from `least` to `most` elements: for each level of steps and loss, the best ones by some
+        criterion.
 
-        Prices are lines, so that what is best at both ends is best between them.
+        Prices are linear, so an option that is best at both ends is best between them.
         """
         if (least, most) in self._useful:
             return self._useful[least, most]
@@ -84,12 +84,11 @@ class Ways:
                 mine = [*prices[option], loss]
                 if not any(all(a <= b for a, b in zip(theirs, mine, strict=True)) for theirs in kept.values()):
                     kept[option] = mine
-        found = self._useful[least, most] = sorted(kept)
-        return found
+        chosen = self._useful[least, most] = sorted(kept)
+        return chosen
 
     def unbeaten(self, least: int, most: int) -> list[int]:
-        """All options for such sizes of which no other loses as little, needs no more steps, holds no lane longer and is done
-        as soon alone."""
+        """Options for these sizes that no other option beats in loss, steps, time on every lane and time alone."""
         if (least, most) in self._unbeaten:
             return self._unbeaten[least, most]
         sizes = np.array([float(least), float(most)])
@@ -103,12 +102,12 @@ class Ways:
             row[-4:-2] = alone_s(self.template(option), sizes)
             row[-2:] = self.losses[option], self.excess[option]
         kept: list[int] = []
-        # Cheap ones first: they beat most of the rest, and of equal ones the first stays.
+        # Cheap options first: they beat most others. The first of equal options stays.
         for option in np.argsort(weights.sum(axis=1), kind="stable").tolist():
             if not (weights[kept] <= weights[option]).all(axis=1).any():
                 kept.append(option)
-        found = self._unbeaten[least, most] = sorted(kept)
-        return found
+        chosen = self._unbeaten[least, most] = sorted(kept)
+        return chosen
 
     def _respects(self, option: int, numel: int) -> list[float]:
         if numel & (numel - 1):
@@ -119,7 +118,8 @@ class Ways:
 
 
 def _respects(template: Template, sizes: Reals) -> list[list[float]]:
-    """What an option can be best in: done soonest alone; the busiest lane; both; links; coding; the GPU left alone. By size."""
+    """Criteria by size: time alone; busiest lane; both; links; coding; load on GPUs plus time alone; load on GPUs plus
+    links."""
     busy = busy_s(template, sizes)
     zero = np.zeros(len(sizes))
     of: dict[str, list[Reals]] = {}
@@ -132,12 +132,12 @@ def _respects(template: Template, sizes: Reals) -> list[list[float]]:
     alone, busiest = alone_s(template, sizes), longest(list(busy.values()), zero)
     links, gpu = most("up", "down", "intra"), most(COMPUTE)
     respects = [alone, busiest, alone + busiest, links, most("cpu", "server"), gpu + alone, gpu + links]
-    found: list[list[float]] = np.stack(respects, axis=1).tolist()
-    return found
+    rows: list[list[float]] = np.stack(respects, axis=1).tolist()
+    return rows
 
 
 def free(profile: Profile) -> Profile:
-    """The same where coding takes no time: the bound of what compression could give."""
+    """The profile with coding that takes no time: the limit of what compression could gain."""
     codecs = tuple(structs.replace(cost, encode=ZERO, decode=ZERO) for cost in profile.codecs)
     return structs.replace(profile, codecs=codecs, copy=ZERO)
 

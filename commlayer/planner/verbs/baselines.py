@@ -1,6 +1,6 @@
-"""What a plan stands beside: no compression, DDP's fp16 hook, a machine alone, and its own latencies. Makes records.
+"""Baselines for a plan: no compression, DDP's fp16 hook, one machine alone, and the plan's latencies alone.
 
-Each is priced by the same simulation. Seconds to a loss are told for each step that dense training would take.
+All are priced by the same simulation. Seconds to a loss are per step of dense training.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
 ALONE = "one machine alone"
 DDP_NBYTES = 25 << 20
-"""Of DistributedDataParallel's buckets."""
+"""Size of DistributedDataParallel's buckets."""
 ENDLESS_BPS = 1e15
 
 
 class Beside(Record, frozen=True):
-    """One way to train, and when it is at a loss."""
+    """One baseline and its time to a loss."""
 
     name: str
     step_s: float
     steps: float = 1.0
-    """How many times as many steps it needs as dense training that exchanges in each: the median, and cautiously."""
+    """Convergence factor relative to dense training in every step: the median, and a cautious estimate."""
     steps_high: float = 1.0
 
     @property
     def to_loss_s(self) -> float:
-        """Cautiously, for each step that dense training would take."""
+        """Cautious estimate, per step of dense training."""
         return self.step_s * self.steps_high
 
 
 def beside(
     made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
 ) -> tuple[Beside, ...]:
-    """The plan first, then the others. `synchronous`: the best plan that averages gradients in each step, if not `made`."""
+    """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if not
+    `made`."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
     others = [] if synchronous is None else \
@@ -58,31 +59,31 @@ def beside(
 
 
 def latencies_s(made: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
-    """Of a step, if links and codecs took no time."""
+    """Seconds of a step if links and codecs took no time."""
     return exact_s(made, job, endless(cluster), free(profile), policy)
 
 
 def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
-    """The best plan without any codec that exchanges in each step."""
+    """The best plan without compression that exchanges in every step."""
     policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=NO_LIMIT)
     return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
 
 
 class Looser(NamedTuple):
-    """What there would be without the budget of loss."""
+    """The best plan without the loss budget."""
 
     plan: Plan
     loss: float
-    """By what part it loses, cautiously."""
+    """Cautious estimate of its relative increase of the loss."""
     before_s: float
-    """Of the plan within the budget, by what the policy minimises; and of this one."""
+    """The policy's objective for the plan within the budget, and for this one."""
     after_s: float
     to_loss: bool
-    """Whether that is seconds to a loss, for each step of dense training; else seconds of a step."""
+    """Whether the objective is seconds to a loss per step of dense training; else seconds of a step."""
 
 
 def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Looser | None:
-    """None where it is no sooner."""
+    """None if a larger budget would not help."""
     profile, policy, _ = checked_inputs(job, cluster, profile, policy)
     if policy.max_loss >= NO_LIMIT:
         return None
@@ -95,34 +96,34 @@ def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, poli
 
 
 def by_itself(timing: Timing, cluster: Cluster, profile: Profile, policy: Policy) -> list[Beside]:
-    """One machine alone, as it is first at a loss: with everybody's batch, or with its own in as many more steps as trainings
-    were measured to need so. None, where there is no other machine."""
-    found = []
+    """The fastest machine alone: with the whole batch, or with its own batch and as many more steps as trainings were
+    measured to need. Empty if there is only one machine."""
+    candidates = []
     for node in cluster.nodes:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
-            found.append(Beside(ALONE, computing_s * others + timing.update_s / node.speed))
+            candidates.append(Beside(ALONE, computing_s * others + timing.update_s / node.speed))
             if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others):
-                found.append(Beside(ALONE, computing_s + timing.update_s / node.speed, steps, steps))
-    return [min(found, key=lambda one: one.to_loss_s)] if found else []
+                candidates.append(Beside(ALONE, computing_s + timing.update_s / node.speed, steps, steps))
+    return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
 
 
 def halves_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
-    """All-reduces of halves, which take as long as those of floats over links twice as fast; converting is taken to be free."""
+    """An all-reduce of fp16 values. It takes as long as one of floats over links twice as fast; conversion counts as free."""
     ranks = {node.ranks for node in cluster.nodes if node.ranks}
     per_node = ranks.pop() if len(ranks) == 1 else 1
-    made = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
+    ddp_plan = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
                         cut_nbytes=MAX_BUCKET_NBYTES)
     links = [Link(2 * node.link.up_bps, 2 * node.link.down_bps, node.link.alpha_s) for node in cluster.nodes]
     nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=link)
                   for node, link in zip(cluster.nodes, links, strict=True))
     halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
-    return exact_s(made, job, structs.replace(cluster, nodes=nodes), structs.replace(profile, **halved), policy)
+    return exact_s(ddp_plan, job, structs.replace(cluster, nodes=nodes), structs.replace(profile, **halved), policy)
 
 
 def endless(cluster: Cluster) -> Cluster:
-    """With links that carry anything in no time; latencies stay."""
+    """The cluster with infinitely fast links; latencies stay."""
     nodes = tuple(structs.replace(n, intra_bps=ENDLESS_BPS if n.intra_bps else 0.0,
                                   link=Link(ENDLESS_BPS, ENDLESS_BPS, n.link.alpha_s)) for n in cluster.nodes)
     return structs.replace(cluster, nodes=nodes)

@@ -1,4 +1,4 @@
-"""The verb `diff`: what another plan does otherwise, by tensor. Makes records; prints nothing."""
+"""The verb `diff`: what differs between two plans, by tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from commlayer.records import Bucket, Job, Plan, Record
 
 
 class Change(Record, frozen=True):
-    """One tensor that is sent otherwise."""
+    """A tensor that the plans send differently."""
 
     tensor: str
     before: str
@@ -15,15 +15,15 @@ class Change(Record, frozen=True):
 
 
 class Difference(Record, frozen=True):
-    """Two plans of one model, side by side."""
+    """Differences between two plans of one model."""
 
     fields: tuple[tuple[str, str, str], ...]
-    """What differs of the plans as a whole: name, before, after."""
+    """Differences of the whole plans: name, before, after."""
     changes: tuple[Change, ...]
     step_s: tuple[float, float]
     buckets: tuple[int, int]
     steps: tuple[float, float] = (0.0, 0.0)
-    """How many times as many steps they need as dense training; 0: nobody knows."""
+    """Convergence factors; 0: unknown."""
     steps_high: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -35,7 +35,7 @@ WHOLE = ("servers", "hosts", "ranks_per_node", "local_steps", "codes", "overlap"
 
 
 def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
-    """By tensor; with the job, by its names."""
+    """Compares by tensor; with the job, by its tensors' names."""
     if before.job != after.job:
         raise InvalidInput("E-PLAN-QUESTION", f"the plans are of different models: job {before.job} and job {after.job}")
     fields = tuple(
@@ -52,11 +52,11 @@ def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
 
 
 def _by_tensor(plan: Plan) -> dict[int, str]:
-    found: dict[int, list[str]] = {}
+    spellings: dict[int, list[str]] = {}
     for bucket in plan.buckets:
         for part in bucket.slices:
-            found.setdefault(part.tensor, []).append(spelled(bucket))
-    return {tensor: _counted(ways) for tensor, ways in found.items()}
+            spellings.setdefault(part.tensor, []).append(spelled(bucket))
+    return {tensor: _counted(ways) for tensor, ways in spellings.items()}
 
 
 def _counted(ways: list[str]) -> str:
@@ -65,7 +65,7 @@ def _counted(ways: list[str]) -> str:
 
 
 def spelled(bucket: Bucket) -> str:
-    """How a bucket goes, in a line."""
+    """How a bucket is sent, in one line."""
     parts = [bucket.codec, "over", bucket.path]
     parts += [f"down {bucket.down}"] if bucket.down else []
     parts += ["by node"] if bucket.by_node else []

@@ -1,4 +1,4 @@
-"""The verb `explain`: one bucket's decision with its tasks in the simulated step. Makes records; prints nothing."""
+"""The verb `explain`: one bucket's decision, with its tasks in the simulated step."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from commlayer.records import Bucket, Job, Plan, Record
 
 
 class Explanation(Record, frozen=True):
-    """Why a bucket goes as it goes."""
+    """Why a bucket is sent as it is."""
 
     bucket: Bucket
     tensors: tuple[str, ...]
-    """What is in it: names, and ranges where a tensor is cut."""
+    """Names of its tensors, with ranges if a tensor is cut."""
     ready_s: float
     done_s: float
     step_s: float
     compute_s: float
-    """Of `local_steps` steps together, which share this exchange."""
+    """Compute time of the `local_steps` steps that share this exchange."""
     local_steps: int
     spans: tuple[Span, ...]
     steps: float = 0.0
-    """How many times as many steps the plan needs as dense training: the median, and cautiously; 0: nobody knows."""
+    """The plan's convergence factor, median and cautious; 0: unknown."""
     steps_high: float = 0.0
     codec_steps: float = 0.0
     codec_steps_high: float = 0.0
-    """The same if the whole model were sent as this bucket is."""
+    """The same if the whole model were sent like this bucket."""
     fragments: int = 1
-    """Of the round, which are exchanged one after the other."""
+    """Fragments of a round, which are exchanged one after the other."""
     fp16_s: float = 0.0
-    """To a loss with DDP's fp16 hook, for each step of dense training."""
+    """Seconds to a loss with DDP's fp16 hook, per step of dense training."""
     alone_s: float = 0.0
-    """The same of one machine alone; 0: there is no other."""
+    """The same for one machine alone; 0: there is only one machine."""
 
 
 def explain(
     plan: Plan, bucket: int, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
 ) -> Explanation:
-    """Of bucket number `bucket`. The reason and the runner-up are those that the planner wrote into the plan."""
+    """Explains one bucket. Its reason and runner-up are those that the planner wrote into the plan."""
     if not 0 <= bucket < len(plan.buckets):
         raise InvalidInput("E-PLAN-QUESTION", f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
     timeline = simulate(plan, job, cluster, profile, policy)
-    costs, asked, timing = checked_inputs(job, cluster, profile, policy)
-    alone = by_itself(timing, cluster, costs, asked)
-    found = plan.buckets[bucket]
+    costs, checked_policy, timing = checked_inputs(job, cluster, profile, policy)
+    alone = by_itself(timing, cluster, costs, checked_policy)
+    chosen = plan.buckets[bucket]
     spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=lambda s: (s.start_s, s.end_s))
     return Explanation(
-        found, tensor_names(found, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
+        chosen, tensor_names(chosen, job), timeline.ready_s[bucket], timeline.done_s[bucket], timeline.step_s,
         timeline.compute_s, plan.local_steps, tuple(spans), plan.steps, plan.steps_high,
-        *_alone(found, plan, cluster, profile, policy), plan.fragments, halves_s(job, cluster, costs, asked),
+        *_alone(chosen, plan, cluster, profile, policy), plan.fragments, halves_s(job, cluster, costs, checked_policy),
         alone[0].to_loss_s if alone else 0.0,
     )
 
@@ -76,12 +76,12 @@ def tensor_names(bucket: Bucket, job: Job) -> tuple[str, ...]:
 
 
 def bucket_of(plan: Plan, job: Job, text: str) -> int:
-    """The bucket that a person means by a number or by a tensor's name (of a cut one, its first part)."""
+    """The bucket for a number or a tensor's name (of a cut tensor, its first part)."""
     if text.isdigit():
         return int(text)
     tensor = next((i for i, info in enumerate(job.tensors) if info.name == text), None)
-    found = [b.id for b in plan.buckets for s in b.slices if s.tensor == tensor]
-    if not found:
+    numbers = [b.id for b in plan.buckets for s in b.slices if s.tensor == tensor]
+    if not numbers:
         raise InvalidInput("E-PLAN-QUESTION",
                            f"bucket {text!r}: neither a number from 0 to {len(plan.buckets) - 1} nor a tensor of the model")
-    return min(found)
+    return min(numbers)

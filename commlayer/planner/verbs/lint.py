@@ -1,4 +1,4 @@
-"""The verb `lint`: everything that is wrong with a plan, at once, each line naming the bucket and the rule. Repairs nothing."""
+"""The verb `lint`: lists all problems of a plan, each with its bucket and the rule that it breaks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from commlayer.planner.simulation.timeline import hosts_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
 ANY = Promise(sums=True, alone=True, answers=True)
-"""Of codecs that nobody knows here."""
+"""Assumed for codecs without a known cost."""
 
 
 def lint(
     plan: Plan, job: Job | None = None, cluster: Cluster | None = None, profile: Profile | None = None,
     codec_problem: Callable[[str], str] | None = None,
 ) -> list[str]:
-    """All problems. `codec_problem` says what is wrong with the spelling of a codec, or nothing: the planner knows none."""
+    """All problems. `codec_problem` returns what is wrong with a codec's spelling, or an empty string."""
     problems = verify_alone(plan) if job is None else verify(plan, job)
     if plan.schema != SCHEMA:
         return problems
@@ -35,7 +35,7 @@ def lint(
     problems += untouched(plan, job)
     for bucket in plan.buckets:
         problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
-    return list(dict.fromkeys(problems))  # a path that the tree does not have is told by verify, too
+    return list(dict.fromkeys(problems))  # verify also reports a path that is not in the tree
 
 
 def _bucket(
@@ -43,7 +43,8 @@ def _bucket(
     codec_problem: Callable[[str], str] | None,
 ) -> Iterator[str]:
     codecs = dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])
-    wrong = [told for codec in codecs if (told := misspelled(codec) or (codec_problem(codec) if codec_problem else ""))]
+    wrong = [spelling_error for codec in codecs
+             if (spelling_error := misspelled(codec) or (codec_problem(codec) if codec_problem else ""))]
     yield from wrong
     known = {bare(cost.codec): cost for cost in profile.codecs} if profile else {}
     if profile is not None:
@@ -79,7 +80,7 @@ def _bucket(
 
 
 def _bare(codec: str) -> CodecName:
-    """What is no codec is of a family of its own."""
+    """The parsed codec; a misspelled one counts as its own family."""
     return CodecName(codec, ()) if misspelled(codec) else bare(codec)
 
 

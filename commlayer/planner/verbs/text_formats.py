@@ -1,4 +1,4 @@
-"""Clusters and profiles as a person writes them: TOML, JSON, or a line of text. Takes and gives text; opens no files."""
+"""Parses clusters and profiles that users write: TOML, JSON, or a line of text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ server = false
 
 
 class WrittenNode(Record, frozen=True):
-    """A node in a file: a Node with what can be left out left out."""
+    """A node in a file: a Node with optional fields."""
 
     device: str
     link: str | Link
@@ -53,7 +53,7 @@ class WrittenNode(Record, frozen=True):
     intra_bps: float = 0.0
     intra_alpha_s: float = 0.0
     speed: float = 0.0
-    """Against a V100; 0: the table's."""
+    """Relative to a V100; 0: the table's value."""
     server: bool = True
 
 
@@ -63,7 +63,7 @@ class WrittenCluster(Record, frozen=True):
 
 
 def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
-    """The cluster in a file's text, or one line on the first thing wrong with it."""
+    """Parses a cluster; a one-line error for the first problem."""
     data = _read(text, what, toml)
     if isinstance(data, dict) and "nodes" in data:
         cluster = _convert(data, Cluster, what)
@@ -81,32 +81,33 @@ def profile_of(text: str, what: str, *, toml: bool) -> Profile:
 
 
 def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, ...]:
-    """`what` names the text in errors.
+    """Parses nodes from a line; `what` names the text in errors.
 
     >>> [(n.name, n.link.up_bps) for n in nodes_of("2xrtx3060@100/20Mb,rtx4090@1Gb")]
     [('rtx3060-0', 20000000.0), ('rtx3060-1', 20000000.0), ('rtx4090-2', 1000000000.0)]
     """
-    made: list[Node] = []
+    nodes: list[Node] = []
     for group in filter(None, (part.strip() for part in text.split(","))):
         match = GROUP.fullmatch(group)
         if match is None:
             raise InvalidInput("E-PLAN-INPUT", f"{what}: got {group!r}, allowed: {GROUP_FORM}")
         count, ranks, device, net = int(match[1] or 1), int(match[2] or 1), match[3].lower(), match[4]
         for _ in range(count):
-            made.append(machines.node(f"{device}-{first + len(made)}", device, _table_link(net), ranks=ranks))
-    if not made:
+            nodes.append(machines.node(f"{device}-{first + len(nodes)}", device, _table_link(net), ranks=ranks))
+    if not nodes:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: got {text!r}, allowed: {GROUP_FORM}")
-    return tuple(made)
+    return tuple(nodes)
 
 
 def cluster_from_line(text: str) -> Cluster:
-    """Nodes of a line; they reach one another if all their links are a rack's ("10g")."""
+    """Nodes from a line. They can reach each other if all links are rack links ("10g")."""
     nodes = nodes_of(text)
     return Cluster(nodes, all(node.link.alpha_s <= machines.RACK_ALPHA_S for node in nodes))
 
 
 def cluster_of_homes(text: str, server: str) -> Cluster:
-    """Machines behind NAT, which nobody dials, and a rented one that all dial: it sums and does not train. `server`: its link.
+    """Machines behind NAT that cannot be dialed, and a rented server that all dial; it sums and does not train. `server`: its
+    link.
 
     >>> [(n.name, n.ranks, n.server) for n in cluster_of_homes("2xrtx3060@100/20Mb", "1Gb").nodes]
     [('server', 0, True), ('home-0', 1, False), ('home-1', 1, False)]
@@ -128,7 +129,7 @@ def rate_of(text: str) -> float:
 
 
 def _table_link(text: str) -> str:
-    """The tables' name for "100/20Mb" and "1Gb"; any other text as it is."""
+    """The tables' name for "100/20Mb" and "1Gb"; any other text is returned unchanged."""
     match = RATE.fullmatch(text)
     if match is None:
         return text
@@ -149,10 +150,10 @@ def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:
     except ValueError as error:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: {error}") from None
     intra_bps, intra_alpha_s = machines.INTRA[written.intra] if written.ranks > 1 else (0.0, 0.0)
-    made = Node(name, written.ranks, written.device, link, written.intra_bps or intra_bps,
+    node = Node(name, written.ranks, written.device, link, written.intra_bps or intra_bps,
                 written.intra_alpha_s or intra_alpha_s, speed, written.server)
     for i in range(written.count):
-        yield structs.replace(made, name=f"{name}-{i}") if written.count > 1 else made
+        yield structs.replace(node, name=f"{name}-{i}") if written.count > 1 else node
 
 
 def _read(text: str, what: str, toml: bool) -> Any:
@@ -170,7 +171,7 @@ def _convert(data: Any, kind: type[T], what: str) -> T:
 
 
 def remedy(error: Exception) -> str:
-    """For a profile whose codecs have losses that the tables guessed: they would count as measured."""
+    """The remedy for a profile with the former field `loss`: guesses from tables, which would now count as measured."""
     guessed = "unknown field `loss`" in str(error) and "codecs[" in str(error)
     return "; an earlier version made this profile: measure again (`commlayer profile`)" if guessed else ""
 

@@ -1,4 +1,4 @@
-"""The verb `what_if`: the same job with other links, more nodes or another GPU, and where compression begins to pay."""
+"""The verb `what_if`: the same job with other links, more nodes or other GPUs, and the rate below which compression pays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commlayer.records import Job, Record
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
 HALVINGS = 7
-"""Of the gap between two swept bandwidths: to a fraction of a percent."""
+"""Bisection steps between two swept rates, to a fraction of a per cent."""
 
 
 class Point(Record, frozen=True):
@@ -26,50 +26,50 @@ class Point(Record, frozen=True):
 
     label: str
     x: float
-    """What was swept: bps, number of nodes; else the place in the sweep."""
+    """The swept value: bit/s or number of nodes; else the index in the sweep."""
     plan_s: float
     dense_s: float
-    """Without any codec."""
+    """Without compression."""
     free_s: float
     samples_per_s: float
-    """Of all workers together; 0 where the job has no batch."""
+    """Of all workers together; 0 if the job has no batch."""
     steps: float = 0.0
-    """How many times as many steps the plan needs as dense training; 0: nobody knows."""
+    """The plan's convergence factor; 0: unknown."""
     steps_high: float = 0.0
     local_steps: int = 1
     way: str = ""
-    """How steps are taken, where that is not the plain way."""
+    """The sync mode; empty for an exchange in every step."""
     codec: str = ""
-    """That of most elements."""
+    """The codec of most elements."""
     fp16_s: float = 0.0
-    """Of a step with DDP's fp16 hook; 0: not looked at."""
+    """Step time with DDP's fp16 hook; 0: not computed."""
     alone_s: float = 0.0
-    """Of one machine alone, to a loss, as `to_loss_s`; 0: there is no other."""
+    """Of one machine alone, as `to_loss_s`; 0: there is only one machine."""
     floor_s: float = 0.0
-    """To a loss by its latencies alone, if links and codecs took no time."""
+    """As `to_loss_s`, with latencies only, if links and codecs took no time."""
     looser_s: float = 0.0
-    """As `to_loss_s`, of the plan that the budget of loss keeps out; 0: there is none, or none was looked for."""
+    """As `to_loss_s`, of the plan that the loss budget excludes; 0: none, or not computed."""
     looser_loss: float = 0.0
-    """By what part that plan loses."""
+    """Relative increase of that plan's loss."""
 
     @property
     def to_loss_s(self) -> float:
-        """Cautiously, for each step that dense training would take."""
+        """Cautious estimate, per step of dense training."""
         return self.plan_s * (self.steps_high or 1.0)
 
     @property
     def gain(self) -> float:
-        """Over what is not compressed."""
+        """Speedup over no compression."""
         return self.dense_s / self.to_loss_s if self.plan_s else 1.0
 
     @property
     def lead(self) -> float:
-        """Over the best of what there is without a plan: no compression, DDP's fp16 hook, one machine alone."""
+        """Speedup over the best baseline: no compression, DDP's fp16 hook, or one machine alone."""
         return min(s for s in (self.dense_s, self.fp16_s, self.alone_s) if s) / self.to_loss_s if self.plan_s else 1.0
 
 
 class Curve(Record, frozen=True):
-    """A sweep, and the bandwidth below which plans pay that are not dense, where that was asked for and there is one."""
+    """A sweep, and the rate below which compression pays, if that was requested and exists."""
 
     swept: str
     points: tuple[Point, ...]
@@ -80,31 +80,31 @@ def point(
     label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     budget: bool = True,
 ) -> Point:
-    """`budget`: looks, too, for what a budget of loss keeps out."""
+    """Plans for one cluster. `budget`: also computes what the loss budget excludes."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    made = plan(job, cluster, profile, policy)
+    planned = plan(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
-    if policy.objective == "step":  # whatever it learns
-        made = structs.replace(made, steps=0.0, steps_high=0.0)
-    # What needs no codec is open to both, and a search may miss it.
-    if dense.step_s < made.step_s * (made.steps_high or 1.0):
-        made = structs.replace(dense, steps=float(made.steps > 0), steps_high=float(made.steps > 0))
-    other = looser(made, job, cluster, profile, policy) if budget else None
-    floor_s = latencies_s(made, job, cluster, profile, policy) * (made.steps_high or 1.0)
-    batch, plan_s = (job.batch or 0) * cluster.ranks, made.step_s
+    if policy.objective == "step":  # steps count equally
+        planned = structs.replace(planned, steps=0.0, steps_high=0.0)
+    # The dense plan needs no codec and is always possible, but a search may miss it.
+    if dense.step_s < planned.step_s * (planned.steps_high or 1.0):
+        planned = structs.replace(dense, steps=float(planned.steps > 0), steps_high=float(planned.steps > 0))
+    other = looser(planned, job, cluster, profile, policy) if budget else None
+    floor_s = latencies_s(planned, job, cluster, profile, policy) * (planned.steps_high or 1.0)
+    batch, plan_s = (job.batch or 0) * cluster.ranks, planned.step_s
     alone = by_itself(timing, cluster, profile, policy)
-    return Point(label, x, plan_s, dense.step_s, min(made.free_s, plan_s), batch / plan_s if plan_s else 0.0, made.steps,
-                 made.steps_high, made.local_steps, way_of(made), most_used(made), halves_s(job, cluster, profile, policy),
-                 alone[0].to_loss_s if alone else 0.0, floor_s, other.after_s if other else 0.0, other.loss if other else 0.0)
+    return Point(label, x, plan_s, dense.step_s, min(planned.free_s, plan_s), batch / plan_s if plan_s else 0.0,
+                 planned.steps, planned.steps_high, planned.local_steps, way_of(planned), most_used(planned),
+                 halves_s(job, cluster, profile, policy), alone[0].to_loss_s if alone else 0.0, floor_s,
+                 other.after_s if other else 0.0, other.loss if other else 0.0)
 
 
 def what_if(
     job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     bandwidths: Sequence[float] = (), add_nodes: Sequence[Node] = (), counts: Sequence[int] = (), gpus: Sequence[str] = (),
 ) -> Curve:
-    """Sweeps one of: links (every node's, each way, at these bps), nodes added one after the other, this many copies of the
-    last node, other GPUs in all nodes. A profile handed in must cover what is swept.
-    """
+    """Sweeps one of: link rates (every training node, both directions, in bit/s), nodes added one by one, the number of
+    nodes (copies of the last one), GPUs of all nodes. A given profile must cover all of them."""
     checked_inputs(job, cluster, profile, policy)
     swept = [name for name, values in (("bandwidth", bandwidths), ("add_node", add_nodes), ("nodes", counts), ("gpu", gpus))
              if values]
@@ -116,7 +116,7 @@ def what_if(
         "nodes": lambda: _counted(cluster, counts),
         "gpu": lambda: _with_gpus(cluster, gpus, half=job.timing is not None and job.timing.half),
     }[swept[0]]()
-    points = tuple(point(label, x, job, made, profile, policy) for label, x, made in clusters)
+    points = tuple(point(label, x, job, swept_cluster, profile, policy) for label, x, swept_cluster in clusters)
     pays = None
     if swept[0] == "bandwidth":
         pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy, budget=False))
@@ -124,7 +124,8 @@ def what_if(
 
 
 def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> float | None:
-    """By bisection between the fastest swept link where compression pays and the next; None where it pays at all or none."""
+    """Bisection between the fastest swept rate at which compression pays and the next; None if it pays at all rates or at
+    none."""
     points = sorted(points, key=lambda p: p.x)
     paying = [i for i, p in enumerate(points) if p.gain > 1 + PAYS]
     if not paying or paying[-1] + 1 == len(points):
@@ -140,7 +141,7 @@ def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> fl
 
 
 def at_rate(cluster: Cluster, bps: float) -> Cluster:
-    """The link of every node that trains at this rate each way, with its own latency."""
+    """The cluster with every training node's link at this rate in both directions; latencies stay."""
     if not LEAST_BPS <= bps <= MOST_BPS:
         raise InvalidInput("E-PLAN-QUESTION", f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
     nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) if node.ranks else node
@@ -160,7 +161,7 @@ def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float
 
 
 def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
-    """Of nodes that train; those that only serve stay."""
+    """Counts nodes that train; nodes that only serve stay."""
     trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
     for n in counts:
         if n < 1:
@@ -172,7 +173,7 @@ def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, flo
 
 
 def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator[tuple[str, float, Cluster]]:
-    """In nodes that train."""
+    """Replaces GPUs in nodes that train."""
     for i, name in enumerate(gpus):
         nodes = tuple(structs.replace(node, device=name, speed=speed(name, half=half)) if node.ranks else node
                       for node in cluster.nodes)
@@ -180,7 +181,8 @@ def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator
 
 
 def break_even(curve: Curve) -> str:
-    """What a sweep over bandwidths says of compression; or of that and other ways to take steps, where these pay, too."""
+    """The result of a bandwidth sweep, in words: for compression, or for all modes other than a dense exchange in every
+    step."""
     pays = [p.gain > 1 + PAYS for p in curve.points]
     otherwise = any(p.way for p, such in zip(curve.points, pays, strict=True) if such)
     what = "leaving dense exchange in each step" if otherwise else "compression"
