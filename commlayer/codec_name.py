@@ -69,7 +69,6 @@ class CodecName(msgspec.Struct, frozen=True):
 
     @property
     def core(self) -> CodecName:
-        """The innermost codec."""
         return self if self.inner is None else self.inner.core
 
     @property

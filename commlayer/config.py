@@ -43,7 +43,6 @@ class Config(Record, frozen=True):
     token: kinds.Secret = ""
     """The job's secret; peers without it are refused. Processes of one torchrun agree on one by themselves."""
     token_file: kinds.Text = ""
-    """A file that holds the token."""
     keys: kinds.Text = ""
     """This node's folder from `commlayer keys`. With keys all connections use mutual TLS."""
     audit: kinds.Text = ""
@@ -350,7 +349,7 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
 
 def quiet_grpc() -> None:
     """Call before importing grpc. Its fork handlers hang forked children (DataLoader workers) that exit while a channel is
-    open, and its own log lines about refused handshakes hide commlayer's one line that explains the refusal."""
+    open. Its own log lines about a refused handshake hide commlayer's one line that explains it."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

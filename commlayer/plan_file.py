@@ -106,7 +106,6 @@ def written(plan: Plan) -> str:
 
 
 def inputs_of(path: Path) -> PlanFileInputs:
-    """The inputs stored next to a plan file."""
     beside = sidecar(path)
     if not beside.is_file():
         raise InvalidInput("E-PLAN-FILE",

@@ -237,8 +237,6 @@ class Member(Record, frozen=True):
 
 
 class ServerInfo(Record, frozen=True):
-    """A summation server and where workers reach it."""
-
     id: int
     address: str
     node: int = 0

@@ -35,9 +35,9 @@ class Policy(Record, frozen=True):
     gain_least: float = 0.03
     """Least gain of a change, as a part of the expected iteration."""
     change_s: float = 0.0
-    """Seconds that a change costs. The gain must win them back ..."""
+    """Seconds that a change costs."""
     horizon: int = 50
-    """... within this many steps."""
+    """The gain must win back `change_s` within this many steps."""
     exclude_gain: float = 0.05
     """Leaving a worker out must shorten the iteration by this part."""
     readmit_after: int = 50
@@ -53,8 +53,6 @@ class Policy(Record, frozen=True):
 
 
 class BalancedWorker:
-    """The balancer's state of a worker."""
-
     def __init__(self, cap: int | None, line: Line | None) -> None:
         self.cap = cap
         self.online = OnlineLine(line)
@@ -197,7 +195,6 @@ class Balancer:
             self.events.append(Outcome(step, promised.step, promised.after_s, measured_s, promised.reason, self._effect))
 
     def _improved(self, step: int) -> Decision | None:
-        """The best shares, if they gain enough."""
         workers = self._able(worker for worker, one in self.members.items() if one.out_since is None or self._reported(worker))
         present = frozenset(worker for worker in workers if self._now.get(worker))
         before_s = self._expected_s(self._in_force)

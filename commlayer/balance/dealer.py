@@ -69,7 +69,6 @@ class Dealer(HandsOut):
                 self._commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position, for a checkpoint."""
         if self._handout.applied():
             self._commit()
         return {"dealer": text_of(DealerState(self.batch, self.step, self._read, self._schedule.since(self.step)))}

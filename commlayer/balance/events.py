@@ -92,7 +92,6 @@ def straggler_effect(times_s: Sequence[float]) -> float:
 
 
 def said(event: Decision | Outcome) -> str:
-    """The event in one line, for people."""
     if isinstance(event, Outcome):
         whole = f"; a whole step takes {event.whole_s * 1e3:.1f} ms" if event.whole_s else ""
         return (f"the shares decided at step {event.decided} brought {event.measured_s * 1e3:.1f} ms a step, expected were "

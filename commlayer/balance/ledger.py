@@ -32,7 +32,6 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """Number of positions."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -110,7 +109,6 @@ class Ledger:
         return clone
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {"ledger": text_of(LedgerState(self.length, self._left, self._open))}
 
     @classmethod

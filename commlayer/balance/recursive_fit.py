@@ -70,9 +70,9 @@ class OnlineLine:
         self._jumped_at: int | None = None
 
     def copy(self) -> OnlineLine:
-        made = copy.copy(self)
-        made._outliers = list(self._outliers)
-        return made
+        clone = copy.copy(self)
+        clone._outliers = list(self._outliers)
+        return clone
 
     @property
     def known(self) -> bool:

@@ -185,7 +185,7 @@ class Sampler(HandsOut):
                 yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
                 if session is not None and session.inspect.may_leave:
                     # All workers must learn of departures after the same step. At the end of the epoch all steps are
-                    # exchanged, so that a worker that leaves in the next epoch takes no samples of this one with it.
+                    # exchanged: a worker that leaves in the next epoch then takes no samples of this one with it.
                     session.inspect.catch_up(wholly=self._trained.ends())
                 self._commit()
                 self._heed(step, session)

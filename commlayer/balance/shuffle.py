@@ -45,7 +45,6 @@ class Permutation:
             self._table = np.argsort(mix(np.arange(length, dtype=np.uint64) + self._keys[0]), kind="stable")
 
     def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """The indices at these ranges of positions, in order."""
         parts = [self._at(np.arange(start, stop, dtype=np.uint64)) for start, stop in ranges]
         return [int(index) for part in parts for index in part]
 

@@ -66,7 +66,6 @@ def family(codec: str) -> str:
 
 
 def write(path: Path, model: LossModel) -> None:
-    """Writes the model as JSON."""
     write_whole({path: encode(model) + b"\n"})
 
 

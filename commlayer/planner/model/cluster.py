@@ -45,7 +45,6 @@ class Node(Record, frozen=True):
     speed: float = 1.0
     """Compute speed relative to the profile's device."""
     server: bool = True
-    """Whether it can host a summation server."""
 
 
 class Cluster(Record, frozen=True):

@@ -1,7 +1,7 @@
 """Default costs of codecs that were not measured: bytes touched and sent per element.
 
-Codecs are bound by memory bandwidth. An element costs the bytes that its kernels read and write, divided by the part of
-streaming speed that the project's bench measured for the codec. Loss penalties are in the learning rows.
+Codecs are bound by memory bandwidth: an element costs the bytes that its kernels read and write. The project's bench measured
+each codec's speed as a part of streaming speed. Loss penalties are in the learning rows.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class _Tables:
             return self._sooner(codec, recipe)
         part = place_of(codec, recipe.every)
         place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
-        asked = _families(self._rows, recipe.optimizer)
-        each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in asked]
+        families = _families(self._rows, recipe.optimizer)
+        each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in families]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
@@ -195,7 +195,7 @@ def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str
     for row in rows:
         by.setdefault(_point(row), []).append(row)
     counts = (workers, 0)
-    return {point: next((found for n in counts if (found := [r for r in same if r.workers == n])), same)
+    return {point: next((matching for n in counts if (matching := [r for r in same if r.workers == n])), same)
             for point, same in by.items()}
 
 

@@ -61,7 +61,6 @@ def _kind(core: CodecName) -> tuple[str, float]:
 
 
 def _group(kind: str) -> str:
-    """The group of related kinds."""
     family = kind.partition(" ")[0]
     return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
 
@@ -139,7 +138,7 @@ class Curves:
             highest = max(curve(point) for curve in worst)
             if base is None:
                 return highest
-            ratios = [_over(there((at_x, y)), before((at_x, 0.0))) for there, before, xs in both for at_x in xs]
+            ratios = [_over(placed((at_x, y)), before((at_x, 0.0))) for placed, before, xs in both for at_x in xs]
             grown = max(ratios, default=1.0)
             return max(highest, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
 

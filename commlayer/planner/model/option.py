@@ -10,7 +10,7 @@ DENSE = "identity()"
 
 
 class Option(NamedTuple):
-    """What a plan decides for a bucket besides its server and owner."""
+    """What a plan decides for a bucket, except its server and owner."""
 
     path: str
     codec: str = DENSE

@@ -15,7 +15,6 @@ def way_of(made: Plan) -> str:
 
 
 def most_used(made: Plan) -> str:
-    """The codec of most elements."""
     by: dict[str, int] = {}
     for bucket in made.buckets:
         name = bucket.codec + (f" down {bucket.down}" if bucket.down else "")

@@ -60,7 +60,6 @@ def alone_s(of: Template, sizes: Reals) -> Reals:
 
 
 def busy_s(of: Template, sizes: Reals) -> dict[str, Reals]:
-    """Seconds of each lane."""
     busy: dict[str, Reals] = {}
     lanes = (lane for lanes in of.shape.lanes for lane in lanes)
     for lane, seconds in zip(lanes, over(of.seconds, sizes), strict=True):

@@ -2,12 +2,12 @@
 
 For n members that each hold s bytes before, at alpha seconds per message and B bytes per second in each direction:
 
-  allreduce        2(n-1) alpha + 2(n-1)/n s/B     ring
-  reduce_scatter    (n-1) alpha +  (n-1)/n s/B     ring
-  allgather         (n-1) alpha +  (n-1)   s/B     ring; as the second half of a pair, s is one shard
-  alltoall          (n-1) alpha +  (n-1)/n s/B     pairwise
-  reduce, broadcast  lg n alpha +          s/B     pipelined tree
-  gather             lg n alpha +  (n-1)   s/B     all of it enters the root
+    allreduce        2(n-1) alpha + 2(n-1)/n s/B     ring
+    reduce_scatter    (n-1) alpha +  (n-1)/n s/B     ring
+    allgather         (n-1) alpha +  (n-1)   s/B     ring; as the second half of a pair, s is one shard
+    alltoall          (n-1) alpha +  (n-1)/n s/B     pairwise
+    reduce, broadcast  lg n alpha +          s/B     pipelined tree
+    gather             lg n alpha +  (n-1)   s/B     all of it enters the root
 """
 
 from __future__ import annotations

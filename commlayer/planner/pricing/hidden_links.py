@@ -7,7 +7,7 @@ from msgspec import structs
 from commlayer.planner.model.cluster import Cluster
 
 FULL = 0.75
-"""Usable part of a link. Four hosts at 10 Mb/s and 80 ms hid exchanges that filled two thirds of their links, but waited
+"""Usable part of a link. Four hosts at 10 Mb/s and 80 ms hid exchanges that filled two thirds of their links. They waited
 for nearly every exchange planned to fill 90 % or more: flows that share a long link leave part of it idle, at times for
 seconds. Exchanges that are waited for are not affected."""
 

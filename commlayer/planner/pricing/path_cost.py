@@ -1,7 +1,7 @@
 """Prices a path: the tasks that a bucket puts on the lanes of the cluster.
 
-  compute:NODE   backward, and GPU codecs     cpu:NODE[.OWNER]   the codec lane of a rank
-  intra:NODE     between the node's ranks     up:NODE down:NODE  its link     server:NODE   the summation server it hosts
+    compute:NODE   backward, and GPU codecs     cpu:NODE[.OWNER]   the codec lane of a rank
+    intra:NODE     between the node's ranks     up:NODE down:NODE  its link     server:NODE   the summation server it hosts
 """
 
 from __future__ import annotations

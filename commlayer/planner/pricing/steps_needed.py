@@ -45,7 +45,6 @@ def recipe_of(plan: Plan, cluster: Cluster, policy: Policy) -> Recipe:
 
 
 def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:
-    """Excess of a whole plan."""
     known, recipe = Excesses(profile), recipe_of(plan, cluster, policy)
     each = [known.of(b.by_node or (b.codec,), b.down, recipe._replace(late=b.stale)) for b in plan.buckets]
     return summed(weights(job, [b.slices for b in plan.buckets], profile.energy), each)

@@ -180,7 +180,6 @@ class _Search:
     # ---- starts and the beam
 
     def least(self) -> tuple[int, ...]:
-        """For each bucket, the option with the least loss."""
         return tuple(min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in self.space.loss)
 
     def priced(self, starts: Sequence[Sequence[int]]) -> list[ChoiceFound]:

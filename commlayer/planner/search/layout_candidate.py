@@ -41,8 +41,6 @@ REFINED, WIDENED = 3, 24
 
 
 class SearchInputs(NamedTuple):
-    """The validated inputs of a plan."""
-
     job: Job
     timing: Timing
     cluster: Cluster
@@ -67,7 +65,6 @@ class Written(NamedTuple):
     """The placed parts of a choice."""
 
     seconds: float
-    """Seconds of one step."""
     parts: list[CandidatePart]
 
 
@@ -120,7 +117,8 @@ class LayoutCandidate:
     @cached_property
     def dense(self) -> ChoiceFound:
         """The best uniform choice without compression."""
-        return best([found for found in self.uniform if not self.uses(found, lambda o: o.codec != DENSE)] or self.uniform[:1])
+        return best([choice for choice in self.uniform if not self.uses(choice, lambda o: o.codec != DENSE)]
+                    or self.uniform[:1])
 
     def uses(self, found: ChoiceFound, such: Callable[[Option], bool]) -> bool:
         """Whether any bucket's option satisfies the predicate."""
@@ -181,11 +179,10 @@ class LayoutCandidate:
         return self.exact_s(found) * (1 + found.excess)
 
     def parts(self, found: ChoiceFound) -> list[CandidatePart]:
-        """The parts that emit() writes."""
         return self._as_written(found).parts
 
     def _as_written(self, found: ChoiceFound) -> Written:
-        """Cuts buckets only as far as servers need to share evenly, since each part has fixed costs. If that is faster,
+        """Cuts buckets only as far as servers need for an even share, since each part has fixed costs. If that is faster,
         cuts into a part for each server, whose transfers and sums run in parallel."""
         if found.choice not in self._written:
             best = self._cut(found, SHARED)
@@ -231,7 +228,6 @@ class LayoutCandidate:
         return Written(written.schedule.run([0] * len(parts)) / self.local_steps, parts)
 
     def emit(self, found: ChoiceFound) -> Plan:
-        """The plan of a choice."""
         job, parts = self.inputs.job, self.parts(found)
         buckets = []
         for i, part in enumerate(parts):

@@ -81,9 +81,8 @@ class OptionPrices:
     def parts(self, sent: tuple[int, ...], finely: int, turns: int = 1) -> list[CandidatePart]:
         """Cuts and places the buckets of a plan; each is sent by the option of that number in `sent`.
 
-        A bucket priced as spread over all servers is cut, so that each server gets at least `finely` parts of the model, and
-        a part of each turn. Served buckets go to the server with the least load, and among a node's ranks to the one with the
-        least.
+        A bucket priced as spread over all servers is cut: each server gets at least `finely` parts of the model, and a part
+        of each turn. Served buckets go to the server with the least load, and among a node's ranks to the one with the least.
         """
         key = sent, max(finely, turns), turns
         if key not in self._parts:

@@ -187,7 +187,7 @@ def _one_may_do(cluster: Cluster, finalists: list[LayoutCandidate]) -> bool:
     """Whether a server on a single node could be better than servers on all nodes: if a link stands out, or if servers are
     used anyway."""
     return not _even(cluster) or any(
-        entry.uses(found, lambda option: option.served) for entry in finalists for found in (entry.quick, entry.searched)
+        entry.uses(choice, lambda option: option.served) for entry in finalists for choice in (entry.quick, entry.searched)
     )
 
 

@@ -1,7 +1,7 @@
 """Drops paths that another path beats on every lane, so that the search has few options.
 
-A path is beaten if, over the whole range of sizes, another one occupies no lane longer and is done no later when it runs
-alone. Prices are linear, so checking both ends of the range is enough.
+A path is beaten if another one occupies no lane longer and is done no later when alone, over the whole range of sizes. Prices
+are linear, so checking both ends of the range is enough.
 
 This keeps the best path for a bucket alone, but not always the best one among others: many short tasks let others run in
 between, a few long ones do not. In tests with pairs of buckets one pair in ten lost something, 10 % at worst.

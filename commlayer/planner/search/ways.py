@@ -51,7 +51,6 @@ class Ways:
         return [one.high if self.steps_count else 0.0 for one in each], [one.loss_high for one in each]
 
     def at(self, prices: Prices) -> Ways:
-        """The same options with other prices."""
         return Ways(prices, self.options, self.recipe, steps_count=self.steps_count)
 
     @cached_property

@@ -7,8 +7,8 @@ With overlap="round" an exchange runs alongside as many steps as it covers, so a
 fragments, this holds for each fragment: a part of the buckets, and the steps until the next fragment.
 
 With overlap="forward" results arrive during the next forward pass, which waits for a bucket where it first needs it. A period
-then runs from one backward pass to the next, which begins when all results are in and the forward computation after each of
-them is done.
+then runs from one backward pass to the next. The next one begins when all results are in and the forward computation that
+needs them is done.
 """
 
 from __future__ import annotations

@@ -32,8 +32,6 @@ class Span(Record, frozen=True):
 
 
 class Timeline(Record, frozen=True):
-    """One step of every node."""
-
     step_s: float
     """From one forward pass to the next."""
     compute_s: float

@@ -21,8 +21,6 @@ from commlayer.records import Job, Timing
 
 
 class Turn(NamedTuple):
-    """One turn of a round."""
-
     places: list[int]
     """Its buckets, which the problem numbers from 0."""
     problem: Problem
@@ -45,8 +43,6 @@ def turns_of(
 
 
 class Round:
-    """Simulates all turns of a round."""
-
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns = turns
         self._each = [schedule(turn.problem) for turn in turns]

@@ -19,8 +19,6 @@ SHIPPED = Path(__file__).with_name("learning.json")
 
 
 class Provenance(Record, frozen=True):
-    """Origin of a table."""
-
     date: str
     command: str
     runs: int

@@ -29,8 +29,6 @@ from commlayer.planner.tables import learning
 
 
 class Gpu(NamedTuple):
-    """A GPU's data sheet."""
-
     fp32_tflops: float
     memory_gbytes_s: float
     half_tflops: float
@@ -51,12 +49,10 @@ class Gpu(NamedTuple):
 
     @property
     def peak_tflops(self) -> float:
-        """Peak in the fastest precision for training."""
         return self.half_tflops or self.fp32_tflops
 
     @property
     def precision(self) -> str:
-        """The fastest precision for training."""
         return "FP32" if not self.half_tflops else "bf16" if self.bf16 else "fp16"
 
 
@@ -171,7 +167,6 @@ def link(name: str) -> Link:
 
 
 def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
-    """A node of the tables."""
     if intra not in INTRA:
         raise InvalidInput("E-LINK-NAME", f"intra {intra!r}: allowed are {', '.join(INTRA)}")
     intra_bps, intra_alpha_s = INTRA[intra] if ranks > 1 else (0.0, 0.0)

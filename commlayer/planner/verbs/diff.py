@@ -7,16 +7,12 @@ from commlayer.records import Bucket, Job, Plan, Record
 
 
 class Change(Record, frozen=True):
-    """A tensor that the plans send differently."""
-
     tensor: str
     before: str
     after: str
 
 
 class Difference(Record, frozen=True):
-    """Differences between two plans of one model."""
-
     fields: tuple[tuple[str, str, str], ...]
     """Differences of the whole plans: name, before, after."""
     changes: tuple[Change, ...]

@@ -12,8 +12,6 @@ from commlayer.records import Bucket, Job, Plan, Record
 
 
 class Explanation(Record, frozen=True):
-    """Why a bucket is sent as it is."""
-
     bucket: Bucket
     tensors: tuple[str, ...]
     """Names of its tensors, with ranges if a tensor is cut."""

@@ -173,7 +173,6 @@ def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, flo
 
 
 def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator[tuple[str, float, Cluster]]:
-    """Replaces GPUs in nodes that train."""
     for i, name in enumerate(gpus):
         nodes = tuple(structs.replace(node, device=name, speed=speed(name, half=half)) if node.ranks else node
                       for node in cluster.nodes)
