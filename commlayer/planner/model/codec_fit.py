@@ -1,6 +1,6 @@
 """Rules about which codecs may be used on which paths.
 
-They exist only here: the planner offers nothing else, and a worker refuses a plan that breaks them.
+This module alone defines them. The planner offers only combinations that fit, and a worker refuses a plan that breaks them.
 """
 
 from __future__ import annotations

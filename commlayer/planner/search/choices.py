@@ -37,7 +37,7 @@ class Space(NamedTuple):
 
     schedule: Timed
     loss: Sequence[Sequence[float]]
-    """Part of the whole model's loss budget."""
+    """What each option adds to the whole model's loss."""
     burden: Sequence[Sequence[float]]
     """Breaks ties: seconds on lanes, plus a penalty for coding that exceeds any seconds."""
     critical: Callable[[Sequence[int]], set[int]]
