@@ -1,4 +1,4 @@
-"""`commlayer tune`: searches codec, ratio, batch and more on short proxy runs. Loads no torch for its help."""
+"""`commlayer tune`: searches codec, ratio, batch and more with short proxy runs. Its --help loads no torch."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def tune(
     space = read_space(tuple(codec or CODECS), ratio, batch, local_steps, staleness=staleness)
     if importlib.util.find_spec("skopt") is None:
         raise InvalidInput("E-CLI-OPTION", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
-    # Numbers load when they are needed: the command's help is to be there at once.
+    # Imported late: these load numpy and scikit-optimize, and --help must be fast.
     from commlayer.balance.tuner_engine import Engine
 
-    made, proxy = Engine(space, seed), load(task)
+    engine, proxy = Engine(space, seed), load(task)
     asked = Search(task, space, part, seed)
     kept = Store(store, asked)
-    _show(tuner.tune(proxy, kept, asked, made, trials), kept, asked, trials)
+    _show(tuner.tune(proxy, kept, asked, engine, trials), kept, asked, trials)
     tuner_loss.write(out, tuner.loss_model(kept.trials))
     _tell(kept, asked, out)
 
@@ -68,14 +68,14 @@ def tune(
 def read_space(
     codecs: tuple[str, ...], ratio: str, batch: str, local_steps: str = "1", *, staleness: bool = False,
 ) -> SearchSpace:
-    """What the options ask for, checked; a ValueError names the option."""
+    """The search space of the options. An error names its option."""
     try:
         low, high = (float(part) for part in ratio.split(":"))
     except ValueError:
         raise InvalidInput("E-CLI-OPTION", f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
-    made = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batch", batch, "64,128,256"),
+    space = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batch", batch, "64,128,256"),
                          local_steps=_numbers("--local-steps", local_steps, "1,2,4"), staleness=staleness)
-    # Here, since it loads numpy, which the help does not need.
+    # Imported late: it loads numpy, which --help does not need.
     from commlayer.compressors import parse
 
     for spelling in codecs:
@@ -83,7 +83,7 @@ def read_space(
             parse(spelling.replace("{ratio}", f"{high:g}"))
         except (TypeError, ValueError) as error:
             raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
-    return made
+    return space
 
 
 def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
 
 
 def load(task: str) -> tuner.Proxy:
-    """The function that a task names."""
+    """The proxy function that a task names."""
     if task not in BUILT_IN and not task.endswith(".py") and ":" not in task:
         raise InvalidInput("E-CLI-OPTION", f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
     return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
@@ -113,12 +113,12 @@ def _show(running: Iterator[TuningTrial], kept: Store, asked: Search, trials: in
         row = bar.add_task("proxy runs", total=trials, completed=min(trials, len(kept.trials)))
         for trial in running:
             console.print(line(len(kept.trials), trial, kept.trials[0]), markup=False, soft_wrap=True)
-            found = tuner.best(kept.trials, asked.budget)
-            bar.update(row, completed=len(kept.trials), description=f"best {found.seconds:.3g} s")
+            best = tuner.best(kept.trials, asked.budget)
+            bar.update(row, completed=len(kept.trials), description=f"best {best.seconds:.3g} s")
 
 
 def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
-    """One trial, for a person."""
+    """The console line of one trial."""
     settings = spelled(trial.settings)
     what = f"{number:3}  batch {settings['batch']:<5} {settings['codec'] + inexact(settings):44}"
     if trial.error:
@@ -127,15 +127,15 @@ def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
 
 
 def inexact(settings: Settings) -> str:
-    """What else than the codec changes the training."""
+    """Settings other than the codec that make training inexact."""
     steps = f", {settings['local_steps']} local steps" if settings.get("local_steps", 1) > 1 else ""
     return steps + (", a step late" if settings.get("stale") else "")
 
 
 def _tell(kept: Store, asked: Search, out: Path) -> None:
-    found, dense = tuner.best(kept.trials, asked.budget), kept.trials[0]
-    settings = spelled(found.settings)
+    best, dense = tuner.best(kept.trials, asked.budget), kept.trials[0]
+    settings = spelled(best.settings)
     typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
-               f"{found.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(found, dense):+.2%}")
+               f"{best.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(best, dense):+.2%}")
     typer.echo(f"trials in {kept.path}, loss model in {out}: commlayer plan make --loss {out}; it is of codecs, what other "
                "ways of training cost is measured by commlayer tune TASK --learning FILE")

@@ -1,4 +1,7 @@
-"""`commlayer tune TASK --learning FILE`: what each way costs in steps on a task of the user's. Loads torch only to train."""
+"""`commlayer tune TASK --learning FILE`: measures the convergence factor of each sync mode on the user's task.
+
+Loads torch only to train.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BY_ITSELF = "one worker by itself"
 FIELDS = ("model", "optimizer", "batches", "loss", "validation")
 CALLED = {"optimizer": "optimizer(model)", "batches": "batches(rank, world)", "loss": "loss(model, batch)",
           "validation": "validation(model)"}
-"""What each function of a task is of."""
+"""The call in which each function of a task is used."""
 WHAT = f"of a seed that returns a dict of {', '.join(FIELDS)}"
 
 
@@ -47,7 +50,7 @@ def run(
         nonlocal count
         count += 1
         typer.echo(f"{count:3}  {said(way):56} loss {loss:.4g}")
-        if table is not None:  # as far as it is known: whoever breaks off has that
+        if table is not None:  # written after each training, so that an interrupted run keeps its rows
             write_whole({out: written(table)})
 
     several = local_steps if any(n > 1 for n in local_steps) else LOCAL_STEPS
@@ -64,11 +67,11 @@ def run(
 
 
 def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
-    """Each codec that has a ratio at the ends of its range, the larger one first."""
+    """The codecs to measure. A codec with a ratio appears at both ends of its range, the larger ratio first."""
     from commlayer.compressors import parse
 
     ends = ["0.1", "0.01"] if codecs is None else ratio.split(":")[::-1]
-    found = []
+    spellings = []
     for codec in codecs or CODECS:
         for end in ends if "{ratio}" in codec else ends[:1]:
             text = codec.replace("{ratio}", end)
@@ -76,12 +79,12 @@ def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
                 parse(text)
             except (TypeError, ValueError) as error:
                 raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
-            found.append(text)
-    return tuple(found)
+            spellings.append(text)
+    return tuple(spellings)
 
 
 def maker(name: str) -> Callable[[int], Task]:
-    """By seed, what the user's function says is to be trained."""
+    """The user's function, wrapped: it takes a seed and returns the checked task."""
     function = function_of(name, "task", WHAT)
 
     def make(seed: int) -> Task:
@@ -91,7 +94,7 @@ def maker(name: str) -> Callable[[int], Task]:
 
 
 def _fields(what: str, made: Any) -> dict[str, Any]:
-    """All that is needed, of what a user's function returned."""
+    """The fields of a task, checked, from the result of a user's function."""
     from torch import nn
 
     if not isinstance(made, Mapping):
@@ -106,7 +109,7 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 
 
 def _guarded(name: str, made: dict[str, Any]) -> Task:
-    """What goes wrong in a user's functions is one line, and says in which."""
+    """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
     from commlayer.autotune.measure.learning import Task
 
     def of(field: str) -> Callable[..., Any]:
@@ -122,7 +125,7 @@ def _guarded(name: str, made: dict[str, Any]) -> Task:
 
 
 def said(way: Way) -> str:
-    """For a person."""
+    """The sync mode, for the console."""
     parts = [BY_ITSELF if way.workers == ALONE else way.codec, "updates" if way.codes == "updates" else "",
              f"every={way.every}" if way.every > 1 else "", 'overlap="round"' if way.overlap else "",
              "one step late" if way.late else "", f"seed {way.seed}" if way.seed else ""]

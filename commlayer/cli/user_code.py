@@ -1,7 +1,7 @@
-"""A user's function named on the command line (FILE.py, FILE.py:FUNCTION, MODULE:FUNCTION), and the Job of the model it makes.
+"""Loads a user's function named on the command line, and measures the job of the model that it makes.
 
-A file is imported only if importing starts no work; a module named as MODULE:FUNCTION is imported as it is. Loads torch only
-to time.
+Accepted forms are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION. A file is imported only if its import starts no work; a module
+is imported as it is. Torch is loaded only for measuring.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from commlayer.records import Job
 
 
 def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
-    """The function; `default` is its name in a file named alone, `what` says in errors what it has to be."""
+    """The function that `text` names. `default` is its name if `text` is only a file; `what` describes it in errors."""
     where, colon, name = text.rpartition(":")
     if text.endswith(".py"):
         where, name = text, default
     elif not colon or not where or not name:
         raise InvalidInput("E-USER-CODE", f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
-    # What Python does for a script and for `python -m`: the command itself begins elsewhere.
-    beside = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
-    if str(beside) not in sys.path:
-        sys.path.insert(0, str(beside))
+    # As Python does for a script and for `python -m`: the command's own sys.path begins elsewhere.
+    folder = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     if where.endswith(".py"):
         _check_top_level(Path(where))
     try:
@@ -37,13 +37,13 @@ def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
         raise InvalidInput("E-USER-CODE", f"{where}: no such file") from None
     except (Exception, SystemExit) as error:
         absent = isinstance(error, ModuleNotFoundError) and not where.endswith(".py")
-        said = str(error) if absent else f"{type(error).__name__}: {error}"
-        raise InvalidInput("E-USER-CODE", f"{text}: {said}".splitlines()[0]) from None
-    found: Any = getattr(module, name, None)
-    if not callable(found):
+        reason = str(error) if absent else f"{type(error).__name__}: {error}"
+        raise InvalidInput("E-USER-CODE", f"{text}: {reason}".splitlines()[0]) from None
+    candidate: Any = getattr(module, name, None)
+    if not callable(candidate):
         raise InvalidInput("E-USER-CODE", f"{text}: has no function {name} {what}")
-    made: Callable[..., Any] = found
-    return made
+    function: Callable[..., Any] = candidate
+    return function
 
 
 def _file(path: Path) -> Any:
@@ -51,7 +51,7 @@ def _file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -59,16 +59,16 @@ def _file(path: Path) -> Any:
 QUIET = ("warnings", "logging", "typing", "pathlib", "Path", "TypeVar", "int", "float", "str", "bool")
 QUIET_BEGINNINGS = ("os.environ.", "os.getenv", "os.path.", "sys.path.", "torch.set_", "torch.backends.", "torch.manual_seed",
                     "torch.device", "torch.cuda.is_available")
-"""What a file may call at its top level: modules and functions, and beginnings of other names."""
+"""Calls that a file may make at its top level: modules and functions, and prefixes of dotted names."""
 
 
 def _check_top_level(path: Path) -> None:
-    """ValueError if importing the file would do more than define: planning must not start a script's training."""
+    """InvalidInput if importing the file would do more than define things: planning must not start a training script."""
     try:
         source = path.read_bytes()
         tree = ast.parse(source, str(path))
     except (OSError, SyntaxError, ValueError):
-        return  # importing it tells
+        return  # the import itself reports the error
     working = sorted(_working(tree.body), key=lambda node: node.lineno)
     if working:
         line = source.decode(errors="replace").splitlines()[working[0].lineno - 1].strip()
@@ -81,7 +81,7 @@ def _check_top_level(path: Path) -> None:
 
 
 def _working(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that do more than import, define, and assign or set what needs no call but to `QUIET`."""
+    """Statements that do more than import, define, or assign. Calls to `QUIET` names are allowed."""
     for node in statements:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
             continue
@@ -104,7 +104,7 @@ def _is_main(test: ast.expr) -> bool:
 
 
 def _works(node: ast.AST) -> bool:
-    """Whether it calls something that is not `QUIET`. What a lambda would call is not called here."""
+    """Whether the node calls something that is not `QUIET`. The body of a lambda is not called yet."""
     if isinstance(node, ast.Lambda):
         return False
     if isinstance(node, ast.Call):
@@ -123,7 +123,7 @@ LONGEST_LINE = 60
 
 
 def made_by(text: str) -> Callable[..., Any]:
-    """The function that makes a model and its loss."""
+    """The function that returns a model and its loss."""
     return function_of(text, "make", "that returns (model, loss)")
 
 
@@ -132,16 +132,16 @@ def job_of_function(text: str, batch: int | None) -> Job:
 
 
 def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
-    """`text` is how the user named it."""
+    """Times one step of the model that `make` returns. `text` is the user's name for `make`, for errors."""
     from torch import nn
 
     from commlayer.autotune.measure.model_times import timed_job
 
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"batch of {text}: got {batch}, allowed: at least 1")
-    made = of_user(text, make)
+    result = of_user(text, make)
     try:
-        model, loss_of = made
+        model, loss_of = result
     except (TypeError, ValueError) as error:
         raise InvalidInput("E-USER-CODE", f"{text}: expected (model, function that computes a loss): {error}") from None
     if not isinstance(model, nn.Module) or not callable(loss_of):
@@ -152,7 +152,7 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
 
 
 def of_user(what: str, call: Callable[[], T]) -> T:
-    """What is wrong in a user's model is one line as well: trained by itself it shows where."""
+    """Runs user code. An exception becomes one line; the user sees the full trace by running the model alone."""
     try:
         return call()
     except (Exception, SystemExit) as error:

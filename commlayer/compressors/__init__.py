@@ -1,4 +1,4 @@
-"""Codecs: how a bucket becomes bytes and comes back. Knows tensors and payloads; nothing of ranks, networks or plans."""
+"""Codecs: they turn a gradient bucket into payload bytes and back, with error feedback and momentum around them."""
 
 from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.checkpoint import restore, snapshot

@@ -1,6 +1,6 @@
-"""Sends whole runs of neighbours, those of largest summed magnitude: a sixteenth of the positions, contiguous memory.
+"""Block threshold: sends runs of neighbouring entries with the largest summed magnitude.
 
-Knows selection of runs and its body; the residual is the caller's. How the threshold is found: tracked_threshold.py.
+A run of 16 needs a sixteenth of the positions and uses contiguous memory. tracked_threshold.py finds the threshold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADER = payload.HEADER_NBYTES
 
 
 class BlockThreshold(OneRound, frozen=True):
-    """About ratio * numel entries per payload, in runs, never a run of zeros. Large tensors get up to 10 % more or less."""
+    """About ratio * numel entries per payload, in runs, never a run of zeros. Large tensors send up to 10 % more or less."""
 
     name: ClassVar[str] = "block_threshold"
     biased: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class BlockThreshold(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
+        """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n, memory = state["_numel"], state["_scratch"]
         inputs.check(self.name, "x", x, n)
         ids, finite = runs.pick(self.wanted(n), self.run, x, residual, state)

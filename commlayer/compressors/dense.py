@@ -1,4 +1,4 @@
-"""Codecs that send every element: float32 as it is, or cast to 16 bits. They keep nothing from step to step."""
+"""Codecs that send every element: float32 unchanged, or cast to 16 bits. They keep no state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER = payload.HEADER_NBYTES
 
 
 class Identity(OneRound, frozen=True):
-    """float32 as it is. x may live in its own payload, 16 bytes in. An all-reduce could add these payloads."""
+    """float32 unchanged. x may live in its own payload, 16 bytes in. An all-reduce could add these payloads."""
 
     name: ClassVar[str] = "identity"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
@@ -64,9 +64,9 @@ CASTS = {
 class _Half(OneRound, frozen=True):
     """16 bits per element, rounded to nearest.
 
-    GATHER, not SUM: the payloads are added in float32 and rounded once, on the way back. An all-reduce over the payloads
-    would round after each addition and could overflow on the way. Counts as unbiased: the error is a rounding error,
-    relative to the element itself. What becomes infinite by the cast makes the payload non-finite.
+    GATHER, not SUM: payloads are added in float32 and rounded once, in the result. An all-reduce over the payloads would round
+    after each addition and could overflow. The codec counts as unbiased: its error is a rounding error relative to the element.
+    An element that the cast makes infinite makes the payload non-finite.
     """
 
     def bound(self, spec: Spec) -> int:
@@ -102,9 +102,9 @@ class Bf16(_Half, frozen=True):
 
 
 def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:
-    """A dense body may hold what is not finite without its flag: then it counts as flagged.
+    """Treats a dense body with non-finite values and no flag as flagged.
 
-    In a server's sum it needs no test of its own: it stays there, and emit flags the sum.
+    A server's sum needs no such test: the values stay in the sum, and emit flags it.
     """
     if decoded and not kernels.all_finite(out):
         out.fill_(NAN)
@@ -113,7 +113,7 @@ def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:
 
 
 def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
-    """What the headers of all dense payloads promise."""
+    """Checks the header fields that all dense payloads share."""
     payload.expect("aux", head.aux, 0)
     payload.expect("seed", head.seed, 0)
     payload.expect("count", head.entries, numel)
@@ -121,7 +121,7 @@ def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
 
 
 def of_means(codec: Codec) -> bool:
-    """Whether a server makes the mean of buffers that travel so: as they are. In any other they go as parts of a sum."""
+    """Whether servers average buffers sent with this codec as they are. With other codecs a buffer is sent as part of a sum."""
     return isinstance(codec, Identity)
 
 

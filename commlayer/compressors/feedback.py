@@ -1,7 +1,7 @@
-"""Error feedback: what a codec does not send stays in a residual and is added to the next step. Knows no codec's format.
+"""Error feedback: what a codec does not send stays in a residual and is added to the next step.
 
-Conservation: sent + residual = input + old residual, for the worker and for the server. A codec of one round may offer
-`start_fed(x, residual, state, out)`, which does it in its own pass; a test pins it equal to the general way below.
+Conservation: sent + residual = input + old residual, for workers and for servers. A codec of one round may offer
+`start_fed(x, residual, state, out)`, which does this in its own pass. A test compares it with the general method below.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ else:
 
 @runtime_checkable
 class Fed(Protocol):
-    """A codec that codes x + residual and updates the residual in one pass."""
+    """A codec that encodes x + residual and updates the residual in one pass."""
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int: ...
 
 
 @runtime_checkable
 class Sent(Protocol):
-    """A codec of several rounds that can tell, after its last payload, what part of x this worker's payloads carried.
+    """A codec of several rounds that can compute, after its last payload, which part of x this worker sent.
 
-    Zeros where x or a result was not finite: then all later payloads of the step are flagged and nothing was carried.
+    That part is zero where x or a result was not finite: all later payloads of the step are then flagged.
     """
 
     def sent(self, state: State, out: torch.Tensor) -> None: ...
@@ -44,7 +44,7 @@ class Sent(Protocol):
 
 @runtime_checkable
 class Limited(Protocol):
-    """A codec that flags finite numbers above `most`. With feedback they are cut there, and the residual keeps the rest."""
+    """A codec that flags finite numbers above `most`. Error feedback clamps them to `most`, and the residual keeps the rest."""
 
     @property
     def most(self) -> float: ...
@@ -52,20 +52,20 @@ class Limited(Protocol):
 
 @runtime_checkable
 class AddsTo(Protocol):
-    """A codec whose accumulator is not the dense tensor: `add_to` adds a payload to that."""
+    """A codec whose accumulator is not the dense tensor: `add_to` adds a payload to the dense tensor."""
 
     def add_to(self, payload_: Buffer, out: torch.Tensor) -> None: ...
 
 
 class ErrorFeedback(Wrapper, frozen=True):
-    """Payloads are the inner codec's.
+    """Wraps a codec; payloads are those of the inner codec.
 
-    State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory, which
-    must stay unchanged until the next `start` (`emit`) or `undo` (`undo_server`); empty between the rounds of a step, when
-    nothing is carried yet. A server's state also points to the last accumulator, which must stay unchanged until
-    `undo_server` or the next `add`.
+    State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory. The
+    caller leaves that memory unchanged until the next `start` (`emit`) or `undo` (`undo_server`). Between the rounds of a step
+    `_sent` is empty, since nothing has been sent yet. A server's state also points to the last accumulator, which must stay
+    unchanged until `undo_server` or the next `add`.
 
-    Taking back is arithmetic, not a copy from before: residual + sent - x, exact to a rounding of x.
+    Undo is arithmetic, not a saved copy: residual + sent - x, exact to a rounding of x.
     """
 
     name: ClassVar[str] = "error_feedback"
@@ -73,10 +73,10 @@ class ErrorFeedback(Wrapper, frozen=True):
     keeps: ClassVar[bool] = True
 
     lr_correction: bool = False
-    """Whether x is to be in units of the update, gradient times learning rate: see `in_updates`."""
+    """Whether x is in units of the update, gradient times learning rate: see `in_updates`."""
 
     def __str__(self) -> str:
-        # Absent means off, for ever: the spelling of plans from before there was a choice.
+        # Absent means off: plans from before this option are spelled so.
         return spell(self) if self.lr_correction else f"{self.name}({self.inner})"
 
     def init(self, spec: Spec) -> State:
@@ -92,7 +92,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        state["_sent"] = None  # what the last step sent was applied: a step that fails from here on must not take it back
+        state["_sent"] = None  # the last payload was applied: if this step fails from now on, undo must not take that one back
         _check(self.name, "x", x, state)
         nbytes = self._start(x, state, out)
         state["_sent"] = out[: nbytes if len(self.rounds) == 1 else 0]
@@ -119,7 +119,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         elif len(state["_sent"]):
             self.inner.sent(state["inner"], state["_scratch"])
             back += state["_scratch"]
-        back -= x if kernels.all_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)  # what is not finite no residual has taken up
+        back -= x if kernels.all_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)  # non-finite elements never entered the residual
         _settle(state, back, cut)
 
     def undo_server(self, state: State, cut: Cut = None) -> None:
@@ -148,18 +148,18 @@ class ErrorFeedback(Wrapper, frozen=True):
         return nbytes
 
     def _lossy_emit(self) -> bool:
-        """A SUM is sent back as it is; only a GATHER is coded again, and then the server keeps what that loses."""
+        """A server returns a SUM unchanged. It encodes a GATHER again and keeps the loss in its residual."""
         return self.rounds == (Round.GATHER,)
 
     def _start(self, x: torch.Tensor, state: State, out: Out) -> int:
         residual, inner = state["residual"], state["inner"]
-        if fused := getattr(self.inner, "start_fed", None):  # isinstance(_, Fed) costs as much as a small bucket's selection
+        if fused := getattr(self.inner, "start_fed", None):  # isinstance(_, Fed) costs as much as selection in a small bucket
             return int(fused(x, residual, inner, out))
         v = state["_scratch"]
         torch.add(x, residual, out=v)
         if not kernels.all_finite(v):
             kernels.absorb(residual, x)
-            return int(self.inner.start(v, inner, out))  # flagged; what it counts by the step goes on
+            return int(self.inner.start(v, inner, out))  # the payload is flagged; start still advances the inner step counters
         residual.copy_(v)
         nbytes = int(self.inner.start(v, inner, out))
         if len(self.rounds) > 1:
@@ -175,9 +175,10 @@ class ErrorFeedback(Wrapper, frozen=True):
 
 
 def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
-    """Wraps a codec of one round, or one of several rounds that can say what it sent.
+    """Wraps a codec of one round, or a codec of several rounds that has `sent()`.
 
-    With `lr_correction`, what is owed keeps the learning rate at which it was owed (Zheng et al. 2019), here and on servers.
+    With `lr_correction`, each part of a residual keeps the learning rate of its own step (Zheng et al. 2019), on workers and
+    servers.
     """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise InvalidInput("E-CODEC-ARGUMENT",
@@ -199,7 +200,7 @@ def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
 
 
 def _settle(state: State, back: torch.Tensor, cut: Cut) -> None:
-    """Ends an undo: of all elements `back` is the residual itself."""
+    """Ends an undo. If all elements are undone, `back` is the residual itself."""
     if cut is None:
         state["_sent"] = None
     else:
@@ -207,19 +208,19 @@ def _settle(state: State, back: torch.Tensor, cut: Cut) -> None:
 
 
 def add_where(into: torch.Tensor, values: torch.Tensor, cut: Cut) -> None:
-    """into += values on those elements."""
+    """into += values on the elements of `cut`."""
     for start, stop in ranges(cut, into.numel()):
         into[start:stop] += values[start:stop]
 
 
 def heed(codec: Codec, acc: Any, state: State) -> None:
-    """Before a server codes what is in `acc`: for a codec whose results depend on more of it than the sum, as Allotted's do."""
+    """Before a server encodes: passes the accumulator to a codec that needs more than the sum, such as Allotted."""
     if hears := getattr(codec, "heed", None):
         hears(acc, state)
 
 
 def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:
-    """out += what a payload of a codec of one round says; nothing if it is flagged."""
+    """out += the decoded payload of a codec of one round. A flagged payload adds nothing."""
     if isinstance(codec, AddsTo):
         codec.add_to(payload_, out)
     else:
@@ -227,7 +228,7 @@ def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:
 
 
 def wrap(codec: Codec) -> Codec:
-    """What a plan runs: error feedback around a biased codec, any other as it is."""
+    """The codec that a plan runs: error feedback around a biased codec, any other codec unchanged."""
     if isinstance(codec, Wrapper) and codec.feedback_inside:
         wrapped: Codec = msgspec.structs.replace(codec, inner=wrap(codec.inner))
         return wrapped
@@ -235,9 +236,9 @@ def wrap(codec: Codec) -> Codec:
 
 
 def in_updates(codec: Any) -> bool:
-    """Whether x must be gradient times learning rate, and the sum be divided by it again.
+    """Whether x must be gradient times learning rate, and the sum be divided by that rate again.
 
-    In these units every residual keeps its rate, the server's included, and nobody has to be told of a change.
+    In these units every residual keeps its learning rate, also on servers, and a change of the rate needs no message.
     """
     if isinstance(codec, ErrorFeedback) and codec.lr_correction:
         return True

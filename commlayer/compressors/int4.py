@@ -1,4 +1,4 @@
-"""Blockwise int4: two elements a byte, one bfloat16 scale per block. Knows its body; the residual is the caller's."""
+"""Blockwise int4: two elements per byte, one bfloat16 scale per block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 BITS = 4
 MOST = MOST16 - ((BITS - 1) << 7)
-"""The largest scale: 2^(BITS-1) times it is finite."""
+"""The largest scale whose 2^(BITS-1)-fold is finite."""
 
 
 class Int4(Blockwise, frozen=True):
-    """Rounds to the nearest of 15 steps of the block's largest magnitude. Nearest rounding is biased: wants error feedback.
+    """Rounds to the nearest of 15 levels of the block's largest magnitude. This is biased: use error feedback.
 
     Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization (2022), with fewer bits.
     """

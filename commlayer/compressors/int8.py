@@ -1,4 +1,4 @@
-"""Blockwise int8: one float32 scale per block, one byte per element. Knows its body; the residual is the caller's."""
+"""Blockwise int8: one float32 scale per block, one byte per element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Int8(Blockwise, frozen=True):
-    """Rounds to the nearest of 255 steps of the block's largest magnitude. Nearest rounding is biased: wants error feedback."""
+    """Rounds to the nearest of 255 levels of the block's largest magnitude. This is biased: use error feedback."""
 
     name: ClassVar[str] = "int8"
     biased: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Momentum before compression. The optimizer's own momentum is then 0: the velocity is kept here, in the residual's units."""
+"""Momentum before compression. Set the optimizer's own momentum to 0: the codec keeps the velocity, in the residual's units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = kernels.MOST["fp32"]
 
 
 class Momentum(Wrapper, frozen=True):
-    """Sends velocity = beta * velocity + x. What is not finite passes through to be flagged and leaves the velocity alone."""
+    """Sends velocity = beta * velocity + x. A non-finite x is passed on, to be flagged, and leaves the velocity unchanged."""
 
     name: ClassVar[str] = "momentum"
     feedback_inside: ClassVar[bool] = True
@@ -53,13 +53,13 @@ def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Te
 
 
 def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, cut: Cut = None) -> None:
-    """The reverse of `accelerate`. Its rounding grows by 1 / beta here and shrinks by beta with the next step."""
+    """The reverse of `accelerate`. Its rounding error grows by 1 / beta and shrinks by beta in the next step."""
     for start, stop in ranges(cut, velocity.numel()):
         part = velocity[start:stop]
         part.copy_((part - x[start:stop]) / beta if beta else torch.zeros_like(part))
 
 
 def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
-    """Momentum ahead of any codec; a plan adds error feedback inside it where the codec needs that."""
+    """Momentum before any codec. A plan adds error feedback inside it where the codec needs that."""
     checked("momentum", beta=beta)
     return Momentum(check_codec("momentum", inner), float(beta))

@@ -1,4 +1,4 @@
-"""The sign of each element and the mean magnitude of each block. Knows its body; the residual is the caller's."""
+"""The sign of each element and the mean magnitude of each block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class OneBit(Blockwise, frozen=True):
-    """Biased: wants error feedback.
+    """Biased: use error feedback.
 
     Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes (2019); blocks:
     Zheng, Huang, Kwok: Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback (2019).

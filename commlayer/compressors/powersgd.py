@@ -1,7 +1,7 @@
-"""PowerSGD (Vogels et al. 2019): a matrix goes as two thin factors, each summed over the workers. Knows shapes and its bodies.
+"""PowerSGD (Vogels et al. 2019): sends a matrix as two thin factors, each summed over the workers.
 
-One step of subspace iteration on the summed matrix M: round 0 sums P = M Q, everybody makes P orthonormal, round 1 sums
-Q = M' P, and P Q' is the result. Q is where the next step begins.
+One step of subspace iteration on the summed matrix M: round 0 sums P = M Q, each worker makes P orthonormal, round 1 sums
+Q = M' P, and P Q' is the result. The next step starts from Q.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ else:
 
 
 class Sides(NamedTuple):
-    """m x n elements and the rank that their factors have; rank 0 means that they are sent as they are."""
+    """m x n elements and the rank of their factors. Rank 0 means that the elements are sent uncompressed."""
 
     m: int
     n: int
@@ -32,7 +32,7 @@ class Sides(NamedTuple):
 
 
 class PowerSGD(SeveralRounds, frozen=True):
-    """What has fewer elements than its factors goes dense in round 1, behind an empty round 0."""
+    """A bucket with fewer elements than its factors is sent dense in round 1, after an empty round 0."""
 
     name: ClassVar[str] = "powersgd"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM, Round.SUM)
@@ -40,7 +40,7 @@ class PowerSGD(SeveralRounds, frozen=True):
     rank: int
 
     def sides(self, spec: Spec) -> Sides:
-        """The first dimension against all others."""
+        """The matrix has the first dimension as rows and all others as columns."""
         if spec.numel == 0 or len(spec.shape) < 2:
             return Sides(spec.numel, 1, 0)
         m = spec.shape[0]
@@ -77,7 +77,7 @@ class PowerSGD(SeveralRounds, frozen=True):
             if not kernels.all_finite(x):
                 return payload.write_flagged(out, self.id, m * n)
             return write_floats(out, self.id, m * n, 0, torch.empty(0))
-        # A direction in which the last sum had nothing would stay empty for ever.
+        # A direction that is zero in the last sum would stay zero: draw it again.
         for row, q in enumerate(state["q"]):
             if not q.any():
                 q.copy_(lowrank.signs(n, state["shared"], state["step"], row))
@@ -147,6 +147,6 @@ class PowerSGD(SeveralRounds, frozen=True):
 
 
 def powersgd(rank: int = 4) -> PowerSGD:
-    """Factors of that rank. Only buckets that keep their tensor's shape of two or more dimensions gain."""
+    """Factors of that rank. Only buckets with the shape of a tensor of two or more dimensions gain."""
     checked("powersgd", rank=rank)
     return PowerSGD(rank)

@@ -1,4 +1,4 @@
-"""Linear dithering: each element becomes one of both neighbouring steps of its block's norm. Knows its body only."""
+"""Linear dithering (QSGD): rounds each element at random to one of the two nearest levels of its block's norm."""
 
 from __future__ import annotations
 

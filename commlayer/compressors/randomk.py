@@ -1,8 +1,8 @@
-"""Random entries that all members draw alike: only values travel, and a server adds them as they are.
+"""Random-k: all members draw the same random entries, so a payload holds values alone and a server adds them directly.
 
-One entry in each of k strata, drawn by the header's seed, which comes from the keys of random_keys.py and the step.
-Accumulators hold values alone; a server knows no positions. Sums are float32 whatever the values of workers are, so a result
-goes out exact.
+One entry is drawn in each of k strata by the header's seed, which comes from the keys of random_keys.py and the step.
+Accumulators hold values alone; a server does not know the positions. Sums are float32 whatever type the workers send, so a
+result is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADER = payload.HEADER_NBYTES
 
 
 class RandomK(OneRound, frozen=True):
-    """ratio * numel entries per payload, chosen without looking. Unbiased: each stands for its stratum, scaled by its size."""
+    """ratio * numel random entries per payload. If unbiased, each entry stands for its stratum and is scaled by its size."""
 
     name: ClassVar[str] = "randomk"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
@@ -61,7 +61,7 @@ class RandomK(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
+        """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n = state["_numel"]
         inputs.check(self.name, "x", x, n)
         idx, val, kept = (state["_scratch"][name] for name in ("idx", "val", "kept"))
@@ -70,7 +70,7 @@ class RandomK(OneRound, frozen=True):
         if residual is None:
             finite = kernels.all_finite(x)
         else:
-            finite = kernels.select(x, residual, math.inf, 0, idx[:0], val[:0])[2]  # nothing reaches infinity: it only adds
+            finite = kernels.select(x, residual, math.inf, 0, idx[:0], val[:0])[2]  # infinity selects nothing: only adds
         if not finite:
             return payload.write_flagged(out, self.id, n)
         kernels.draw_strata(idx, n, seed)
@@ -107,7 +107,7 @@ class RandomK(OneRound, frozen=True):
         kernels.scatter_add(out, idx, val)
 
     def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
-        """out += what a payload says, all elements of the bucket; nothing if it is flagged."""
+        """out += the payload, for a whole bucket. A flagged payload adds nothing."""
         head = payload.read(payload_, self.id, out.numel())
         if not head.flagged:
             self.apply(self.check(head, out.numel()), out, assign=False)
@@ -133,7 +133,7 @@ class RandomK(OneRound, frozen=True):
         acc["flagged"][0] = vetted is None or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        """Float32, whatever the members sent: rounding a sum again would lose what no residual keeps."""
+        """Float32, whatever type the members sent: no residual would keep the rounding error of a sum."""
         total: torch.Tensor = acc["sum"]
         n: int = acc["numel"]
         if acc["flagged"][0] or not kernels.all_finite(total):
@@ -144,7 +144,7 @@ class RandomK(OneRound, frozen=True):
         return end
 
     def _values(self, head: payload.Head, numel: int) -> torch.Tensor:
-        """The values of a payload or of a result, checked in full."""
+        """The values of a payload or of a result, fully checked."""
         kind = "fp32" if head.aux == value_kinds.KINDS["fp32"] << 4 else self.values
         payload.expect("aux", head.aux, value_kinds.KINDS[kind] << 4)
         payload.expect("count", head.entries, self.entries(numel))
@@ -153,6 +153,6 @@ class RandomK(OneRound, frozen=True):
 
 
 def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
-    """Entries at random, the same for all members. unbiased=True scales them and is meant to run without error feedback."""
+    """Random entries, the same for all members. unbiased=True scales them and is meant to run without error feedback."""
     checked("randomk", ratio=ratio, values=values, unbiased=unbiased)
     return RandomK(float(ratio), values, unbiased)

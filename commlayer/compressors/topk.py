@@ -1,6 +1,6 @@
-"""Sends the entries of largest magnitude: positions in the smallest form, values as asked (values.py).
+"""Top-k: sends the entries of largest magnitude, with compact positions and values of a chosen type (values.py).
 
-Knows selection and its body; the residual is the caller's. How the threshold is found: tracked_threshold.py.
+tracked_threshold.py finds the threshold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADER = payload.HEADER_NBYTES
 
 
 class TopK(OneRound, frozen=True):
-    """About ratio * numel entries per payload, never zeros. Large tensors get up to 10 % more or less."""
+    """About ratio * numel entries per payload, never zeros. Large tensors send up to 10 % more or less."""
 
     name: ClassVar[str] = "topk"
     biased: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class TopK(OneRound, frozen=True):
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def capacity(self, numel: int) -> int:
-        """Most entries that a payload holds."""
+        """The most entries that a payload can hold."""
         return selection.room(numel, self.wanted(numel), self.exact)
 
     def init(self, spec: Spec) -> State:
@@ -53,10 +53,10 @@ class TopK(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual in one pass, writing back what is not sent. Flagged: residual took the finite part of x."""
+        """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n, k = x.numel(), self.wanted(x.numel())
         if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
-            from commlayer.compressors import queued_topk  # what runs on a device loads torch
+            from commlayer.compressors import queued_topk  # loads torch
 
             nbytes, picked = queued_topk.start(self.id, value_kinds.KINDS[self.values], k, x, residual, state, out)
             if picked is None:
@@ -108,9 +108,9 @@ class TopK(OneRound, frozen=True):
     def _encode(
         self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, out: Out
     ) -> int:
-        """Writes the payload, and to the residual what rounding keeps of the values. 0 if a value became infinite.
+        """Writes the payload; the residual gets the rounding errors of the values. Returns 0 if a value became infinite.
 
-        With a residual none does: fp16 sends its largest number and the residual keeps the rest.
+        With a residual no value becomes infinite: fp16 sends its largest number and the residual keeps the rest.
         """
         count = idx.numel()
         middle = HEADER + value_kinds.nbytes(self.values, count)
