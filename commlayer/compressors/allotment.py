@@ -1,7 +1,7 @@
-"""How many entries each bucket of a plan gets, so that one threshold would cut them all. Pure: numbers in, numbers out.
+"""Shares the entries of a plan among its buckets (global budget), as if one threshold selected from all of them.
 
-The largest entries of all buckets together are those above one threshold. What each bucket sent last says how many of it lie
-above any threshold near its own: as many as it sent, times (its least magnitude / threshold) to the power of its slope.
+The largest entries of all buckets together are those above one threshold. The last payload of each bucket estimates how many
+of its entries lie above a nearby threshold: its count times (its least magnitude / threshold) to the power of its slope.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy.typing as npt
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 
 MOST_CHANGE = 2.0
-"""By what factor a bucket's entries change from one step to the next: its tail is known near its threshold alone."""
+"""The largest factor by which a bucket's entries change in one step: the estimate holds only near the last threshold."""
 
 HALVINGS = 30
-"""Of the range of thresholds."""
+"""Bisection steps over the range of thresholds."""
 
 
 ROUNDING = 1e-6
-"""Of entries, through a logarithm and back."""
+"""Rounding error of a count that passes through a logarithm and back."""
 
 
 class Tail(NamedTuple):
-    """Of the magnitudes in one payload."""
+    """Magnitudes in one payload: entries sent, the least magnitude, and the exponent of the tail."""
 
     sent: float
     least: float
@@ -34,22 +34,22 @@ class Tail(NamedTuple):
 
 
 NONE = Tail(1e-9, 1.0, 1.0)
-"""Of a bucket that sent nothing: 0 has no logarithm."""
+"""The tail of a bucket that sent nothing, since 0 has no logarithm."""
 
 
 class Ask(NamedTuple):
-    """One bucket: what it sends now, and the fewest, the plain and the most entries that it may be asked for next."""
+    """One bucket: its entries now, and the fewest, the unshared and the most entries for its next payload."""
 
     now: int
     fewest: int
     plain: int
     most: int
     tail: Tail | None
-    """None: nothing is known, so it keeps its part. One that sent none, since all was zero, is left the fewest."""
+    """None if unknown: the bucket keeps its part. A bucket that sent nothing, since all was zero, gets the fewest."""
 
 
 def allot(asks: Sequence[Ask]) -> list[int]:
-    """Entries for each bucket, together as many as the plain ones are. Equal input gives equal output.
+    """Entries for each bucket; their total equals the total of the unshared ones. Deterministic.
 
     >>> calm, wild = Tail(100, 0.1, 3.0), Tail(100, 10.0, 3.0)
     >>> allot([Ask(100, 12, 100, 800, calm), Ask(100, 12, 100, 800, wild)])
@@ -65,7 +65,7 @@ def allot(asks: Sequence[Ask]) -> list[int]:
     change = np.array([1.0 if ask.tail is None else MOST_CHANGE for ask in asks])
     fewest, most = np.array([(ask.fewest, ask.most) for ask in asks], dtype=float).T
     low, high = (np.log(np.minimum(np.maximum(limit, fewest), most)) for limit in (kept / change, kept * change))
-    # Between the lowest and the highest threshold at which some bucket comes to a limit.
+    # The lowest and the highest threshold at which some bucket reaches a limit.
     below, above = float((level + (base - high) / slope).min()), float((level + (base - low) / slope).max())
     for _ in range(HALVINGS):
         middle = (below + above) / 2
@@ -76,7 +76,7 @@ def allot(asks: Sequence[Ask]) -> list[int]:
 
 
 def _whole(wanted: Floats, asks: Sequence[Ask], total: int) -> list[int]:
-    """Rounded, with the total kept: what is left over goes to the largest remainders, and beyond those to whoever has room."""
+    """Rounds and keeps the total: the rest goes to the largest remainders first, then to buckets below their limit."""
     counts = np.floor(wanted + ROUNDING).astype(int)
     order = np.argsort(counts - wanted, kind="stable")
     fewest, most = np.array([ask.fewest for ask in asks]), np.array([ask.most for ask in asks])
@@ -84,7 +84,7 @@ def _whole(wanted: Floats, asks: Sequence[Ask], total: int) -> list[int]:
         room = most - counts if rest > 0 else counts - fewest
         takers = [i for i in order if room[i] > 0][: abs(rest)]
         if not takers:
-            break  # all have what they can take
+            break  # every bucket is at its limit
         each = np.minimum(room[takers], max(1, abs(rest) // len(takers)))
         counts[takers] += each if rest > 0 else -each
     return [int(count) for count in counts]

@@ -1,8 +1,7 @@
-"""A sparse codec that is told before each step how many entries to send. Knows counts; the bytes are the inner codec's.
+"""Allotted: a sparse codec whose number of entries is set before each step, for a plan's `ratio_over` and `warmup`.
 
-A plan makes it, for `ratio_over` and `warmup`; nobody spells it. A worker is told (`tell`) by whoever sees all its buckets and
-every step. A server is told nothing: it answers with as many entries as its members sent on average, so that what comes down
-follows what went up, bucket by bucket and in all.
+Plans create it; it has no spelling. On a worker, the code that knows all buckets of every step calls `tell`. A server derives
+the number itself: it sends as many entries as its members sent on average. So downloads follow uploads, per bucket and in all.
 """
 
 from __future__ import annotations
@@ -33,33 +32,36 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "there": (0, payload.MAX_NUMEL),
     "least": (0.0, HUGE),
 }
-"""What the numbers of a state may be, beside `slope`, whose limits are the threshold's."""
+"""Limits of the numbers in a state. `slope` has the limits of tracked_threshold."""
 
 CAP = 8
-"""A bucket gets at most so many times its own share of a plan's entries, and at least that part of it."""
+"""A bucket gets at most CAP times its own share of a plan's entries, and at least 1 / CAP of it."""
 
 DIGITS = 6
-"""Of a slope: devices add in orders of their own, and all are to ask for the same entries."""
+"""Decimals of a slope. Devices add in different orders, but all must ask for the same entries."""
 
 UNKNOWN = -1
-"""`sent` where there is no last payload, or it was flagged."""
+"""`sent` if there is no last payload or it was flagged."""
 
 
 class Allotted(Wrapper, frozen=True):
-    """State: `asked`, the entries of the next payload; the inner state, whose memory is made anew when that changes; and on a
-    worker, of the last payload, `sent`, the `least` magnitude in it and `slope`, how steeply counts fall above that, and how
-    many entries are `there` to be sent, where all that are not zero were."""
+    """State: `asked`, the entries of the next payload, and the inner state, whose memory is allocated again when `asked`
+    changes.
+
+    A worker also keeps facts of its last payload: `sent` (entries), the `least` magnitude, and `slope`, how steeply counts fall
+    above it. `there` is the number of entries that can be sent, if the payload held all that are not zero.
+    """
 
     name: ClassVar[str] = "allotted"
 
     utmost: float
-    """The largest ratio that is ever asked for."""
+    """The largest ratio that can be requested."""
     heard: float
-    """The mean of the ratios that the members send at by themselves. A server that answers at another keeps the proportion."""
+    """The mean of the members' own ratios. A server with another ratio keeps the proportion to it."""
     steps: int = 0
-    """Of warm-up."""
+    """Warm-up steps."""
     shared: bool = False
-    """Whether its entries are allotted together with those of other buckets."""
+    """Whether its entries are shared with other buckets."""
 
     def __str__(self) -> str:
         return str(self.inner)
@@ -75,14 +77,14 @@ class Allotted(Wrapper, frozen=True):
         return {"asked": asked, "inner": self.inner.init(spec), "_made": asked, "_codec": self.inner, "_spec": spec}
 
     def tell(self, state: State, asked: int) -> None:
-        """From the next step on. A tracked threshold goes where so many entries should pass."""
+        """Sets the entries from the next step on. A tracked threshold moves to where that many entries should pass."""
         before, inner = state["asked"], state["inner"]
         if inner["threshold"] and asked != before:
             inner["threshold"] = within(inner["threshold"] * (before / asked) ** (1 / inner["slope"]))
         state["asked"] = asked
 
     def ask(self, state: State, ratio: float) -> Ask:
-        """What there is to say about a bucket whose share is that ratio now."""
+        """The request of this bucket, whose own ratio is now `ratio`."""
         spec, sent = state["_spec"], state["sent"]
         plain = self._count(spec, ratio)
         fewest, most = max(1, plain // CAP), self._count(spec, min(self.utmost, CAP * ratio))
@@ -106,8 +108,8 @@ class Allotted(Wrapper, frozen=True):
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
         """See selection.Placed."""
-        found: torch.Tensor = self.inner.places(payload_, numel)
-        return found
+        result: torch.Tensor = self.inner.places(payload_, numel)
+        return result
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**self.inner.zeros(spec, r), "entries": [0, 0]}
@@ -126,7 +128,7 @@ class Allotted(Wrapper, frozen=True):
         return self.start(acc["sum"], state, out)
 
     def heed(self, acc: Any, state: State) -> None:
-        """Before an emit: as many entries as members sent on average. See feedback.Heeds."""
+        """Before an emit: sets the entries to the members' average. See feedback.heed."""
         entries, members = acc.get("entries", (0, 0))
         if members:
             share = self.inner.ratio / self.heard
@@ -148,12 +150,12 @@ class Allotted(Wrapper, frozen=True):
             return
         magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()
         least = magnitudes.min()
-        rise = float((magnitudes / least).double().log().mean())  # Hill's estimate of a tail's exponent is one over it
+        rise = float((magnitudes / least).double().log().mean())  # Hill's estimate of a tail's exponent is its inverse
         slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
         state["least"], state["slope"] = float(least), round(slope, DIGITS)
 
     def _at(self, asked: int, spec: Spec) -> Any:
-        """The inner codec at the ratio that makes it want so many of the bucket's entries."""
+        """The inner codec at the ratio at which it sends `asked` entries of the bucket."""
         return msgspec.structs.replace(self.inner, ratio=min(1.0, max(asked - 0.5, 0.5) / max(spec.numel, 1)))
 
     def _count(self, spec: Spec, ratio: float) -> int:
@@ -161,9 +163,9 @@ class Allotted(Wrapper, frozen=True):
 
 
 def allotted(codec: Any, heard: float | None, *, steps: int, shared: bool) -> Any:
-    """The same wrappers around a core that is told its entries, where that says something.
+    """Wraps the core of a codec in Allotted, inside the same wrappers, if its entries can vary.
 
-    `heard`: the mean ratio of what a server receives; None if that has none.
+    `heard`: the mean ratio of the payloads that a server receives; None if they have no ratio.
     """
     if isinstance(codec, Wrapper) and codec.name != "partition":
         return msgspec.structs.replace(codec, inner=allotted(codec.inner, heard, steps=steps, shared=shared))

@@ -1,4 +1,4 @@
-"""What the blockwise quantisers have in common: a body of scales, then codes. Knows no codes; the residual is the caller's."""
+"""Base of the blockwise quantisers: a payload's body holds the scales of all blocks, then the codes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 HEADER = payload.HEADER_NBYTES
 
 MOST16 = 0x7F7F
-"""The largest bfloat16 that is finite, as bits: those of numbers that are not negative are ordered as the numbers are."""
+"""The bits of the largest finite bfloat16. Bits of non-negative numbers have the order of the numbers."""
 
 
 class Blockwise(OneRound, frozen=True):
-    """Each codec gives the size of its codes, its kernels, and what its bytes must obey."""
+    """A subclass defines the size of its codes, its kernels, and the checks of its bytes."""
 
     scale_nbytes: ClassVar[int] = 2
 
@@ -35,11 +35,11 @@ class Blockwise(OneRound, frozen=True):
     def encode(
         self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
-        """False if x + residual is not finite; the residual then took the finite part."""
+        """Returns False if x + residual is not finite; the residual then holds the finite part."""
         raise NotImplementedError
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        """CorruptPayload for scales and codes that break the format; their sizes are right."""
+        """Raises CorruptPayload if scales or codes break the format. Their sizes are already checked."""
         raise NotImplementedError
 
     def scales_nbytes(self, numel: int) -> int:
@@ -52,7 +52,7 @@ class Blockwise(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual, writing back what the rounding keeps. Flagged: the residual took the finite part of x."""
+        """`start` of x + residual; the residual keeps the rounding error, or the finite part of x if flagged."""
         n = x.numel()
         middle = HEADER + self.scales_nbytes(n)
         end = middle + self.codes_nbytes(n)
@@ -70,9 +70,9 @@ class Blockwise(OneRound, frozen=True):
 
 
 class Dithered(Blockwise, frozen=True):
-    """Rounds by random numbers of its own stream, so that the mean of what is received is what was sent: unbiased.
+    """Rounds with a random stream of its own, so that the expected value of the result is the input: unbiased.
 
-    A start that is flagged sends nothing, so it uses no random numbers and does not count as a step.
+    A flagged start sends nothing, so it uses no random numbers and does not count as a step.
     """
 
     def init(self, spec: Spec) -> State:
@@ -89,7 +89,7 @@ class Dithered(Blockwise, frozen=True):
     def draw(
         self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
     ) -> bool:
-        """`encode` with the key and the step of its random numbers."""
+        """`encode` with the key and the step of the random numbers."""
         raise NotImplementedError
 
 

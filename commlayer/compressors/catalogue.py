@@ -1,6 +1,6 @@
-"""What each codec is for, in words, and the table of docs/codecs.md made from it and from the codecs themselves.
+"""The catalogue of codecs: generates the table of docs/codecs.md from the entries below and from the codecs themselves.
 
-`python -m commlayer.compressors.catalogue docs/codecs.md` writes the table anew between the page's two marks. Knows no formats.
+`python -m commlayer.compressors.catalogue docs/codecs.md` rewrites the table between the page's two marks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from commlayer.records import Spec
 
 BEGIN, END = "<!-- codecs: begin -->", "<!-- codecs: end -->"
 SIDE = 512
-"""Bits are those of a square matrix of normal numbers with this side, all payloads of a worker's first step together."""
+"""Bits are measured on a square matrix of normal numbers with this side: all payloads of a worker's first step."""
 
 
 class Entry(NamedTuple):
-    """`example` is how a plan spells it; where the arguments are not the default ones they are part of what the row says."""
+    """`example` is the spelling in a plan. Arguments that are not the defaults are part of what the row describes."""
 
     example: str
     what: str
@@ -60,7 +60,7 @@ CATALOGUE: dict[str, Entry] = {
 
 
 def bits_per_element(codec: Codec) -> float:
-    """Of a first step, headers included."""
+    """Bits per element of a first step, headers included."""
     spec, last = Spec((SIDE, SIDE)), len(codec.rounds) - 1
     state, server = codec.init(spec), codec.init_server(spec)
     out, room = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
@@ -88,7 +88,7 @@ def table() -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with the table as it is now."""
+    """The page with a current table."""
     return between(page, BEGIN, END, table())
 
 

@@ -1,5 +1,4 @@
-"""Codec state as named tensors and back, so that training goes on bit for bit. Knows the shape of states, not
-their meaning."""
+"""Saves and restores codec state as named tensors, so that training resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS, **COUNTS}
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:
-    """Host copies of all that a step depends on: `residual`, `inner.threshold`, ... Not of scratch (keys with `_` in front)."""
+    """Host copies of all that a step depends on, by path, such as `inner.threshold`. Skips keys that start with `_`."""
     return {path: _copy(value) if isinstance(value, torch.Tensor) else number(value) for path, _, _, value in _walk(state)}
 
 
 def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks names, shapes, types, values first."""
+    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks all names and values first."""
     places = list(_walk(state))
     wanted, got = {path for path, *_ in places}, set(tensors)
     if wanted != got:
@@ -37,12 +36,12 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
                            f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; was the plan "
                            "another?")
     for path, _, _, value in places:
-        made = value if isinstance(value, torch.Tensor) else number(value)
-        if tensors[path].shape != made.shape:
+        expected = value if isinstance(value, torch.Tensor) else number(value)
+        if tensors[path].shape != expected.shape:
             raise InvalidInput("E-CODEC-STATE",
-                               f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(made.shape)}")
-        if tensors[path].dtype != made.dtype:
-            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: {tensors[path].dtype}, expected {made.dtype}")
+                               f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(expected.shape)}")
+        if tensors[path].dtype != expected.dtype:
+            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: {tensors[path].dtype}, expected {expected.dtype}")
         _check_values(path, tensors[path])
     _forget(state)
     for path, owner, name, value in places:
@@ -53,7 +52,7 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remembered(state: State) -> dict[str, torch.Tensor]:
-    """A server's snapshot and what `undo_server` takes back with: more than a checkpoint holds, for who goes on at once."""
+    """A server's snapshot plus the data of `undo_server`, for a server that resumes in the middle of a step."""
     tensors = snapshot(state)
     for path, owner in _memories(state):
         tensors[f"{path}_sent"] = number(int(owner["_sent"] is not None))
@@ -63,7 +62,7 @@ def remembered(state: State) -> dict[str, torch.Tensor]:
 
 
 def recall(state: State, tensors: Mapping[str, torch.Tensor], sent: Any) -> None:
-    """The reverse. `sent`: the last result, whole; it must stay as it is as long as `emit` says."""
+    """The reverse of `remembered`. `sent` is the whole last result; its memory must stay unchanged as `emit` requires."""
     restore(state, {path: value for path, value in tensors.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
     for path, owner in _memories(state):
         owner["_sent"] = sent if int(tensors[f"{path}_sent"].item()) else None
@@ -71,7 +70,7 @@ def recall(state: State, tensors: Mapping[str, torch.Tensor], sent: Any) -> None
 
 
 def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
-    """The states, nested ones too, that can be taken back."""
+    """The states that can be undone, nested ones included, with their paths."""
     if "_added" in state and "_sent" in state:
         yield prefix, state
     for name, value in state.items():
@@ -85,7 +84,7 @@ def number(value: float) -> torch.Tensor:
 
 
 def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The same numbers in memory of their own."""
+    """A tensor with its own copy of the array."""
     return torch.from_numpy(array.copy())
 
 
@@ -104,7 +103,7 @@ def _check_values(path: str, value: torch.Tensor) -> None:
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:
-    """(path, the dict that holds it, its name there, value) of all tensors and numbers."""
+    """(path, the dict that holds it, its key there, value) of all tensors and numbers."""
     for name, value in state.items():
         if name.startswith("_"):
             continue
@@ -115,7 +114,7 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any
 
 
 def _forget(state: State) -> None:
-    """A restored state has sent nothing that could be undone."""
+    """Clears the data of undo: a restored state has sent nothing that could be undone."""
     for name, value in state.items():
         if name in ("_sent", "_added", "_moved"):
             state[name] = None

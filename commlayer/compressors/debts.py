@@ -1,7 +1,7 @@
-"""What codecs still owe, by tensor elements, so that one plan's residuals are paid under the next. Knows states and slices.
+"""Carries residuals from one plan to the next, as values on elements of tensors.
 
-Residuals are called `residual`, wherever in a state they lie. What a worker owes is added to the gradients that it next gathers
-for the same elements, whatever path and codec they take then: nothing is sent for it and nothing is lost.
+A residual is stored under the key `residual`, at any depth of a state. A worker adds an inherited residual to the next
+gradients of the same elements, whatever their new path and codec. So no residual is sent, and none is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ else:
 
 
 class Debt(NamedTuple):
-    """Values owed on elements [start, stop) of a tensor."""
+    """Residual values on elements [start, stop) of a tensor."""
 
     tensor: int
     start: int
@@ -32,7 +32,7 @@ class Debt(NamedTuple):
 
 
 def owed(state: State, numel: int) -> torch.Tensor | None:
-    """The residual over all elements that are coded, put together where a wrapper keeps it in parts; None if none is kept."""
+    """The residual of all elements, concatenated where a wrapper keeps it in parts. None if the codec keeps none."""
     parts = list(_residuals(state))
     if not parts or sum(p.numel() for p in parts) != numel:
         return None
@@ -48,7 +48,7 @@ def _residuals(state: State) -> Iterator[torch.Tensor]:
 
 
 def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[Debt]:
-    """Values on a bucket's elements from `start` on, as elements of the tensors that its slices name."""
+    """Maps values on a bucket's elements from `start` on to elements of the tensors in its slices."""
     at = 0
     for s in slices:
         low, high = max(start, at), min(start + values.numel(), at + s.numel)
@@ -58,7 +58,7 @@ def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterato
 
 
 def cut_of(slices: Sequence[Slice], word: int) -> Cut:
-    """The elements of the slices whose bits are set, in a bucket of these slices."""
+    """The elements of the slices whose bits are set in `word`."""
     if word == (1 << len(slices)) - 1:
         return None
     edges = [0, *accumulate(s.numel for s in slices)]
@@ -66,7 +66,7 @@ def cut_of(slices: Sequence[Slice], word: int) -> Cut:
 
 
 def pay(debts: Sequence[Debt], slices: Sequence[Slice]) -> torch.Tensor | None:
-    """The part of the debts that falls on a bucket of these slices, or None."""
+    """The part of the inherited residuals that falls on a bucket of these slices, or None."""
     total: torch.Tensor | None = None
     at = 0
     for s in slices:

@@ -1,4 +1,4 @@
-"""Whether a caller's tensor is what a codec's state was made for. Knows tensors and sizes; no codec."""
+"""Checks that a caller's tensor fits the codec's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 
 
 def check(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch.device | None = None) -> None:
-    """ValueError unless it is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if one is given."""
+    """Raises unless the tensor is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if given."""
     fits = tensor.dtype == torch.float32 and tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
     if fits and (device is None or tensor.device == device):
         return

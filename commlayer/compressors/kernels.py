@@ -1,8 +1,8 @@
-"""The kernels that codecs are made of, and the one table that chooses who runs them: native where it is built, else reference;
-for tensors on a CUDA device the kernels in cuda/.
+"""The kernels of codecs, and the choice of their backend.
 
-Tensors are float32, contiguous, one-dimensional; payload bytes are memoryviews of any alignment, or uint8 tensors where the
-other tensors are on a device. All backends give the same bytes. native/include/commlayer.h states what each does.
+The backend is native if it is built, else the reference in Python; for tensors on a CUDA device it is the kernels in cuda/.
+Tensors are float32, contiguous and one-dimensional. Payload bytes are memoryviews of any alignment, or uint8 tensors on the
+device of the other tensors. All backends produce the same bytes. native/include/commlayer.h specifies each kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ else:
     from commlayer.compressors import tensors as torch
 
 MOST_SCALE = np.finfo(np.float32).max / np.float32(128)
-"""Any int8 times this is finite."""
+"""The largest scale: any int8 times it is finite."""
 
 MOST = {
     "fp16": float(np.finfo(np.float16).max),
@@ -40,7 +40,7 @@ MOST = {
 
 @functools.cache
 def _load(backend: str) -> ModuleType:
-    """One of those in Python, which load torch."""
+    """Imports a backend written in Python, which loads torch."""
     return importlib.import_module(f"commlayer.compressors.{backend}")
 
 
@@ -50,25 +50,25 @@ _chosen: list[ModuleType] = [native.core or _load("reference")]
 
 
 def choose(backend: str) -> None:
-    """From now on `backend` ("reference", "native", or "auto" for the best there is) runs the kernels of this process."""
+    """Sets the backend of this process: "reference", "native", or "auto" for the fastest available."""
     if backend not in ("auto", *BACKENDS):
         raise InvalidInput("E-CODEC-BACKEND", f"backend {backend!r}: available are {', '.join(BACKENDS)}")
     _chosen[0] = native.core if native.core is not None and backend != "reference" else _load("reference")
 
 
 GRAIN = 1 << 18
-"""Elements that make a thread worth starting, at some 20 us."""
+"""Fewest elements per thread: starting a thread costs some 20 us."""
 
 
 def threads(count: int) -> None:
-    """From now on up to `count` threads share a native call on a large bucket. Results do not depend on it."""
+    """Lets up to `count` threads share a native call on a large bucket. Results do not depend on the count."""
     if native.core is not None:
         native.core.threads(count, GRAIN)
 
 
 @contextlib.contextmanager
 def use(backend: str) -> Iterator[None]:
-    """Within it, `backend` runs the kernels. For tests and measurements."""
+    """Sets the backend inside a with block. For tests and measurements."""
     before = _chosen[0]
     choose(backend)
     try:
@@ -78,11 +78,11 @@ def use(backend: str) -> Iterator[None]:
 
 
 def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
-    """Who runs the kernels on x; on x and a payload, if there is one."""
+    """The backend for x, or for x and a payload."""
     if not tensors.real:
         return _chosen[0]
-    there = _load("device").serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
-    return _load("device") if there else _chosen[0]
+    on_device = _load("device").serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
+    return _load("device") if on_device else _chosen[0]
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
@@ -121,7 +121,7 @@ def bf16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
 
 
 def int8_encode(quanta: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    """Codes x + residual and writes back what the rounding keeps. False if it is not finite: residual takes the finite part."""
+    """Encodes x + residual; the residual keeps the rounding error. False if not finite: residual then takes the finite part."""
     return bool(_of(x, quanta).int8_encode(quanta, scales, x, residual, block))
 
 
@@ -140,7 +140,7 @@ def linear_encode(
     euclidean: bool,
     random: tuple[int, int] | None,
 ) -> bool:
-    """As int8_encode; `random` is key and step of the words that round, None rounds to the nearest."""
+    """As int8_encode. `random` is the key and the step of the random words for rounding; None rounds to the nearest."""
     key, step = random or (0, 0)
     return bool(_of(x, codes).linear_encode(codes, scales, x, residual, block, bits, euclidean, random is not None, key, step))
 
@@ -171,7 +171,7 @@ def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out:
 
 
 def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
-    """idx must have been made by `select` or checked by a decode."""
+    """`idx` must come from `select` or from a decode, which checks it."""
     _of(acc).scatter_add(acc, idx, val)
 
 
@@ -185,7 +185,7 @@ def ef_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
-    """CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
+    """Raises CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
     _of(idx, src).ef_decode(idx, n, src)
 
 
@@ -229,7 +229,7 @@ def trim(
     start: int,
     scratch: torch.Tensor,
 ) -> int:
-    """How many entries stay, at the front of idx and val; the rest of the first `count` goes back to the residual."""
+    """Keeps entries at the front of idx and val and returns their number. The residual gets the rest of `count`."""
     return int(_of(val).trim(residual, n, idx, val, count, keep, start, scratch))
 
 
@@ -242,7 +242,7 @@ def select_runs(
     ids: torch.Tensor,
     scores: torch.Tensor,
 ) -> tuple[int, int, bool]:
-    """As select, by runs. Their elements stay in the residual until scatter_runs says what is kept of them."""
+    """As select, by runs. Their elements stay in the residual until scatter_runs writes what rounding keeps of them."""
     count, overflow, finite = _chosen[0].select_runs(g, residual, run, threshold, start, ids, scores)
     return int(count), int(overflow), bool(finite)
 
@@ -273,7 +273,7 @@ def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
 
 
 def nibbles_encode(q: Buffer, scales: Buffer, x: torch.Tensor, rest: torch.Tensor, block: int) -> bool:
-    """Codes x to 4 bits an entry; rest = x - what that says. False if x is not finite."""
+    """Encodes x with 4 bits per entry; rest = x - decoded x. False if x is not finite."""
     return bool(_of(x, q).nibbles_encode(q, scales, x, rest, block))
 
 
@@ -282,7 +282,7 @@ def nibbles_decode(out: torch.Tensor, q: Buffer, scales: Buffer, block: int) -> 
 
 
 def outer(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int) -> None:
-    """out = the product of p (rank x m) and q (rank x n), the same bits on every machine."""
+    """out = p' q for p (rank x m) and q (rank x n), with the same bits on every machine."""
     _chosen[0].outer(out, p, q, rank)
 
 
@@ -295,7 +295,7 @@ def copy_f32(dst: torch.Tensor, src: Buffer) -> None:
 
 
 def store_f32(dst: Buffer, src: torch.Tensor) -> None:
-    """The floats of src as bytes. Nothing is done where they lie there already."""
+    """Writes the floats of src as bytes. Does nothing if they already lie there."""
     if isinstance(dst, torch.Tensor):
         dst.view(torch.float32).copy_(src)
     else:
@@ -305,7 +305,7 @@ def store_f32(dst: Buffer, src: torch.Tensor) -> None:
 
 
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
-    """The largest of the unsigned numbers in src; 0 if there is none."""
+    """The largest of the unsigned numbers in src, or 0 if there are none."""
     if isinstance(src, torch.Tensor):
         return int(_load("device").largest(src, np.dtype(dtype).itemsize))
     numbers = np.frombuffer(src, dtype)
@@ -313,7 +313,7 @@ def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
 
 
 def octets(src: Buffer) -> npt.NDArray[np.uint8]:
-    """The bytes on the host. For a few: those of a device are waited for."""
+    """The bytes on the host. For few bytes: on a device the call waits."""
     return src.cpu().numpy() if isinstance(src, torch.Tensor) else np.frombuffer(src, np.uint8)
 
 
@@ -326,6 +326,6 @@ def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
 
 
 def absorb(residual: torch.Tensor, x: torch.Tensor) -> None:
-    """residual += x where the sum is finite; elsewhere residual stays. For input that is not finite as a whole: not fast."""
+    """residual += x where the sum is finite; elsewhere residual is unchanged. Slow: only for input with non-finite elements."""
     v = residual + x
     torch.where(torch.isfinite(v), v, residual, out=residual)

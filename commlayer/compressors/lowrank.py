@@ -1,6 +1,6 @@
-"""The small linear algebra of low-rank codecs, the same bits on every machine. Knows matrices as rows; nothing of payloads.
+"""The linear algebra of low-rank codecs, with the same bits on every machine.
 
-Members take these results as common knowledge, so no sum may depend on how a library orders it.
+All members compute these results on their own, so no sum may depend on a library's order of additions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ else:
 Rows = npt.NDArray[np.float64]
 
 NOISE = 1e-12
-"""Share of a vector's squared length below which what is left of it is rounding error of float32."""
+"""If less than this share of a row's squared length remains, the remainder is float32 rounding error."""
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """The rows of p, float32, made orthonormal in order (Gram-Schmidt, twice). A row that adds no direction becomes zeros."""
+    """Makes the rows of p (float32) orthonormal in order, by Gram-Schmidt, twice. A dependent row becomes zeros."""
     rows = p.numpy().astype(np.float64)
     for j, row in enumerate(rows):
         before = _dot(row, row)
@@ -36,14 +36,14 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
 
 
 def signs(n: int, key: int, step: int, row: int) -> torch.Tensor:
-    """n random numbers +-1, the same for all who share the key."""
+    """n random numbers +-1, the same for all members with that key."""
     digest = hashlib.shake_256(f"{key} {step} {row}".encode()).digest((n + 7) // 8)
     bits = np.unpackbits(np.frombuffer(digest, np.uint8), count=n)
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
 
 
 def _dot(x: Rows, y: Rows) -> float:
-    """Sums by halves: elementwise additions alone, whose order is this code's."""
+    """Sums by halves, with elementwise additions only: the order of additions is fixed here."""
     v = x * y
     while v.size > 1:
         half = v.size // 2

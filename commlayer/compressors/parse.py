@@ -1,4 +1,4 @@
-"""From the spelling of a codec in a plan to the codec: parse(str(codec)) == codec. What text says is codec_name's."""
+"""Builds a codec from its spelling in a plan: parse(str(codec)) == codec. codec_name.py parses the text."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def parse(text: str) -> Codec:
 
 
 def build(name: CodecName) -> Codec:
-    """ValueError for nestings that cannot work: that is asked of the codecs themselves."""
-    given = {argument: build(value) if isinstance(value, CodecName) else value for argument, value in name.arguments}
-    return FACTORIES[name.family](**given)
+    """InvalidInput for nestings that cannot work: the factories of the codecs check them."""
+    arguments = {argument: build(value) if isinstance(value, CodecName) else value for argument, value in name.arguments}
+    return FACTORIES[name.family](**arguments)

@@ -1,4 +1,4 @@
-"""A bucket in slices that are coded apart, each with its own state. Knows lengths; a slice's bytes are the inner codec's."""
+"""Partition: encodes a bucket in slices, each with its own codec state. A slice's payload is the inner codec's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ ELEMENT_NBYTES = 4
 
 
 class Partition(Wrapper, frozen=True):
-    """Exactly one of `parts` (so many, of about one size), `nbytes` (slices of at most so many bytes as float32) and `shapes`
-    (of the tensors in a fused bucket, in order, so that each is coded as what it is) is set.
+    """Slices by exactly one of three arguments.
 
-    One slice that is not finite flags the whole, for all rounds that follow.
+    `parts` is the number of slices, of about equal size. `nbytes` is the largest size of a slice as float32. `shapes` are those
+    of the tensors in a fused bucket, in order, so that each tensor is encoded with its own shape.
+
+    A slice that is not finite flags the whole payload, for all rounds that follow.
     """
 
     name: ClassVar[str] = "partition"
@@ -45,7 +47,7 @@ class Partition(Wrapper, frozen=True):
         return payload.CODEC_IDS[self.name]
 
     def specs(self, numel: int) -> list[Spec]:
-        """Of the slices. ValueError for shapes of another bucket."""
+        """The specs of the slices. ValueError if the shapes belong to another bucket."""
         if self.shapes is not None:
             specs = [Spec(shape) for shape in self.shapes]
             if (total := sum(s.numel for s in specs)) != numel:
@@ -100,7 +102,7 @@ class Partition(Wrapper, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         inputs.check(self.name, "out", out, state["_numel"])
         bodies = self._read_result(len(self.rounds) - 1, result, state)
-        whole = torch.empty_like(out)  # nothing may be written before the last slice has been judged
+        whole = torch.empty_like(out)  # write nothing to out before the last slice is decoded and finite
         if bodies is not None:
             slices = zip(bodies, state["parts"].values(), self._cut(whole), strict=True)
             if sum(self.inner.decode(body, part, into) for body, part, into in slices) == len(bodies):
@@ -115,10 +117,10 @@ class Partition(Wrapper, frozen=True):
             add_back(self.inner, body, into)
 
     def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
-        """The inner codec keeps nothing back."""
+        """Nothing to undo: the inner codec keeps no residual."""
 
     def undo_server(self, state: State, cut: Cut = None) -> None:
-        """As `undo`."""
+        """Nothing to undo, as in `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> Any:
         if self.rounds == (Round.GATHER,):
@@ -150,7 +152,7 @@ class Partition(Wrapper, frozen=True):
         return self._join(numel, out, lambda i, room: self.inner.emit(r, accs[i], states[i], room))
 
     def _read_result(self, r: int, result: Buffer, state: State) -> list[memoryview] | None:
-        """The slices' results. All are judged before the first is taken, where taking one changes its state."""
+        """The slices' results. All are checked before the first is used, since using one changes its state."""
         bodies = self._split(result, state["_numel"])
         if bodies is not None and isinstance(self.inner, SeveralRounds):
             for body, part in zip(bodies, state["parts"].values(), strict=True):
@@ -158,7 +160,7 @@ class Partition(Wrapper, frozen=True):
         return bodies
 
     def _accs(self, acc: Any) -> tuple[int, list[Any]]:
-        """(elements, an accumulator for each slice). A dense sum is cut: error feedback's residual is one, too."""
+        """(elements, an accumulator for each slice). A dense sum is split into views; a residual is such a sum, too."""
         if "parts" in acc:
             return acc["numel"], acc["parts"]
         return acc["sum"].numel(), [accumulator(part) for part in self._cut(acc["sum"])]
@@ -167,7 +169,7 @@ class Partition(Wrapper, frozen=True):
         return list(x.split([s.numel for s in self.specs(x.numel())]))
 
     def _join(self, numel: int, out: Out, write: Callable[[int, memoryview], int]) -> int:
-        """Header, the length of each slice's payload, the payloads. Flagged as soon as one of them is."""
+        """Writes the header, the length of each slice's payload, then the payloads. If one is flagged, the whole is flagged."""
         specs = self.specs(numel)
         at = HEADER + _LENGTH.size * len(specs)
         flagged, memory = False, payload.on_host(out)
@@ -182,7 +184,7 @@ class Partition(Wrapper, frozen=True):
         return at
 
     def _split(self, message: Buffer, numel: int) -> list[memoryview] | None:
-        """The slices' payloads, or None of a flagged whole."""
+        """The slices' payloads, or None if the whole is flagged."""
         head = payload.read(message, self.id, numel)
         if head.flagged:
             return None
@@ -205,7 +207,7 @@ class Partition(Wrapper, frozen=True):
 def partition(
     inner: Codec, parts: int | None = None, nbytes: int | None = None, shapes: tuple[tuple[int, ...], ...] | None = None
 ) -> Partition:
-    """Codes slices apart. Error feedback and the like go around it; a plan adds them where the inner codec needs them."""
+    """Encodes slices separately. Error feedback goes around it; a plan adds that where the inner codec needs it."""
     codec = check_codec("partition", inner)
     if not isinstance(inner, OneRound | SeveralRounds):
         raise InvalidInput("E-CODEC-ARGUMENT",

@@ -1,4 +1,4 @@
-"""One codec up to the server, another down to the workers. Knows neither's format."""
+"""Two-way compression: one codec for payloads to the server, another for the server's results to workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TwoWay(msgspec.Struct, frozen=True):
-    """Workers send `up` payloads, the server sends the sum as a `down` payload. Each keeps its own residual."""
+    """Workers send `up` payloads; the server sends the sum as a `down` payload. Each side keeps its own residual."""
 
     name: ClassVar[str] = "two_way"
     rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
@@ -81,7 +81,7 @@ class TwoWay(msgspec.Struct, frozen=True):
 
 
 def two_way(up: Codec, down: Codec) -> TwoWay:
-    """Both must be of one round and sum in dense float32, as most do. topk(ratio=1.0) down forwards the merged sparse sum."""
+    """Both codecs must have one round and sum in dense float32, as most do. topk(ratio=1.0) down sends the merged sparse sum."""
     if not _sums(up):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")
@@ -93,14 +93,15 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
 
 
 def answers(codec: Codec) -> bool:
-    """Whether it can be the codec `down`."""
+    """Whether the codec can serve as `down`."""
     return isinstance(_bare(codec), OneRound) and _sums(codec)
 
 
 def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) -> Codec:
-    """The codec that a plan gives a bucket; with `node` the one that this node encodes with.
+    """The codec of a plan's bucket, or with `node` the codec that this node encodes with.
 
-    Without `plan`, what the plan says of all its buckets (ratio_over, warmup) is left out: sizes are those that it means.
+    Without `plan`, the plan's settings for all buckets (ratio_over, warmup) are left out. Sizes are then those that the plan
+    states.
     """
     codec = wrap(parse(bucket.codec))
     for text in bucket.by_node:
@@ -112,32 +113,32 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
 
 
 def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
-    """Told its entries step by step, where a plan asks for it and a server sums.
+    """Wraps the codec in Allotted if the plan varies entries by step and a server sums.
 
-    Collectives have room for the largest size in every step, and send it.
+    Collectives reserve the largest size in every step and send it, so they gain nothing.
     """
     if bucket.path != "service":
         alone: Codec = codec
         return alone
     steps, shared = (0, False) if plan is None else (plan.warmup, plan.ratio_over == "plan")
     ratios = [named(text).ratio for text in bucket.by_node or (bucket.codec,)]
-    heard = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
+    mean_ratio = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
     if isinstance(codec, TwoWay):
-        up, down = (allotted(way, heard, steps=steps, shared=shared) for way in (codec.up, codec.down))
+        up, down = (allotted(codec_, mean_ratio, steps=steps, shared=shared) for codec_ in (codec.up, codec.down))
         return TwoWay(up, down)
-    made: Codec = allotted(codec, heard, steps=steps, shared=shared)
-    return made
+    result: Codec = allotted(codec, mean_ratio, steps=steps, shared=shared)
+    return result
 
 
 def _sums(codec: Codec) -> bool:
-    """Whether its accumulator is the dense sum of what is sent. random-k sums values alone."""
+    """Whether the codec's accumulator is the dense sum of the payloads. Random-k sums values alone."""
     if isinstance(codec, Wrapper) and not isinstance(codec, Partition):
         return _sums(codec.inner)
     return isinstance(codec, Identity) or (isinstance(codec, OneRound | Partition) and codec.rounds == (Round.GATHER,))
 
 
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
-    """ValueError unless the server, which reads as the bucket's codec says, can read what the node's makes."""
+    """Raises unless the server, which uses the bucket's codec, can read the payloads of this node's codec."""
     if _read(server) != _read(node):
         raise InvalidInput("E-PLAN-BY-NODE",
                            f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their "
@@ -154,7 +155,7 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
 
 
 def _read(codec: Any) -> Any:
-    """What a server must know of a codec: all but ratios, the way of choosing entries, and memories that workers keep."""
+    """The parts of a codec that a server must know: all but ratios, how entries are selected, and residuals of workers."""
     if isinstance(codec, Momentum | ErrorFeedback) and not in_updates(codec):
         return _read(codec.inner)
     if isinstance(codec, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device: names, arguments and results of commlayer._core. Knows no payload headers, no codecs."""
+"""The kernels on a CUDA device: names, arguments and results of commlayer._core."""
 
 from commlayer.compressors.device.blocks import blocks_decode, blocks_encode, blocks_nbytes
 from commlayer.compressors.device.dense import (

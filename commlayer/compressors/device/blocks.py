@@ -1,4 +1,4 @@
-"""Positions as blocks of 16 on a device: in torch, but for the numbers of the blocks. Same names and results as the host's."""
+"""Positions as blocks of 16 on a device, written in torch except for the block numbers. Names and results as on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _positions(idx: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(n: int, count: int) -> tuple[int, int, int]:
-    """Blocks below n; how the numbers of `count` of them are coded, the smaller way; its bytes."""
+    """Blocks below n; the smaller encoding for the numbers of `count` of them; the bytes of that encoding."""
     blocks = -(-n // BLOCK)
     kind, nbytes = sparse.smaller(blocks, count)
     return blocks, kind, nbytes
@@ -32,7 +32,7 @@ def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
 
 
 def blocks_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """`out` has exactly the size of the code."""
+    """`out` has exactly the size of the encoded positions."""
     where = _positions(idx)
     numbers, owner = (where // BLOCK).unique_consecutive(return_inverse=True)
     count = numbers.numel()

@@ -1,7 +1,7 @@
-"""The dense kernels on a device: sums, casts, int8. Same names and results as the host's; knows no payloads.
+"""The dense kernels on a device: sums, casts, int8. Names and results as on the host.
 
-Payload bytes are uint8 tensors on the device of the other arguments, floats in them at multiples of 4. A function that returns
-a fact waits for the device; the others only queue.
+Payload bytes are uint8 tensors on the device of the other arguments, with floats at multiples of 4. A function that returns a
+value waits for the device; the others only queue work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SEGMENT = 1024
 
 
 def yes(like: torch.Tensor) -> torch.Tensor:
-    """A flag that a kernel may clear."""
+    """A flag of 1 that a kernel may clear."""
     return torch.ones(1, dtype=torch.int64, device=like.device)
 
 
@@ -67,14 +67,14 @@ def within(scales: torch.Tensor, most: float) -> bool:
 
 
 def largest(src: torch.Tensor, width: int) -> int:
-    """The largest of the unsigned numbers of `width` bytes, 1 or 2; 0 if there is none."""
+    """The largest of the unsigned numbers of `width` bytes (1 or 2), or 0 if there are none."""
     if src.numel() == 0:
         return 0
     return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
 
 
 def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """What an encode returns. It has coded nothing if a flag says so: then the residual takes the finite part of x."""
+    """The return value of an encode. If x is not finite, nothing was encoded and the residual takes the finite part of x."""
     if finite.item():
         return True
     if residual is not None:

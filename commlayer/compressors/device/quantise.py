@@ -1,6 +1,6 @@
-"""Quantisers with 16-bit scales, and random draws, on a device. Knows no payloads and no codecs.
+"""Quantisers with 16-bit scales, and random draws, on a device.
 
-An encode of something not finite returns False, and the residual took the finite part.
+Encoding a non-finite input returns False; the residual then holds the finite part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The sparse kernels on a device: selection, order, scattering, positions, 4-bit values. Names and results are the host's.
+"""The sparse kernels on a device: selection, ordering, scattering, positions, 4-bit values. Names and results as on the host.
 
-Unlike the host's, scattering trusts its positions, and bad bytes are found only after scratch positions have been written.
+Unlike on the host, scattering trusts its positions, and corrupt bytes are found only after scratch positions are written.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ UNPACK_TILE_NBYTES = 16 * THREADS
 TRIM_TILE = 4 * THREADS
 TRIM_DIGITS = 3
 TRIM_HISTOGRAMS = TRIM_DIGITS * 2048
-"""Of 32 bits. As in cuda/trim.cu."""
+"""Histogram counters of 32 bits, as in cuda/trim.cu."""
 
 ELIAS_FANO, BITMAP, SMALLER = 0, 1, -1
-"""Kinds of positions; the last lets the kernel choose."""
+"""Encodings of positions; SMALLER lets the kernel choose."""
 
 NO_VALUES = -1
 VALUES_BLOCK = 256
@@ -31,11 +31,11 @@ VALUES_BLOCK = 256
 
 LEAST_THRESHOLD = 2.0**-126
 FOUND = 3
-"""Numbers that select_over leaves: entries that passed, whether something was not finite, those from `start` on."""
+"""Numbers that select_over returns: entries that passed, whether an element was not finite, entries from `start` on."""
 
 
 def tiles(n: int, start_: int) -> int:
-    """Tiles of a scan that begins at `start_` and wraps."""
+    """Tiles of a scan that begins at `start_` and wraps around."""
     return -(-(n - start_ // 4 * 4) // TILE) + -(-start_ // TILE)
 
 
@@ -47,13 +47,13 @@ def queue_scan(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, to: Entries, found: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Selects into `to`, in the order of the scan. `found` and `state` (1 + tiles) hold zeros."""
+    """Selects into `to`, in scan order. `found` and `state` (1 + tiles) must hold zeros."""
     n, cap = g.numel(), min(to[0].numel(), to[1].numel())
     start("select", "select_over", tiles(n, start_), g, residual, n, threshold, start_, *to, cap, state, found)
 
 
 def queue_rotate(to: Entries, from_: Entries, count: torch.Tensor, first: torch.Tensor) -> None:
-    """From the order of the scan to that of the positions; `first` of the entries are from the scan's start on."""
+    """Reorders entries from scan order to position order. `first` of them lie after the scan's start."""
     cap = min(to[0].numel(), to[1].numel())
     each("select", "rotate", cap, *to, *from_, count, first, cap)
 
@@ -62,13 +62,13 @@ def queue_select(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, raw: Entries, picked: Entries,
     found: torch.Tensor, state: torch.Tensor,
 ) -> None:
-    """Selects into `raw`, then in order of positions into `picked`. As queue_scan."""
+    """Selects into `raw`, then copies to `picked` in position order. Arguments as in queue_scan."""
     queue_scan(g, residual, threshold, start_, raw, found, state)
     queue_rotate(picked, raw, found, found[2:])
 
 
 def trim_words(cap: int) -> int:
-    """Zeros that `queue_trim` needs."""
+    """Words of zeros that `queue_trim` needs."""
     return TRIM_HISTOGRAMS // 2 + 2 * (1 + _trim_tiles(cap))
 
 
@@ -79,7 +79,7 @@ def _trim_tiles(cap: int) -> int:
 def queue_trim(
     to: Entries, from_: Entries, residual: torch.Tensor | None, k: int, room: int, control: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """What stays of a scan's entries, in the same order; the k largest, if they are more than room."""
+    """Keeps the k largest of a scan's entries if there are more than `room`; the order does not change."""
     cap = from_[0].numel()
     histograms, scans = words[: TRIM_HISTOGRAMS // 2], words[TRIM_HISTOGRAMS // 2 :]
     above, equal = scans.chunk(2)
@@ -122,13 +122,13 @@ def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, q: torch.Tensor, scal
 
 
 def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: torch.Tensor, values: int, kind: int) -> None:
-    """Packs as many positions as `count` says, at most `most`, behind values of that kind."""
+    """Packs `count` positions, at most `most`, after values of that kind."""
     each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
     each("positions", "pack_positions", most, out, idx, n, count, values, kind)
 
 
 def smaller(n: int, k: int) -> tuple[int, int]:
-    """Kind and exact size of k >= 1 positions below n in the smaller of both kinds."""
+    """The smaller of both encodings for k >= 1 positions below n, and its exact size in bytes."""
     low = max(0, (n // k).bit_length() - 1)
     sparse, dense = (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8, (n + 7) // 8
     return (ELIAS_FANO, sparse) if sparse < dense else (BITMAP, dense)
@@ -141,12 +141,12 @@ def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:
 
 
 def ef_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """`out` has exactly the size of the code."""
+    """`out` has exactly the size of the encoded positions."""
     return _encode(out, idx, n, ELIAS_FANO)
 
 
 def bitmap_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """`out` has exactly the size of the code."""
+    """`out` has exactly the size of the encoded positions."""
     return _encode(out, idx, n, BITMAP)
 
 
@@ -161,7 +161,7 @@ def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
-    """For k >= 1 positions in as many bytes as they take."""
+    """For k >= 1 positions in exactly their encoded bytes."""
     _decode(idx, n, src, ELIAS_FANO)
 
 
@@ -185,7 +185,7 @@ ABS = 0x7FFFFFFF
 
 
 def _magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """As integers: in the order of magnitudes, NaN above infinity."""
+    """Magnitudes as integers: the same order, with NaN above infinity."""
     return x.view(torch.int32) & ABS
 
 
