@@ -1,7 +1,7 @@
-"""Tensors without torch: numpy arrays that answer to the words of torch in which a server's side of the codecs is written.
+"""A numpy stand-in for the part of torch that a server's codecs use, so that a server runs without torch.
 
-The same names, arguments and bits as torch's, for memory on the host; what only workers ask of a codec is not here. Codecs
-reach it through tensors.py, under the name of torch.
+Names, arguments and bits are those of torch, for host memory only. Codec functions that only workers call are not supported.
+Codecs import this module through tensors.py, as `torch`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Device(NamedTuple):
 
 
 class Tensor(np.ndarray[Any, np.dtype[Any]]):
-    """An array of the host's memory. Arithmetic and slices are numpy's, which are torch's for one type of numbers."""
+    """A numpy array with torch's methods. For a single dtype, numpy's arithmetic and slices equal torch's."""
 
     device: Any = Device("cpu")
 
@@ -143,5 +143,5 @@ def where(condition: Tensor, x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
 
 
 def _tensor(array: npt.NDArray[Any]) -> Tensor:
-    """What numpy makes of one by itself is one."""
+    """A cast for type checkers: numpy functions return a Tensor when their input is one."""
     return cast(Tensor, array)

@@ -1,4 +1,4 @@
-"""What codecs of one round with a dense float32 accumulator have in common. Knows no format: each gives `check` and `apply`."""
+"""Base of codecs of one round with a dense float32 accumulator. A subclass implements `check` and `apply`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NAN = float("nan")
 
 
 def spell(codec: msgspec.Struct) -> str:
-    """`name(argument=value, ...)`, every argument written out: a plan must not change its meaning with a later default."""
+    """`name(argument=value, ...)` with every argument: a later change of a default must not change a plan's meaning."""
     fields = {name: getattr(codec, name) for name in codec.__struct_fields__}
     parts = [str(v) if isinstance(v, msgspec.Struct) else f"{name}={v!r}" for name, v in fields.items()]
     return f"{cast(Any, codec).name}({', '.join(parts)})"
 
 
 def check_numel(spec: Spec) -> int:
-    """numel of the spec, which the header's 32 bits must hold."""
+    """numel of the spec. Raises if it exceeds the header's 32 bits."""
     if spec.numel > payload.MAX_NUMEL:
         raise InvalidInput("E-CODEC-INPUT",
                            f"bucket of {spec.numel} elements: at most {payload.MAX_NUMEL} fit a payload; cut it into slices")
@@ -36,12 +36,12 @@ def check_numel(spec: Spec) -> int:
 
 
 def accumulator(total: torch.Tensor) -> dict[str, Any]:
-    """The accumulator that `add` adds to, around memory that exists. `flagged` is a list of one so that `add` can set it."""
+    """An accumulator for `add`, around existing memory. `flagged` is a list of one, so that `add` can set it."""
     return {"sum": total, "flagged": [False]}
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What every codec that is no wrapper says of itself."""
+    """Spelling, id and default properties of every codec that is not a wrapper."""
 
     name: ClassVar[str] = ""
     rounds: ClassVar[tuple[Round, ...]] = ()
@@ -58,7 +58,7 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class OneRound(Named, frozen=True):
-    """Payload and result have one format, and emitting is coding the sum: `emit` is `start` with the server's state."""
+    """Payload and result have one format. `emit` encodes the sum: it is `start` with the server's state."""
 
     rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
 
@@ -66,11 +66,11 @@ class OneRound(Named, frozen=True):
         raise NotImplementedError
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        """The parts of a body, checked in full."""
+        """Returns the parts of a body, fully checked."""
         raise NotImplementedError
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
-        """Adds the parts to `out`, or overwrites it with them. Cannot fail."""
+        """Adds the parts to `out`, or overwrites `out` with them. Cannot fail."""
         raise NotImplementedError
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
@@ -95,22 +95,22 @@ class OneRound(Named, frozen=True):
         return True
 
     def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
-        """Keeps nothing back, so there is nothing to take back."""
+        """Nothing to undo: the codec keeps no residual."""
 
     def undo_server(self, state: State, cut: Cut = None) -> None:
-        """As `undo`."""
+        """Nothing to undo, as in `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(torch.zeros(math.prod(spec.shape)))
 
     def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
-        """What `put` adds: the checked parts, or None of a flagged payload. Changes nothing."""
+        """Checks a payload for `put`: returns the parts to add, or None if it is flagged. Changes nothing."""
         numel = acc["sum"].numel()
         head = payload.read(payload_, self.id, numel)
         return None if head.flagged else self.check(head, numel)
 
     def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
-        """Cannot fail."""
+        """Adds what `vet` returned. Cannot fail."""
         if first:
             acc["flagged"][0] = False
         if vetted is None:

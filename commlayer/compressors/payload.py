@@ -1,4 +1,4 @@
-"""The payload header: its one writer and its one reader. Knows numbers and lengths; not what a body means.
+"""Writes and reads the payload header.
 
 Sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32, count u32, seed u32. See docs/wire.md.
 """
@@ -18,7 +18,7 @@ else:
 
 VERSION = 1
 NONFINITE = 1
-"""Flag: what was to be coded is not finite. There is no body."""
+"""Flag: the input was not finite. There is no body."""
 
 MAX_NUMEL = 0xFFFFFFFF
 
@@ -36,7 +36,7 @@ CODEC_IDS = {
     "powersgd": 13,
     "partition": 15,
 }
-"""Numbers of the codecs on the wire: never reused (8, 9, 14 and 16 are retired). 240-255 are free for experiments and tests."""
+"""Ids of the codecs on the wire: never reused (8, 9, 14 and 16 are retired). 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")
 HEADER_NBYTES = _LAYOUT.size
@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
     flagged: bool
     aux: int
-    """The codec's own byte."""
+    """A byte that each codec defines."""
     entries: int
     """Entries in the body; numel for dense codecs."""
     seed: int
@@ -55,24 +55,24 @@ class Head(NamedTuple):
 
 
 def codec_name(number: int) -> str:
-    """The name that errors use."""
+    """The codec's name, for errors."""
     names = [name for name, known in CODEC_IDS.items() if known == number]
     return names[0] if names else f"codec {number}"
 
 
 def write(out: Out, codec: int, numel: int, count: int, aux: int = 0, seed: int = 0) -> None:
-    """Header of a payload with a body."""
+    """Writes the header of a payload with a body."""
     _put(out, codec, VERSION, 0, aux, numel, count, seed)
 
 
 def write_flagged(out: Out, codec: int, numel: int) -> int:
-    """The whole payload of something non-finite; returns its size."""
+    """Writes a whole payload for non-finite input; returns its size."""
     _put(out, codec, VERSION, NONFINITE, 0, numel, 0, 0)
     return HEADER_NBYTES
 
 
 def on_host(memory: Out) -> memoryview:
-    """For codecs without kernels for a device, which nobody asks to run there (placement.py)."""
+    """Host memory, for codecs without device kernels. placement.py never runs these on a device."""
     if isinstance(memory, torch.Tensor):
         raise InvalidInput("E-CODEC-INPUT", f"payload memory on {memory.device}, allowed for this codec is host memory")
     return memory
@@ -86,7 +86,7 @@ def _put(out: Out, *fields: int) -> None:
 
 
 def _split(payload: Buffer) -> tuple[memoryview, Out]:
-    """The header's bytes on the host, and the body where it lies. Either may be too short."""
+    """The header's bytes on the host, and the body in its own memory. Either may be too short."""
     if isinstance(payload, torch.Tensor):
         return payload[:HEADER_NBYTES].cpu().numpy().data, payload[HEADER_NBYTES:]
     view = memoryview(payload)
@@ -95,7 +95,7 @@ def _split(payload: Buffer) -> tuple[memoryview, Out]:
 
 
 def read(payload: Buffer, codec: int, numel: int) -> Head:
-    """The checked header. CorruptPayload says what came and what was expected."""
+    """Reads and checks the header. CorruptPayload names what was received and what was expected."""
     header, body = _split(payload)
     if header.nbytes < HEADER_NBYTES:
         raise CorruptPayload(f"payload of {header.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
@@ -116,6 +116,6 @@ def read(payload: Buffer, codec: int, numel: int) -> Head:
 
 
 def expect(what: str, got: int, wanted: int) -> None:
-    """CorruptPayload naming both numbers unless they are equal."""
+    """Raises CorruptPayload with both numbers unless they are equal."""
     if got != wanted:
         raise CorruptPayload(f"payload with {what} {got}, expected {wanted}")

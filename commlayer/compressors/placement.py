@@ -1,4 +1,4 @@
-"""Where a codec runs: which codecs have kernels for a device. Knows no plans."""
+"""Decides whether a codec runs on a device: only some codecs have kernels for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, OneBit, TopK, RandomK)
 
 
 def runs_on(codec: Codec, device: torch.device) -> bool:
-    """Whether all that a worker asks of `codec` can be done there: it has kernels, and the machine can launch them."""
+    """Whether a worker can run `codec` on the device: the codec has kernels, and this machine can launch them."""
     inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
     inner = inner.inner if isinstance(inner, Allotted) else inner
     if not isinstance(inner, WITH_KERNELS):

@@ -1,4 +1,4 @@
-"""Positions as bytes: the smallest of Elias-Fano, a bitmap and blocks of 16. Knows sizes; the bit work is the kernels'."""
+"""Encodes sorted positions as the smallest of Elias-Fano, a bitmap and blocks of 16. The kernels pack the bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ELIAS_FANO, BITMAP, BLOCKS = 0, 1, 2
 
 
 WORTH_A_LOOK = 16
-"""Fewer positions than this save too little as blocks to count them."""
+"""Fewer positions than this gain too little from blocks to be worth counting them."""
 
 
 def elias_fano_nbytes(n: int, k: int) -> int:
-    """Exact size for k >= 1 positions below n."""
+    """Exact size in bytes for k >= 1 positions below n."""
     low = max(0, (n // k).bit_length() - 1)
     return (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8
 
@@ -36,12 +36,12 @@ DECODERS = {ELIAS_FANO: kernels.ef_decode, BITMAP: kernels.bitmap_decode, BLOCKS
 
 
 def bound(n: int, cap: int) -> int:
-    """Most bytes for up to cap positions: the size grows with the count but for the rounding of its two parts."""
+    """The most bytes for up to cap positions. The size grows with the count, except for the rounding of its two parts."""
     return 0 if n == 0 else min(elias_fano_nbytes(n, cap) + 2, bitmap_nbytes(n))
 
 
 def encode(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
-    """(kind, bytes written). No positions take no bytes."""
+    """Returns (kind, bytes written). No positions take no bytes."""
     k = idx.numel()
     if k == 0:
         return ELIAS_FANO, 0
@@ -54,7 +54,7 @@ def encode(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
 
 
 def decode(kind: int, body: Out, k: int, n: int) -> torch.Tensor:
-    """int32 positions, strictly increasing and below n; CorruptPayload otherwise."""
+    """int32 positions, strictly increasing and below n. Raises CorruptPayload otherwise."""
     idx = torch.empty(k, dtype=torch.int32, device=body.device if isinstance(body, torch.Tensor) else None)
     if kind not in DECODERS:
         raise CorruptPayload(f"payload with positions of kind {kind}, this side knows {', '.join(map(str, DECODERS))}")

@@ -1,8 +1,8 @@
-"""topk on a device with one wait in all: what selection.pick and the encoding do, queued as kernels. Knows launches, no format.
+"""Top-k on a device with a single wait: selection.pick and the encoding, queued as kernels.
 
-The host decides nothing between gradient and bytes: sample, cut, scan, trimming and packing follow one another on the device,
-and the size of the payload comes back in the end with what the threshold's filter learns from. Where the scan found too little
-or something not finite, or positions are smallest as blocks, nothing was packed, and the caller goes on in the general way.
+The host decides nothing between gradient and bytes: sample, cut, scan, trim and pack follow each other on the device. At the
+end the host reads the size of the payload and what the threshold's filter learns from. If the scan found too few entries or a
+non-finite one, or if positions are smallest as blocks, nothing was packed. The caller then continues with the general method.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from commlayer.gpu.launch import each
 from commlayer.gpu.launch import start as launch
 
 CONTROL = 13
-"""Words of struct Control in cuda/control.cuh: whole numbers, then three doubles."""
+"""Words of struct Control in cuda/control.cuh: integers, then three doubles."""
 
 KEPT, COUNT, CUT = 3, 6, 10
-"""Places in it: entries that stay, then how many of them are from the scan's start on; cut, slope and shift."""
+"""Offsets in Control: entries kept, followed by those from the scan's start on; count; cut, followed by slope and shift."""
 
 MEND = -1
-"""A count that says: the host must look for entries again."""
+"""A count that means: the host must select again."""
 
 CUT_THREADS = 1024
 
@@ -31,7 +31,7 @@ CUT_THREADS = 1024
 def start(
     codec: int, values: int, k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: torch.Tensor
 ) -> tuple[int, Picked | None]:
-    """(nbytes, None) with the payload in `out`, or (0, what was picked) with nothing there yet."""
+    """Returns (nbytes, None) with the payload in `out`, or (0, the selected entries) with nothing written."""
     n, scratch = x.numel(), state["_scratch"]
     idx, val = scratch["idx"], scratch["val"]
     begin, room = tracked_threshold.rotation(n, state), selection.room(n, k, False)
@@ -46,14 +46,14 @@ def start(
     blocks = -(-room // sparse.VALUES_BLOCK)
     launch("topk", "pack_values", blocks, out, idx, val, residual, values, control, threads=sparse.VALUES_BLOCK)
     sparse.queue_pack(out, idx, n, room, control[COUNT:], values, sparse.SMALLER)
-    told = control.cpu()
-    passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = told[:CUT].tolist()
-    threshold_, slope, shift = told[CUT:].view(torch.float64).tolist()
+    fields = control.cpu()
+    passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = fields[:CUT].tolist()
+    threshold_, slope, shift = fields[CUT:].view(torch.float64).tolist()
     tracked = tracked_threshold.Cut(threshold_, slope, shift if shifted else None)
     if count == MEND:
         return 0, selection.mend(k, x, residual, state, tracked, kept, passed - kept, not bad)
     tracked_threshold.end(k, n, passed, tracked, state)
-    if count < 0 or infinite:  # positions in blocks; or the general way sees the value again, and flags the payload
+    if count < 0 or infinite:  # positions as blocks; or the general method meets the infinite value again and flags the payload
         return 0, Picked(idx[:kept], val[:kept], True)
     return nbytes, None
 
@@ -61,7 +61,7 @@ def start(
 def _queue_cut(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, offset: int, control: torch.Tensor, cut: torch.Tensor
 ) -> None:
-    """tracked_threshold.begin."""
+    """Queues tracked_threshold.begin."""
     n, sample = x.numel(), state["_scratch"]["sample"]
     usual, larger, rank, expected, calm = tracked_threshold.sampling(n, k, state)
     tracked = torch.tensor([state["threshold"], state["slope"], state["doubt"]], dtype=torch.float64).to(x.device)
@@ -73,7 +73,7 @@ def _queue_cut(
 def _queue_trim(
     k: int, room: int, residual: torch.Tensor | None, scratch: State, control: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """kernels.trim of what the scan left in idx and val, if that is more than room; then both in order of positions."""
+    """Queues kernels.trim of the scan's entries in idx and val, if there are more than `room`; then restores position order."""
     if "raw_idx" not in scratch:
         scratch["raw_idx"], scratch["raw_val"] = torch.empty_like(scratch["idx"]), torch.empty_like(scratch["val"])
     idx, val, raw_idx, raw_val = (scratch[name] for name in ("idx", "val", "raw_idx", "raw_val"))

@@ -1,7 +1,7 @@
-"""The keys of a codec's random numbers. Knows states, a job, a bucket and a sender; not how numbers are drawn from a key.
+"""Derives the keys of a codec's random numbers from the job, the bucket and the sender.
 
-A codec that draws has in its state the numbers `shared`, `own` (0 until seeded) and `step`, which it counts itself. What all
-senders must draw alike takes `shared`; rounding takes `own`, since a dither that all share does not average out.
+The state of a codec with random numbers holds `shared`, `own` (0 until seeded) and `step`, which the codec counts. Draws that
+must be equal on all senders use `shared`. Rounding uses `own`, since a dither that all senders share does not average out.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import hashlib
 from commlayer.compressors.codec import State
 
 SERVER = -1
-"""The sender of results."""
+"""The sender id of results."""
 
 MOST_KEY = (1 << 63) - 1
 KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
-"""What the keys of a state may be."""
+"""Limits of the keys in a state."""
 
 
 def seed(state: State, job: str, bucket: int, sender: int) -> None:
-    """Sets the keys in a fresh state and in the states inside it. `job` is any text that the workers share."""
+    """Sets the keys in a fresh state and in its nested states. `job` is any text that the workers share."""
     keys = {"shared": _key(f"{job} {bucket}"), "own": _key(f"{job} {bucket} {sender}")}
     _set(state, keys)
 
@@ -27,12 +27,12 @@ def seed(state: State, job: str, bucket: int, sender: int) -> None:
 def _set(state: State, keys: dict[str, int]) -> None:
     for name, value in state.items():
         if isinstance(value, dict):
-            # A state under a number is one of several like it: each draws for itself.
+            # Nested states under a number are alike: each gets keys of its own.
             _set(value, {which: _key(f"{key} {name}") for which, key in keys.items()} if name.isdigit() else keys)
         elif name in keys:
             state[name] = keys[name]
 
 
 def _key(text: str) -> int:
-    """63 bits, so that a checkpoint's int64 holds them."""
+    """63 bits, so that the int64 of a checkpoint holds the key."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

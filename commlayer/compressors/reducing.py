@@ -1,4 +1,4 @@
-"""Adding payloads up without a server: which codecs allow it, and what of their accumulators is combined. Knows no groups."""
+"""Sums payloads without a server, by all-reduce: which codecs allow it, and which parts of an accumulator are combined."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from commlayer.errors import CorruptPayload
 
 
 def adds_up(codec: Codec) -> bool:
-    """Whether accumulators of single payloads can be combined elementwise (an all-reduce), and what is emitted is their sum."""
+    """Whether an all-reduce can combine accumulators of single payloads elementwise, so that `emit` sends their sum."""
     return all(r is not Round.GATHER for r in codec.rounds)
 
 
 def stands_alone(codec: Codec) -> bool:
-    """Whether a payload by itself says what was sent, so that whoever has all of them may add them to a dense sum.
+    """Whether each payload can be decoded alone and added to a dense sum.
 
-    Not those of several rounds, nor random-k's accumulators of values.
+    This excludes codecs of several rounds, and random-k, whose accumulators hold values alone.
     """
     inner: Any = codec
     while isinstance(inner, Wrapper):
@@ -30,9 +30,9 @@ def stands_alone(codec: Codec) -> bool:
 
 
 class Reduced:
-    """An accumulator of one payload, on its way to the sum of all members' by two all-reduces.
+    """An accumulator of one payload that two all-reduces turn into the sum of all members' payloads.
 
-    `values` are summed, `facts` combined by their maximum; both in place.
+    The caller sums `values` and combines `facts` by maximum, both in place.
     """
 
     def __init__(self, acc: Any) -> None:
@@ -47,11 +47,11 @@ class Reduced:
 
     @property
     def nbytes(self) -> int:
-        """What a member puts in."""
+        """Bytes that each member contributes."""
         return int(self.values.nbytes + self.facts.nbytes)
 
     def merge(self) -> None:
-        """Both are over: the accumulator is that of all payloads. CorruptPayload if they cannot be added, on all alike."""
+        """Updates the accumulator after both all-reduces. All members raise CorruptPayload if payloads cannot be added."""
         facts: list[int] = self.facts.tolist()
         flags = facts[: len(self._accs)]
         for part, flag in zip(self._accs, flags, strict=True):
@@ -66,7 +66,7 @@ class Reduced:
 
 
 def _flat(acc: Any) -> Iterator[Any]:
-    """A wrapper's accumulator, if it holds several, goes as those and itself."""
+    """The accumulator, followed by those nested in it."""
     yield acc
     parts: Sequence[Any] = acc.get("parts", ())
     for part in parts:

@@ -1,7 +1,7 @@
-"""Picks about k runs of neighbours of largest score out of gradient + residual. Knows thresholds and memory; no payloads.
+"""Selects about k runs of neighbours with the largest scores from gradient + residual.
 
-As selection.py does with entries, but what is picked stays in the residual until the codec says what it keeps of it: runs are
-few and contiguous, so that looking at them again is cheap and nothing has to be given back.
+Works as selection.py does for entries, but selected elements stay in the residual until the codec writes its rounding errors.
+Runs are few and contiguous, so a second read is cheap and nothing has to be returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ else:
     from commlayer.compressors import tensors as torch
 
 EXACT_RUNS = 1024
-"""Up to here all scores are looked at."""
+"""With at most this many runs, `pick` scores all of them."""
 
 
 class PickedRuns(NamedTuple):
@@ -30,12 +30,12 @@ class PickedRuns(NamedTuple):
 
 
 def room(runs: int, k: int) -> int:
-    """Most runs that `pick` hands on."""
+    """The most runs that `pick` returns."""
     return k if runs <= EXACT_RUNS else min(runs, k + max(1, k // 10))
 
 
 def scratch(runs: int, k: int) -> State:
-    """Memory of a step."""
+    """Memory of one step."""
     few = runs <= EXACT_RUNS
     candidates = k if few else min(runs, k + k // 2 + SPARE)
     sample = runs if few else tracked_threshold.sample_room(runs, k)
@@ -48,7 +48,7 @@ def scratch(runs: int, k: int) -> State:
 
 
 def pick(k: int, run: int, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> PickedRuns:
-    """The residual becomes x + residual where that is finite."""
+    """Selects runs. The residual becomes x + residual where that is finite."""
     runs, memory = -(-x.numel() // run), state["_scratch"]
     ids, scores = memory["ids"], memory["scores"]
     start = tracked_threshold.rotation(runs, state)

@@ -1,8 +1,8 @@
-"""Picks about k entries of largest magnitude out of gradient + residual, and who offers that to wrappers. Knows no payloads.
+"""Selects about k entries of largest magnitude from gradient + residual, and defines the protocols of codecs that select.
 
-Small tensors are sorted. Larger ones are scanned once at a tracked threshold that aims a little above k. What the scan finds
-above `room` is trimmed to the k largest of the candidates; less than ENOUGH * k costs a second scan at a
-lower threshold. So the count is within 10 % of k wherever there are as many entries that are not zero.
+Small tensors are sorted. Larger ones are scanned once at a tracked threshold that aims slightly above k. More than `room`
+entries are trimmed to the k largest of them; fewer than ENOUGH * k cost a second scan at a lower threshold. So the count is
+within 10 % of k, if there are as many non-zero entries.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ else:
     from commlayer.compressors import tensors as torch
 
 EXACT_NUMEL = 16384
-"""Up to here sorting is as cheap as tracking."""
+"""Up to this size sorting is as cheap as tracking."""
 
 ENOUGH = 0.9
 SPARE = 16
 
 
 class Picked(NamedTuple):
-    """Positions, increasing, and values of what was taken out of the residual."""
+    """Positions, increasing, and values of the entries taken from the residual, and whether all of x + residual is finite."""
 
     idx: torch.Tensor
     val: torch.Tensor
@@ -38,12 +38,12 @@ def sorts(n: int, exact: bool) -> bool:
 
 
 def room(n: int, k: int, exact: bool) -> int:
-    """Most entries that `pick` hands on."""
+    """The most entries that `pick` returns."""
     return k if sorts(n, exact) else min(n, k + max(1, k // 10))
 
 
 def scratch(n: int, k: int, exact: bool) -> State:
-    """Memory of a step. `kept` is free for the caller once `pick` is done."""
+    """Memory of one step. The caller may use `kept` after `pick`."""
     sorting = sorts(n, exact)
     candidates = k if sorting else min(n, k + k // 2 + SPARE)
     sample = 0 if sorting else tracked_threshold.sample_room(n, k)
@@ -57,7 +57,7 @@ def scratch(n: int, k: int, exact: bool) -> State:
 
 
 def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> Picked:
-    """Takes the entries out of x + residual, which the residual keeps otherwise. Not finite: it kept the finite part of x."""
+    """Takes entries out of x + residual; the residual keeps the others. If not finite, it holds the finite part of x."""
     n, memory = x.numel(), state["_scratch"]
     idx, val = memory["idx"], memory["val"]
     start = tracked_threshold.rotation(n, state)
@@ -74,7 +74,7 @@ def mend(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, tracked: tracked_threshold.Cut,
     count: int, overflow: int, finite: bool,
 ) -> Picked:
-    """What `pick` does after the scan of a larger tensor: scans again where too little was found, trims too much."""
+    """Completes `pick` after the scan of a larger tensor: scans again if there are too few entries, trims if too many."""
     n, memory = x.numel(), state["_scratch"]
     idx, val, start = memory["idx"], memory["val"], tracked_threshold.rotation(n, state)
     if finite and count < ENOUGH * k and tracked.threshold > tracked_threshold.TINY:
@@ -100,24 +100,24 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Picks(Protocol):
-    """A codec that can hand on the entries it would send, as float32, instead of coding them."""
+    """A codec that can return the entries it would send, as float32, instead of encoding them."""
 
     def capacity(self, numel: int) -> int:
-        """Most entries that `pick` hands on."""
+        """The most entries that `pick` returns."""
         ...
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> Picked:
-        """Takes entries out of x + residual; the residual keeps the others. Not finite: it took the finite part of x.
+        """Takes entries out of x + residual; the residual keeps the others. If not finite, it holds the finite part of x.
 
-        Positions increase and values are exact. What it returns stays as it is until the next call.
+        Positions increase and values are exact. The result is valid until the next call.
         """
         ...
 
 
 @runtime_checkable
 class Placed(Protocol):
-    """A codec of one round that sends some entries and not others."""
+    """A codec of one round that sends only some entries."""
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """int32 positions of the entries in a payload; none in a flagged one."""
+        """int32 positions of the entries in a payload; none if it is flagged."""
         ...

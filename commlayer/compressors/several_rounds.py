@@ -1,6 +1,6 @@
-"""What codecs of several rounds have in common: headers that name the round, sums of floats. Knows no format.
+"""Base of codecs of several rounds: headers that name the round, and sums of floats.
 
-Payloads are judged (`vet`) before anything is added (`put`), so that bytes that break the format change nothing.
+`vet` checks a payload before `put` adds it, so that corrupt bytes change nothing.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ HEADER = payload.HEADER_NBYTES
 
 
 class SeveralRounds(Named, frozen=True):
-    """Keeps nothing back itself; error feedback asks it for what it sent."""
+    """Keeps no residual itself; error feedback calls its `sent`."""
 
     biased: ClassVar[bool] = True
 
     def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> Any:
-        """What `put` adds: the checked body, or None of a flagged payload. Changes nothing."""
+        """Checks a payload for `put`: returns the body to add, or None if it is flagged. Changes nothing."""
         raise NotImplementedError
 
     def put(self, r: int, vetted: Any, acc: Any, *, first: bool) -> None:
-        """Cannot fail."""
+        """Adds what `vet` returned. Cannot fail."""
         raise NotImplementedError
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
 
     def read_result(self, r: int, result: Buffer, state: State) -> Any:
-        """What a result of round r says, checked in full, or None of a flagged one. Changes nothing."""
+        """The content of a result of round r, fully checked, or None if it is flagged. Changes nothing."""
         raise NotImplementedError
 
     def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
-        """Keeps nothing back, so there is nothing to take back."""
+        """Nothing to undo: the codec keeps no residual."""
 
     def undo_server(self, state: State, cut: Cut = None) -> None:
-        """As `undo`."""
+        """Nothing to undo, as in `undo`."""
 
 
 def write_floats(out: Out, codec: int, numel: int, r: int, values: torch.Tensor) -> int:
-    """The payload that carries these floats in round r; flagged unless all are finite."""
+    """Writes the payload of these floats for round r; flagged unless all are finite."""
     if not kernels.all_finite(values):
         return payload.write_flagged(out, codec, numel)
     n = values.numel()
@@ -55,7 +55,7 @@ def write_floats(out: Out, codec: int, numel: int, r: int, values: torch.Tensor)
 
 
 def read_floats(message: Buffer, codec: int, numel: int, r: int, count: int) -> memoryview | None:
-    """The body of what `write_floats` wrote: `count` floats. None if it is flagged."""
+    """The body that `write_floats` wrote: `count` floats. None if it is flagged."""
     head = payload.read(message, codec, numel)
     if head.flagged:
         return None
@@ -67,7 +67,7 @@ def read_floats(message: Buffer, codec: int, numel: int, r: int, count: int) -> 
 
 
 def add_floats(body: memoryview | None, acc: Any, *, first: bool) -> None:
-    """Adds such a body to acc["sum"], or sets its flag."""
+    """Adds a body of `read_floats` to acc["sum"], or sets the accumulator's flag."""
     total = acc["sum"]
     if first:
         acc["flagged"][0] = False

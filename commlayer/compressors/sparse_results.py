@@ -1,5 +1,4 @@
-"""Results of sparse codecs as their entries, without the dense tensor that `decode` makes. Knows which wrappers read as what
-they wrap."""
+"""Reads results of sparse codecs as entries, without the dense tensor that `decode` makes."""
 
 from __future__ import annotations
 
@@ -22,21 +21,21 @@ class Reads(Protocol):
     """A codec whose results are entries."""
 
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Positions (int32 that stands for uint32), which increase, and their values: what `decode` writes, all else being 0.
+        """The increasing positions (uint32 stored as int32) and values that `decode` would write; all other elements are 0.
 
-        None of a flagged result. CorruptPayload as from `decode`.
+        None if the result is flagged. CorruptPayload as from `decode`.
         """
         ...
 
 
 def result_codec(codec: Any) -> Any:
-    """The codec inside wrappers whose results `codec` reads."""
+    """The inner codec that reads the results of `codec`."""
     while isinstance(codec, (*READ_AS_WRAPPED, TwoWay)):
         codec = codec.down if isinstance(codec, TwoWay) else codec.inner
     return codec
 
 
 def reader_of(codec: Any) -> Reads | None:
-    """Who reads the results of this codec as entries; None where nobody can."""
+    """The codec that reads results as entries, or None if results are not entries."""
     inner = result_codec(codec)
     return inner if isinstance(inner, Reads) else None

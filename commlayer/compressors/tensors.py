@@ -1,7 +1,7 @@
-"""What codecs take for torch: torch itself, or in a server's process, which does without it, numpy_tensors.py. Knows no codec.
+"""What codecs import as `torch`: torch itself, or numpy_tensors.py in a server's process, which runs without torch.
 
-Loading torch takes a processor 1.5 to 3 s and 200 MB, and all that a server wants of it are arrays: its kernels are native. So
-codecs import this module under the name of torch, and nothing of it when they are imported.
+Loading torch takes 1.5 to 3 s and 200 MB. A server needs only arrays from it, since its kernels are native. Codecs import this
+module as `torch` and use none of its names at import time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 LEAST_NBYTES = 1 << 16
-"""Below that an allocator is as good, and a system call not worth its time."""
+"""Below this an ordinary allocation is as good, and a system call is not worth its time."""
 _chosen = "torch"
 real = True
-"""Whether it is torch."""
+"""Whether the library is torch."""
 _handed: set[str] = set()
-"""Names that lie among this module's own by now, where the next look finds them at no cost."""
+"""Names copied into this module's globals, so that later accesses cost nothing."""
 
 
 def __getattr__(name: str) -> Any:
@@ -42,8 +42,10 @@ def library() -> ModuleType:
 
 
 def fresh_zeros(count: int) -> Any:
-    """float32 zeros that take no memory and no time until they are written, and give it back to the system when they are freed.
-    torch.zeros touches each page at once."""
+    """float32 zeros that take no memory and no time until written, and whose memory returns to the system when freed.
+
+    torch.zeros, in contrast, touches each page at once.
+    """
     if 4 * count < LEAST_NBYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return library().zeros(count)
     fresh = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,8 +58,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def give_back(buffer: Any) -> None:
-    """The whole pages inside a contiguous buffer on the host go back to the system, at the same addresses. Its elements are
-    zeros, or what they were, until written."""
+    """Returns the whole pages inside a contiguous host buffer to the system; the addresses stay valid.
+
+    Until written, each element reads as zero or as its old value.
+    """
     if sys.platform != "linux" or buffer.nbytes < LEAST_NBYTES or buffer.device.type != "cpu" or (real and buffer.is_pinned()):
         return
     low = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -66,15 +70,15 @@ def give_back(buffer: Any) -> None:
 
 
 def without_torch() -> None:
-    """From now on codecs of this process take and give numpy_tensors.py's: for one that never sees a tensor of torch."""
-    # Codecs look for themselves at what is not finite; numpy would tell the user of each.
+    """From now on codecs of this process use numpy_tensors.py. For a process that never uses tensors of torch."""
+    # Codecs check for non-finite values themselves; numpy would warn of each.
     warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", RuntimeWarning)
     _choose(f"{__package__}.numpy_tensors")
 
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """The same within it. For tests."""
+    """`without_torch` inside a with block. For tests."""
     before = _chosen
     without_torch()
     try:

@@ -1,12 +1,12 @@
-"""The tracked threshold of sparse selection: where to cut so that about k entries pass. Knows magnitudes; nothing of payloads.
+"""The tracked threshold of sparse selection: estimates the cut that about k entries pass.
 
-Two measurements of the same thing are joined, each by its certainty (a scalar Kalman filter in log space):
-- the count that the last pass found says exactly how far the last threshold was off, but the tensor has changed since;
-- a strided sample of this step's magnitudes is of this step, but noisy.
-While the counts predict well the sample is small and moves the threshold by the slope; else by its own order, which also holds
-where magnitudes come in clumps, as residuals of a constant gradient do.
-The slope, how fast the count falls when the threshold rises, turns an error of the count into a factor of the threshold. A
-sample that disagrees by more than its own noise announces a jump: then a larger sample replaces the threshold.
+A scalar Kalman filter in log space joins two measurements, each weighted by its certainty:
+- The count of the last pass states exactly how far the last threshold was off, but the tensor has changed since.
+- A strided sample of magnitudes belongs to this step, but is noisy.
+While counts predict well, the sample is small and moves the threshold by the slope. Otherwise the sample's own order sets the
+threshold. That also works where magnitudes come in clumps, as in residuals of a constant gradient.
+The slope is how fast the count falls when the threshold rises. It converts an error of the count to a factor of the threshold.
+A sample that disagrees by more than its own noise signals a jump: a larger sample then replaces the threshold.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     import torch
 
 EXPECTED = 64
-"""Sampled magnitudes that should pass a right threshold: a noise of 12 %, since what it leaves amiss is put right after."""
+"""Sampled magnitudes that should pass a right threshold. Their noise is 12 %; the next count corrects the rest."""
 
 CALM, CALM_SHARE = 0.003, 8
-"""Below this doubt the counts alone predict to some 5 %: a sample of an eighth only watches for jumps."""
+"""Below this doubt counts alone predict to some 5 %: a sample of an eighth of the size only detects jumps."""
 
 SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
-"""A sample is at most the larger of the floor and numel / share, so that it stays cheap beside the pass itself."""
+"""A sample is at most the larger of the floor and numel / share, so that it stays cheap relative to the pass."""
 
 LIFT = 1.0
-"""Of the sample's noise, by which the aim is above k: trimming costs a fraction of looking for more."""
+"""The aim is above k by this multiple of the sample's noise: trimming costs far less than a second scan."""
 
 LARGER = 4
-"""A sample that replaces the threshold is this many times the usual one."""
+"""A sample that replaces the threshold is this many times larger than the usual one."""
 
 SIGMAS = 4.0
 TINY = 2.0**-126
-"""The smallest normal float32: passes all but zeros, and but denormals, which a thread may be told to flush to zero."""
+"""The smallest normal float32. It passes all but zeros and denormals, which a thread may flush to zero."""
 
 HUGE = 3.4028234663852886e38
 GAIN, TREND = 0.5, 0.15
-"""How much of the error found goes into the next threshold, and into the trend that follows residuals which still grow."""
+"""Shares of an error that go into the next threshold, and into the trend that follows growing residuals."""
 
 PROBE = 1.2
 """The slope is measured between threshold / PROBE and threshold * PROBE."""
@@ -60,30 +60,30 @@ NUMBERS = {
     "doubt": (0.0, DOUBT_MOST),
     "step": (0, 1 << 62),
 }
-"""What the numbers of a state may be: all that steps can make of them."""
+"""Limits of the numbers in a state: every value that steps can produce."""
 
 GOLDEN = 0x9E3779B1
 
 Draw: TypeAlias = "Callable[[int, torch.Tensor], None]"
-"""Fills the tensor with magnitudes of this step, spread evenly from the offset on."""
+"""Fills the tensor with magnitudes of this step, evenly spaced from the offset on."""
 
 
 class Cut(NamedTuple):
-    """This step's threshold and what begin() learned; end() puts it into the state, so a step that fails leaves no trace."""
+    """This step's threshold and what begin() learned. end() writes it to the state, so a failed step changes nothing."""
 
     threshold: float
     slope: float
     shift: float | None
-    """By how much the sample moved the expected log count; None if it replaced the threshold."""
+    """How far the sample moved the expected log count; None if the sample replaced the threshold."""
 
 
 def init() -> State:
-    """No threshold yet: the first step takes it from a sample. `doubt` is the variance of the log count before sampling."""
+    """No threshold yet: the first step samples one. `doubt` is the variance of the log count before sampling."""
     return {"threshold": 0.0, "trend": 0.0, "slope": SLOPE_START, "doubt": DOUBT_START, "step": 0}
 
 
 def aim(n: int, k: int) -> int:
-    """How many entries to aim at: more than k by the noise of a sample, since too many are cheaper than too few."""
+    """The number of entries to aim at: k plus the noise of a sample, since too many are cheaper than too few."""
     expected = sample_sizes(n, k)[0] * k / n
     return min(n, round(k + LIFT * k / math.sqrt(expected)))
 
@@ -93,14 +93,17 @@ def sample_room(n: int, k: int) -> int:
 
 
 def sample_sizes(n: int, k: int) -> tuple[int, int]:
-    """(usual, larger). Odd, so that the stride does not fall in step with rows of a power of two."""
+    """(usual, larger). Odd, so that the stride does not align with rows of a power of two."""
     usual = min(EXPECTED * n // k, max(SAMPLE_FLOOR, n // SAMPLE_SHARE)) | 1
     return min(usual, n), min(LARGER * usual | 1, n)
 
 
 class Sampling(NamedTuple):
-    """How this step samples: elements of the usual and the larger sample, the rank in the larger one that the cut should have,
-    how many of the usual one should pass, and whether counts alone predict well."""
+    """How this step samples.
+
+    `usual` and `larger` are sizes of samples. `rank` is the rank of the cut in the larger one, and `expected` the number of the
+    usual one that should pass. `calm` means that counts alone predict well.
+    """
 
     usual: int
     larger: int
@@ -119,7 +122,7 @@ def sampling(n: int, k: int, state: State) -> Sampling:
 
 
 def begin(k: int, n: int, draw: Draw, state: State) -> Cut:
-    """Where to cut n magnitudes for a little more than k of them."""
+    """The cut that slightly more than k of n magnitudes pass."""
     sample, words = state["_scratch"]["sample"], state["_scratch"]["words"]
     usual, larger, rank, expected, calm = sampling(n, k, state)
     cut, offset = state["threshold"], rotation(n, state)
@@ -160,7 +163,7 @@ def again(k: int, n: int, draw: Draw, state: State, cut: Cut, passed: int) -> Cu
 
 
 def end(k: int, n: int, passed: int, cut: Cut, state: State) -> None:
-    """Learns from the number of entries that reached the cut, whether or not they fitted."""
+    """Learns from the number of entries that reached the cut, including those that did not fit."""
     error = min(max(math.log(max(passed, 0.5) / aim(n, k)), -1.0), 1.0)
     gain = GAIN
     if cut.shift is None:
@@ -174,18 +177,18 @@ def end(k: int, n: int, passed: int, cut: Cut, state: State) -> None:
 
 
 def rotation(n: int, state: State) -> int:
-    """Where this step's scan begins: another place each time, so that what does not fit is not always the same part."""
+    """Where this step's scan begins: it moves each step, so that entries without room are not always the same part."""
     return int(state["step"]) * GOLDEN % n if n else 0
 
 
 def exact(k: int, x: torch.Tensor, residual: torch.Tensor | None, words: torch.Tensor) -> float:
-    """The k-th largest magnitude of x + residual, or TINY where fewer than k are above it."""
+    """The k-th largest magnitude of x + residual, or TINY if fewer than k are above TINY."""
     value = kernels.kth_abs(x, residual, min(max(k, 1), x.numel()), words)
     return within(value) if math.isfinite(value) else HUGE
 
 
 def _quantile(seen: torch.Tensor, rank: int, words: torch.Tensor) -> float:
-    """The rank-th largest, as a threshold."""
+    """The rank-th largest magnitude, as a threshold."""
     return exact(rank, seen, None, words)
 
 

@@ -81,7 +81,7 @@ class TwoWay(msgspec.Struct, frozen=True):
 
 
 def two_way(up: Codec, down: Codec) -> TwoWay:
-    """Both codecs must have one round and sum in dense float32, as most do. topk(ratio=1.0) down sends the merged sparse sum."""
+    """Both codecs have one round and sum in dense float32, as most do. topk(ratio=1.0) down sends the merged sparse sum."""
     if not _sums(up):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")

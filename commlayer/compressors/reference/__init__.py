@@ -1,7 +1,7 @@
-"""The kernels in plain torch: slow, obviously right, the twins of commlayer._core. Knows no payload headers and no codecs.
+"""The kernels in plain torch: slow, simple, the reference for commlayer._core.
 
-Same names, arguments and results as the native ones (native/include/commlayer.h, commlayer/_core.pyi), bit for bit but for
-which NaN a NaN becomes.
+Names, arguments and results equal those of the native kernels (native/include/commlayer.h, commlayer/_core.pyi). The bits are
+the same, except that a NaN may become another NaN.
 """
 
 from commlayer.compressors.reference.blocks import blocks_decode, blocks_encode, blocks_nbytes

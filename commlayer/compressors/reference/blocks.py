@@ -1,4 +1,4 @@
-"""Positions as blocks of 16, in plain torch. Knows no headers and no codecs."""
+"""Positions as blocks of 16, in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 def _numbers(n: int, count: int) -> tuple[int, bool, int]:
-    """(blocks below n, whether their numbers are a bitmap, its or Elias-Fano's bytes)."""
+    """(blocks below n, whether a bitmap encodes their numbers rather than Elias-Fano, bytes of that encoding)."""
     blocks = -(-n // BLOCK)
     sparse, dense = ef_bound(blocks, count), (blocks + 7) // 8
     return blocks, dense <= sparse, min(sparse, dense)

@@ -1,6 +1,6 @@
-"""What the blockwise quantisers share, in plain torch: blocks as rows, their measures, 16-bit scales, streams of codes.
+"""Parts of the blockwise quantisers in plain torch: blocks as rows, their measures, 16-bit scales, streams of codes.
 
-Knows no codecs. The last row is filled up with zeros, which change no measure.
+The last row is padded with zeros, which change no measure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from commlayer.compressors.reference.memory import Memory, floats, octets_of, read, total, write
 
 LEAST = 2.0**-126
-"""Below it a scale would not be a normal number: the block counts as zeros."""
+"""Below this a scale would not be a normal number: the block counts as zeros."""
 
 MOST16 = 0x7F7F
-"""The largest bfloat16 that is finite, as bits."""
+"""The bits of the largest finite bfloat16."""
 
 LANES = 16
 
@@ -50,7 +50,7 @@ def most_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def lane_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row of float32 in the order of native/src/blockwise.h."""
+    """The float32 sum of each row, in the order of native/src/blockwise.h."""
     width = -(-rows.shape[1] // LANES) * LANES
     padded = torch.zeros(len(rows), width)
     padded[:, : rows.shape[1]] = rows
@@ -70,7 +70,7 @@ def norm_of(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def scale16(size: torch.Tensor, most: int) -> torch.Tensor:
-    """bfloat16 as int64 bits: the least that is not below size, at most `most`, 0 for what is too small."""
+    """bfloat16 as int64 bits: the smallest one not below size, at most `most`, and 0 if size is too small."""
     up = ((bits(size) + 0xFFFF) >> 16).clamp(max=most)
     return torch.where(size >= LEAST, up, torch.zeros_like(up))
 
@@ -89,23 +89,24 @@ def write16(scale: Memory, value: torch.Tensor) -> None:
 
 
 def put_stream(out: Memory, codes: torch.Tensor, width: int) -> None:
-    """Codes of `width` bits each, the lowest bit first."""
+    """Writes codes of `width` bits each, the lowest bit first."""
     each = (codes.view(-1, 1) >> torch.arange(width)) & 1
     write(out, torch.from_numpy(np.packbits(each.to(torch.uint8).numpy().reshape(-1), bitorder="little")))
 
 
 def get_stream(src: Memory, n: int, width: int) -> torch.Tensor:
-    """n codes as int64, not negative."""
+    """n codes as non-negative int64."""
     octets = octets_of(src, 0, (n * width + 7) // 8)
     each = torch.from_numpy(np.unpackbits(octets.numpy(), bitorder="little")[: n * width]).view(n, width)
     return (each.to(torch.int64) << torch.arange(width)).sum(1)
 
 
 def encode(x: Memory, residual: Memory | None, block: int, code: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """`code` takes the blocks as rows, writes the payload and returns what a receiver reads from it.
+    """`code` takes the blocks as rows, writes the payload and returns the decoded payload.
 
-    Where x + residual is not finite, the residual takes its finite part. Of the blocks before the first bad one it takes what
-    it keeps plus what was sent, as the native kernels do: they find out only after those blocks were coded.
+    Where x + residual is not finite, the residual takes its finite part. In blocks before the first bad one the residual takes
+    the rounding error plus the decoded values, as the native kernels do: they find the bad block after encoding the earlier
+    ones.
     """
     v = total(x, residual)
     finite = v.isfinite()

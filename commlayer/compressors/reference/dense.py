@@ -1,4 +1,4 @@
-"""The dense kernels in plain torch: checksum, sums, casts, int8. Slow, obviously right. Knows no headers and no codecs."""
+"""The dense kernels in plain torch: checksum, sums, casts, int8."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from commlayer.compressors.reference.blockwise import encode, most_of
 from commlayer.compressors.reference.memory import Memory, floats, octets_of, read, total, write
 
 SMALLEST = 127.0 * 2.0**-126
-"""Below it a block of int8 counts as zeros: its scale would not be a normal number."""
+"""Below this an int8 block counts as zeros: its scale would not be a normal number."""
 
 MOST_SCALE = torch.finfo(torch.float32).max / 128
-"""Any int8 times this is finite."""
+"""The largest scale: any int8 times it is finite."""
 
 _POLY = 0x82F63B78
 

@@ -1,7 +1,7 @@
-"""Random draws: Philox4x32-10 in plain numpy, random words as a function of key, element and step, and the entries drawn.
+"""Random draws in plain numpy: Philox4x32-10, random words from key, element and step, and the entries drawn.
 
-Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (2011). native/src/philox.h says which element takes
-which word. Knows no headers and no codecs.
+Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (2011). native/src/philox.h specifies which element
+uses which word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox4x32(key: int, blocks: Words, step: int) -> Words:
-    """The four words of each block, one row a block."""
+    """The four words of each block, one row per block."""
     c0, c1 = blocks & _LOW, blocks >> _HALF
     c2, c3 = np.full_like(blocks, step & MAX_N), np.full_like(blocks, step >> 32)
     k0, k1 = key & MAX_N, key >> 32

@@ -1,4 +1,4 @@
-"""Memory as tensors: what the reference kernels take as arguments. Buffers and numpy arrays are viewed, never copied."""
+"""Views of buffers and numpy arrays as tensors, for the arguments of the reference kernels. Writable memory is not copied."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def octets_of(memory: Memory, at: int = 0, nbytes: int | None = None) -> torch.T
 
 
 def shared(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Over the same memory. Read-only memory is copied: torch has no such tensors, and nobody writes it."""
+    """A tensor over the same memory. Read-only memory is copied: torch has no read-only tensors, and no kernel writes it."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def floats(memory: Memory) -> torch.Tensor:
-    """All of an array of float32."""
+    """The whole memory as float32."""
     return read(memory, torch.float32, octets_of(memory).numel() // 4)
 
 
 def read(memory: Memory, dtype: torch.dtype, n: int, at: int = 0) -> torch.Tensor:
-    """n elements from byte `at`: a view where alignment allows, else a copy."""
+    """n elements from byte `at`: a view if aligned, else a copy."""
     if n == 0:
         return torch.empty(0, dtype=dtype)  # an empty buffer may have no strides to view
     octets = octets_of(memory, at, n * dtype.itemsize)
@@ -54,7 +54,7 @@ def write(memory: Memory, value: torch.Tensor, at: int = 0) -> None:
 
 
 def positions(idx: Memory) -> torch.Tensor:
-    """All of an array of uint32 or int32, as int64."""
+    """The whole memory, uint32 or int32, as int64."""
     return read(idx, torch.int32, octets_of(idx).numel() // 4).to(torch.int64) & MAX_N
 
 

@@ -1,4 +1,4 @@
-"""The kernels of int4, qsgd and onebit in plain torch. Obviously right. Knows no headers and no codecs."""
+"""The kernels of int4, qsgd and onebit in plain torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from commlayer.compressors.reference.memory import Memory, floats
 
 
 def _steps(rows: torch.Tensor, scale: torch.Tensor, top: int, word: torch.Tensor | None) -> torch.Tensor:
-    """rows as whole numbers of scales, to the nearest or, with random words, to one of both neighbours."""
+    """rows / scale as integers: rounded to the nearest, or with random words to one of the two nearest."""
     some = torch.where(scale == 0, torch.ones_like(scale), scale)
     t = (rows / some).clamp(-top, top)
     down = t.floor()
     whole = t.round() if word is None else down + (uniform(word).view_as(t) < t - down)
-    return torch.where(scale == 0, torch.zeros_like(whole), whole) + 0.0  # whole numbers have no -0
+    return torch.where(scale == 0, torch.zeros_like(whole), whole) + 0.0  # turns -0 into 0
 
 
 def linear_encode(

@@ -1,4 +1,4 @@
-"""Runs of neighbours in plain torch: their scores, selection, gathering and scattering. Knows no headers and no codecs."""
+"""Runs of neighbours in plain torch: scores, selection, gathering and scattering."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _rows(v: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def _scores(v: torch.Tensor, run: int) -> torch.Tensor:
-    """Added in the order that the header states."""
+    """Sums of magnitudes, added in the order that native/include/commlayer.h states."""
     rows = _rows(v.abs(), run)
     lanes = torch.zeros(rows.shape[0], 8)
     for j in range(0, run, 8):
@@ -68,7 +68,7 @@ def score_runs(g: Memory, residual: Memory | None, run: int, offset: int, out: M
 
 
 def _elements(name: str, ids: Memory, n: int, run: int) -> torch.Tensor:
-    """Where the elements of the runs are."""
+    """The positions of the runs' elements."""
     _check_run(name, run)
     numbers = positions(ids)
     if not increasing(numbers, -(-n // run)):

@@ -1,4 +1,4 @@
-"""The sparse kernels in plain torch: selection, order, scattering, positions, 4-bit values. Knows no headers and no codecs."""
+"""The sparse kernels in plain torch: selection, ordering, scattering, positions, 4-bit values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ef_bound(n: int, k: int) -> int:
 
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:
-    """Bits (0 or 1, uint8) as bytes, the first bit lowest."""
+    """Bits (0 or 1, uint8) as bytes, the lowest bit first."""
     return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
 
 
@@ -150,7 +150,7 @@ def bitmap_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -
 
 
 SMALLEST = 7.0 * 2.0**-126
-"""Below it a block counts as zeros: its scale would not be a normal number."""
+"""Below this a block counts as zeros: its scale would not be a normal number."""
 
 MOST_SCALE = torch.finfo(torch.float32).max / 8
 
@@ -194,7 +194,7 @@ _ABS = 0x7FFFFFFF
 
 
 def _magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """As integers: in the order of magnitudes, NaN above infinity."""
+    """Magnitudes as integers: the same order, with NaN above infinity."""
     return x.view(torch.int32) & _ABS
 
 
@@ -202,8 +202,8 @@ def kth_abs(g: Memory, residual: Memory | None, rank: int, scratch: Memory) -> f
     v = total(g, residual)
     if not 1 <= rank <= v.numel():
         raise InvalidInput("E-CODEC-INPUT", f"kth_abs: got rank {rank} of {v.numel()}, need 1 <= rank <= n")
-    found = _magnitudes(v).kthvalue(v.numel() + 1 - rank).values
-    return float(found.view(torch.float32))
+    magnitude = _magnitudes(v).kthvalue(v.numel() + 1 - rank).values
+    return float(magnitude.view(torch.float32))
 
 
 def count_above(x: Memory, cut: float) -> int:
