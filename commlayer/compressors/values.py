@@ -1,4 +1,4 @@
-"""Values of sparse codecs as bytes: int8 and int4 with a scale for each block, fp16, bf16, fp32. Knows no positions."""
+"""Encodes the values of sparse codecs: int8 and int4 with one scale per block, fp16, bf16, fp32."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ else:
     from commlayer.compressors import tensors as torch
 
 KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
-"""Numbers on the wire: the high half of a sparse header's aux."""
+"""Numbers on the wire: the high half of the `aux` byte in a sparse header."""
 
 BLOCK = 256
-"""Entries that share one scale."""
+"""Entries per scale."""
 
 SCALED = ("int8", "int4")
 MOST_SCALE: dict[str, np.floating[Any]] = {"int8": kernels.MOST_SCALE, "int4": np.finfo(np.float32).max / np.float32(8)}
-"""Any integer of the kind times it is finite."""
+"""The largest scale: any integer of the kind times it is finite."""
 
 
 def scales_nbytes(kind: str, count: int) -> int:
@@ -32,12 +32,12 @@ def scales_nbytes(kind: str, count: int) -> int:
 
 
 def nbytes(kind: str, count: int) -> int:
-    """Exact size: the scales, if any, then the entries."""
+    """Exact size in bytes: the scales, if any, then the entries."""
     return scales_nbytes(kind, count) + (VALUE_BITS[kind] * count + 7) // 8
 
 
 def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
-    """kept = val - what the body says. False if a value became infinite; with `saturate` none does, and kept has the rest."""
+    """Encodes val; kept = val - decoded val. False if a value became infinite; `saturate` clamps, and kept has the rest."""
     if kind == "fp32":
         kernels.store_f32(body, val)
         kept.zero_()
@@ -56,7 +56,7 @@ def encode(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, satur
 
 
 def check(kind: str, body: Buffer, count: int) -> None:
-    """CorruptPayload unless `body`, which is nbytes(kind, count) long, decodes to finite values in the one way there is."""
+    """Raises CorruptPayload unless `body`, of nbytes(kind, count) bytes, is the only encoding of some finite values."""
     if kind not in SCALED:
         return
     if not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
@@ -66,7 +66,7 @@ def check(kind: str, body: Buffer, count: int) -> None:
 
 
 def cut(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
-    """The checked bytes of `count` values, and those after them."""
+    """Splits a body into the checked bytes of `count` values and the bytes after them."""
     middle = nbytes(kind, count)
     if body.nbytes < middle:
         raise CorruptPayload(f"{codec} payload with {body.nbytes} bytes of body, {count} values take {middle}")
@@ -75,7 +75,7 @@ def cut(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
 
 
 def decode(kind: str, body: Buffer, count: int) -> torch.Tensor:
-    """The values of a checked body. CorruptPayload if one is not finite."""
+    """The values of a checked body. Raises CorruptPayload if one is not finite."""
     val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)
     if not count:
         return val

@@ -9,7 +9,7 @@ FIRST = 0.25
 
 
 def stages_of(ratio: float) -> int:
-    """Stages before the last one, which has the ratio itself; none where that is no less than the first."""
+    """Stages before the last one, which has the ratio itself. 0 if the ratio is not below FIRST."""
     return max(0, math.ceil(math.log2(FIRST / ratio)))
 
 
@@ -23,5 +23,5 @@ def ratio_of(ratio: float, stage: int) -> float:
 
 
 def ratio_at(ratio: float, steps: int, step: int) -> float:
-    """In that step, of a warm-up over so many; 0 for none."""
+    """The ratio in a step of a warm-up over `steps` steps; 0 steps mean no warm-up."""
     return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio

@@ -1,4 +1,4 @@
-"""What wrappers have in common: they are codecs around `inner`, whose bytes they send. Knows no wrapper's purpose."""
+"""Base of wrappers: codecs around an `inner` codec, whose bytes they send."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Wrapper(msgspec.Struct, frozen=True):
-    """Hands everything on. The state of the inner codec is under "inner" in that of the wrapper."""
+    """Forwards each call to the inner codec, whose state lies under "inner" in the wrapper's state."""
 
     name: ClassVar[str] = ""
     in_place: ClassVar[bool] = False
     feedback_inside: ClassVar[bool] = False
-    """Whether the feedback that a plan adds belongs around the inner codec: this one changes what is to be sent."""
+    """Whether a plan's error feedback belongs around the inner codec, since this wrapper changes the input."""
 
     inner: Any
 
@@ -86,14 +86,14 @@ def check_codec(name: str, inner: object) -> Codec:
 
 
 def check_outermost(name: str, inner: object) -> None:
-    """What a wrapper with `feedback_inside` is to send, no feedback may keep: it would be given back as if it were gradient."""
+    """Raises if `inner` has `feedback_inside`: a residual around it would be added to the input as if it were gradient."""
     if isinstance(inner, Wrapper) and inner.feedback_inside:
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
 
 
 def check_plain(name: str, inner: object) -> Codec:
-    """A codec of one round that keeps nothing back: what wrappers with a memory of their own go around."""
+    """Checks that `inner` is a codec of one round without a residual, for wrappers that keep a residual themselves."""
     codec = check_codec(name, inner)
     check_outermost(name, inner)
     if codec.keeps or len(codec.rounds) != 1:

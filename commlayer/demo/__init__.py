@@ -1,1 +1,1 @@
-"""`commlayer demo`: one model, one slow link, trained dense and compressed, side by side. The package's own first user."""
+"""`commlayer demo`: trains one model over one slow link, dense and compressed, and compares them."""

@@ -1,4 +1,4 @@
-"""What workers tell the demo's parent: one line of JSON each, on standard output. Knows no torch and no screen."""
+"""Events that workers report to the demo's parent process: one line of JSON each, on standard output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlayer.records import Record, encode
 
 
 class Began(Record, frozen=True, tag="began"):
-    """A run's workers and servers are up; training starts."""
+    """The workers and servers of a run are up, and training starts."""
 
     run: int
     numel: int
@@ -19,19 +19,19 @@ class Began(Record, frozen=True, tag="began"):
 
 
 class Progress(Record, frozen=True, tag="progress"):
-    """Where a run stands; its sums are rank 0's, since the run began."""
+    """Progress of a run; the sums are those of rank 0 since the run began."""
 
     run: int
     step: int
     loss: float
     accuracy: float
-    """On the test set, when last looked at."""
+    """On the test set, at the last evaluation."""
     train_s: float
-    """Training time, without looking at the test set."""
+    """Training time, without evaluations."""
     exposed_s: float
-    """Of it, waiting for communication."""
+    """The part of train_s spent waiting for communication."""
     sent_nbytes: int
-    """Payloads of this worker."""
+    """Payload bytes that this worker sent."""
 
     @property
     def step_s(self) -> float:
@@ -47,7 +47,7 @@ class Progress(Record, frozen=True, tag="progress"):
 
 
 class Ended(Record, frozen=True, tag="ended"):
-    """A run is over. Its last Progress says with what."""
+    """A run is over. Its last Progress holds the result."""
 
     run: int
     reached: bool
@@ -58,12 +58,12 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 def tell(event: Event) -> None:
-    """In a worker. One write, so that lines of several processes do not mix."""
+    """Writes an event, in a worker. One write per event, so that lines of several processes do not mix."""
     os.write(1, encode(event) + b"\n")
 
 
 def read(line: bytes) -> Event | None:
-    """The event on that line, None for what other code printed."""
+    """The event on that line, or None if other code printed the line."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:

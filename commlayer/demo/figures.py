@@ -1,4 +1,4 @@
-"""The demo's figures: rows and summary out of what rank 0 told, and what a dense step costs at best. Pure arithmetic."""
+"""The demo's figures: rows and summary from rank 0's reports, and the best possible time of a dense step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_NBYTES = 2
 
 
 def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> float:
-    """What a ring all-reduce of `nbytes` takes at least: 2(n-1) turns, in each of which every host sends 1/n of it.
+    """The least time of a ring all-reduce of `nbytes`: in each of its 2(n-1) turns every host sends 1/n of the bytes.
 
     >>> round(ring_bound_s(4, 2_252_820, 100e6, 0.015), 3)
     0.36
@@ -22,7 +22,7 @@ def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> f
 
 
 def results(settings: Settings, numel: int, ends: Sequence[Progress], reached: Sequence[bool]) -> dict[str, Any]:
-    """{"rows", "summary"}: the dense run, the same at the ring's bound, and the compressed run."""
+    """{"rows", "summary"}: the dense run, the same run at the ring's bound, and the compressed run."""
     dense, compressed = (
         _row(name, codec, end, whole)
         for name, codec, end, whole in zip(("dense", "compressed"), (DENSE, settings.codec), ends, reached, strict=True)
@@ -50,5 +50,5 @@ def _row(name: str, codec: str, end: Progress, reached: bool) -> dict[str, Any]:
 
 
 def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
-    """Times to the target compare only where it was reached."""
+    """The speedup, or None unless both runs reached the target."""
     return slow["train_s"] / fast["train_s"] if slow["reached"] and fast["reached"] else None

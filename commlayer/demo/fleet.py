@@ -1,4 +1,4 @@
-"""Starts the demo's workers under torchrun, reads what they tell, and ends them all. Knows processes; not what is trained."""
+"""Starts the demo's workers under torchrun, reads their events, and ends them all."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from commlayer.records import encode
 
 ROOT = Path(__file__).parents[2]
 SILENCE_S = 120.0
-"""Longer than any worker's own deadline for starting; a step's deadline comes on top."""
+"""Longer than any worker's deadline for starting. A step's deadline is added."""
 GRACE_S = 4.0
-"""A little more than workers take to end their servers."""
+"""Slightly more than workers take to end their servers."""
 TAIL_LINES = 3
 
 
 class Fleet:
-    """The workers, from entering the context to leaving it."""
+    """The worker processes, from entering the context to leaving it."""
 
     def __init__(self, settings: Settings) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")
@@ -49,14 +49,14 @@ class Fleet:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True,  # Ctrl-C reaches only this process, which ends the others in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the others in order
             )
         self._reader = threading.Thread(target=self._read, name="demo-reader", daemon=True)
         self._reader.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A second Ctrl-C must not keep the first from ending everything.
+        # A second Ctrl-C must not interrupt the cleanup of the first.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         self._end()
         self._folder.cleanup()
@@ -64,7 +64,7 @@ class Fleet:
             signal.signal(number, handler)
 
     def events(self, tick_s: float) -> Iterator[Event | None]:
-        """What the workers tell, and None where nothing came for `tick_s`; CommError with their last words if they fail."""
+        """The workers' events, and None after each `tick_s` without one. CommError with the end of their logs if they fail."""
         quiet_s, limit_s = 0.0, SILENCE_S + self._settings.deadline_s
         while True:
             try:
@@ -92,17 +92,17 @@ class Fleet:
         self._lines.put(b"")
 
     def _last_words(self) -> str:
-        """Who failed first, as torchrun saw it, and the end of every worker's standard error."""
+        """The worker that failed first according to torchrun, and the end of each worker's standard error."""
         text = self._log.read_text("utf-8", "replace")
         failed = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", text)
-        said = [f"worker {failed[2]} ended with code {failed[1]}"] if failed else text.splitlines()[-1:]
+        lines_ = [f"worker {failed[2]} ended with code {failed[1]}"] if failed else text.splitlines()[-1:]
         for log in sorted(Path(self._folder.name).rglob("stderr.log"), key=lambda path: int(path.parent.name)):
             lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-            said += [f"worker {log.parent.name}: {line}" for line in lines[-TAIL_LINES:]]
-        return "\n".join(["its workers ended early", *said])
+            lines_ += [f"worker {log.parent.name}: {line}" for line in lines[-TAIL_LINES:]]
+        return "\n".join(["its workers ended early", *lines_])
 
     def _end(self) -> None:
-        """Workers end with their standard input, or when torchrun, being ended, tells them; their servers with them."""
+        """Ends the workers by closing their standard input and terminating torchrun; each worker ends its own servers."""
         process, deadline = self._process, time.monotonic() + GRACE_S
         assert process.stdin is not None
         process.stdin.close()
@@ -113,14 +113,14 @@ class Fleet:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        self._reader.join(max(0.0, deadline - time.monotonic()))  # standard output ends with the last worker
+        self._reader.join(max(0.0, deadline - time.monotonic()))  # standard output closes with the last worker
 
 
 def environment() -> dict[str, str]:
-    """For the workers: none of the user's settings of commlayer, one thread each, and this package, installed or not."""
-    found = child_environment(Config())
+    """The workers' environment: no commlayer settings of the user, one thread each, and this package on the path."""
+    variables = child_environment(Config())
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    found |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    found |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH", "")]))
-    return found
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    variables |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
+    return variables

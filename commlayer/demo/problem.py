@@ -1,4 +1,4 @@
-"""What the demo trains: handwritten digits, and an MLP. Knows no workers but their number.
+"""The demo's data and model: handwritten digits, and an MLP.
 
 digits.npz has the 1797 test images of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, UCI Machine Learning
 Repository, 1998, doi:10.24432/C50P49), licensed under CC BY 4.0. They are those of scikit-learn's load_digits, in its order.
@@ -22,14 +22,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Digits(NamedTuple):
-    """Images of 8 x 8 pixels, and what they show."""
+    """Images of 8 x 8 pixels, and their labels."""
 
     train: Batch
     test: Batch
 
 
 def digits(seed: int) -> Digits:
-    """The same split on every rank."""
+    """The digits with a split that is the same on all ranks."""
     with np.load(Path(__file__).with_name("digits.npz")) as loaded:
         x, y = torch.from_numpy(loaded["pixels"]).float(), torch.from_numpy(loaded["labels"]).long()
     x = (x - x.mean()) / x.std()
@@ -39,7 +39,7 @@ def digits(seed: int) -> Digits:
 
 
 def batches(data: Batch, size: int, *, rank: int, world: int, seed: int) -> Iterator[Batch]:
-    """Without end: random samples of this rank's share of the data, the same for equal arguments."""
+    """Endless random batches of this rank's share of the data; deterministic in the arguments."""
     x, y = data[0][rank::world], data[1][rank::world]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
@@ -48,7 +48,7 @@ def batches(data: Batch, size: int, *, rank: int, world: int, seed: int) -> Iter
 
 
 def mlp(width: int, seed: int) -> nn.Sequential:
-    """Two hidden layers; the same weights for equal arguments."""
+    """An MLP with two hidden layers; equal arguments give equal weights."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES),

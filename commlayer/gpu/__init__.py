@@ -1,1 +1,1 @@
-"""Starts CUDA kernels, for codecs and optimizers alike. Knows files and launchers, not what a kernel does."""
+"""Starts CUDA kernels for codecs and optimizers."""

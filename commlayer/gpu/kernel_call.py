@@ -1,4 +1,4 @@
-"""A kernel's call as drivers and launchers agree on it: the kinds of arguments, and what a launcher offers. Imports neither."""
+"""The interface of a kernel call: the types of arguments, and the launcher's method. Imports no launcher."""
 
 from __future__ import annotations
 

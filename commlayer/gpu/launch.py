@@ -1,7 +1,7 @@
-"""Starts kernels by the launcher of a tensor's device, for their drivers. Knows launchers, not what a kernel does.
+"""Starts kernels with the launcher of a tensor's device.
 
-A launcher is the seam between the drivers and the machine: CuPy's for CUDA, and in tests one that runs the same kernels on CPU
-tensors. Memory is torch's throughout; a launcher only passes addresses on.
+For CUDA the launcher is CuPy's; tests use one that runs the same kernels on CPU tensors. All memory is torch's; a launcher only
+passes addresses.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from commlayer.gpu.kernel_call import Argument, Launcher
 
 THREADS = 256
 MOST_BLOCKS = 2048
-"""Threads loop over what is more than this; enough to fill any GPU."""
+"""Enough blocks to fill any GPU; beyond that, threads loop."""
 
 
 _launchers: dict[str, Launcher] = {}
 
 
 def serves(device: torch.device) -> bool:
-    """Whether tensors there are coded by kernels of this package rather than by the host's."""
+    """Whether kernels of this package, and not the host's, process tensors on that device."""
     return device.type == "cuda" or device.type in _launchers
 
 
 def launcher(device: torch.device) -> Launcher:
-    """The launcher for a device. ValueError, with the remedy, where CUDA has none."""
-    found = _launchers.get(device.type)
-    if found is None:
+    """The launcher for a device. If CUDA has none, the error names the remedy."""
+    result = _launchers.get(device.type)
+    if result is None:
         if device.type != "cuda":
             raise InvalidInput("E-GPU-CODE", f"device codecs: {device} has no launcher, allowed is a CUDA device")
         from commlayer.gpu.launch_cupy import CupyLauncher
 
-        found = _launchers.setdefault("cuda", CupyLauncher())
-    return found
+        result = _launchers.setdefault("cuda", CupyLauncher())
+    return result
 
 
 @contextlib.contextmanager
 def use(device_type: str, chosen: Launcher) -> Iterator[None]:
-    """Within it, `chosen` serves that type of device. For tests and measurements."""
+    """Sets the launcher of a device type inside a with block. For tests and measurements."""
     before = _launchers.get(device_type)
     _launchers[device_type] = chosen
     try:
@@ -54,12 +54,12 @@ def use(device_type: str, chosen: Launcher) -> Iterator[None]:
 
 
 def words(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes whose memory reaches to the next multiple of 4, as kernels that set bits need."""
+    """Bytes whose memory reaches to the next multiple of 4, for kernels that set bits in 32-bit words."""
     return torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)[:nbytes]
 
 
 def start(family: str, kernel: str, grid: int, *args: Argument, threads: int = THREADS) -> None:
-    """Queues a kernel with exactly that grid."""
+    """Queues a kernel with exactly `grid` blocks."""
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
     launcher(device).launch(family, kernel, grid, threads, args)
 

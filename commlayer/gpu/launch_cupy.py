@@ -1,4 +1,4 @@
-"""Launches through CuPy on torch's current stream. The only module that imports cupy; it allocates nothing."""
+"""Launches kernels through CuPy on torch's current stream. The only module that imports cupy; it allocates no memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = ("--std=c++17", "--fmad=false")
 
 
 class CupyLauncher:
-    """Kernels are compiled at their first use per device; CuPy keeps binaries on disk, keyed by text and architecture."""
+    """Compiles each kernel at its first use per device. CuPy caches binaries on disk, keyed by source text and architecture."""
 
     def __init__(self) -> None:
         self._cupy = _cupy()
@@ -28,12 +28,12 @@ class CupyLauncher:
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         index = device.index if device.index is not None else torch.cuda.current_device()
         with self._cupy.cuda.Device(index):
-            found = self._kernels.get((index, kernel))
-            if found is None:
+            function = self._kernels.get((index, kernel))
+            if function is None:
                 module = self._cupy.RawModule(code=sources.text(family), options=OPTIONS, backend="nvrtc")
-                found = self._kernels[index, kernel] = module.get_function(kernel)
+                function = self._kernels[index, kernel] = module.get_function(kernel)
             with self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, index):
-                found((grid,), (threads,), tuple(map(_slot, args)))
+                function((grid,), (threads,), tuple(map(_slot, args)))
 
 
 def _slot(arg: Argument) -> np.generic:

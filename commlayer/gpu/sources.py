@@ -1,6 +1,6 @@
-"""Finds the CUDA sources and makes each one text. Knows files; nothing of devices.
+"""Finds the CUDA sources and resolves their includes, so that each family is one text.
 
-They lie in <root>/cuda beside an editable install and in commlayer/_cuda in any other.
+The sources lie in <root>/cuda beside an editable install and in commlayer/_cuda in any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 def folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
-    """Where the sources are."""
+    """The folder of the sources."""
     for candidate in candidates:
         if (candidate / "common.cuh").is_file():
             return candidate
@@ -27,7 +27,7 @@ def folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
 
 @cache
 def text(family: str) -> str:
-    """A family with its headers in it: the compiler needs no paths, and a cache keyed by the text sees every change."""
+    """A family's source with its headers inlined: the compiler needs no paths, and a cache keyed by the text stays right."""
     return _resolved(folder() / f"{family}.cu", set())
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of commlayer's own. Knows parameters and gradients; no plans and no peers."""
+"""Optimizers: sparse SGD and Adam, LANS and CLAN, and the outer optimizer of local steps."""
 
 from commlayer.optim.adam import SparseAdam as SparseAdam
 from commlayer.optim.adam import SparseAdamW as SparseAdamW

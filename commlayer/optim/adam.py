@@ -1,10 +1,10 @@
-"""Adam and AdamW on sparse gradients, equal to torch's once flushed, unless eps matters. Knows one step's mathematics.
+"""Adam and AdamW on sparse gradients, equal to torch's after `flush`, except where eps matters.
 
-What an untouched element owes. With q = sqrt(v) when it was last touched, step i after that moves it by W_i * m / (q + E_i):
-the moments have decayed by known factors, W_i holds those of m over those of sqrt(v), the rate and the bias corrections, and
-E_i is eps over the same decay of sqrt(v). So what k steps owe is a function of q and m alone, the same for all elements. Where
-eps is small against q, it is m / q times the sum of W. Elsewhere two terms W / (q + E) whose first four moments are those of
-all k stand for them (Gauss quadrature): see docs/optimizers.md for how close that is.
+The update that an untouched element has missed: let q be sqrt(v) at the last touch. Step i after that would have moved the
+element by W_i * m / (q + E_i). The moments decay by known factors. W_i combines those of m over those of sqrt(v), the rate and
+the bias corrections; E_i is eps over the same decay of sqrt(v). So the sum over k steps depends on q and m alone, by the same
+function for all elements. Where eps is small relative to q, the sum is m / q times the sum of W. Elsewhere two terms W / (q +
+E) with the first four moments of all k terms replace them (Gauss quadrature). docs/optimizers.md states the accuracy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from commlayer.optim.entries import Entries
 from commlayer.optim.lazy import Lazy, flat, groups, number, zeros
 
 FLAT = 1e-12
-"""Below this relative variance all E are the same."""
+"""Below this relative variance all E count as equal."""
 KEPT, BETA1, BETA2, MOMENTS = 0, 1, 2, 3
-"""Columns of a table: the factors of w, m and v, and from there the sums of W * E**j for j = 0 to 3."""
+"""Columns of a table: the factors of w, m and v, then the sums of W * E**j for j = 0 to 3."""
 
 
 class SparseAdamW(Lazy):
-    """torch.optim.AdamW whose step costs what it touches, where `.grad` is sparse. Dense gradients are torch's own step.
+    """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
 
-    Not torch.optim.SparseAdam, where an element that is not touched keeps its moments and its weight. `lag`: no weight is more
-    than so many steps behind; see docs/optimizers.md.
+    Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: no weight is more than `lag`
+    steps out of date; see docs/optimizers.md.
 
     >>> optimizer = SparseAdamW(model.parameters(), lr=3e-4)  # doctest: +SKIP
     """
@@ -63,7 +63,7 @@ class SparseAdamW(Lazy):
         return True
 
     def _number(self, p: torch.Tensor) -> int:
-        """That of the next step, on which bias corrections depend."""
+        """The number of the next step, which sets the bias corrections."""
         return int(self._moments(p)["step"]) + 1
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
@@ -78,8 +78,8 @@ class SparseAdamW(Lazy):
 
     def _written(self, rows: torch.Tensor) -> torch.Tensor:
         kept, beta1, beta2, total, *sums = rows.unbind(1)
-        there = torch.where(total > 0, total, 1.0)
-        mean, second, third = (s / there for s in sums)
+        sum_or_one = torch.where(total > 0, total, 1.0)
+        mean, second, third = (s / sum_or_one for s in sums)
         variance = (second - mean**2).clamp(min=0)
         lean = third - 3 * mean * second + 2 * mean**3
         spread = variance > FLAT * mean**2
@@ -87,7 +87,7 @@ class SparseAdamW(Lazy):
         reach = (half**2 + variance).sqrt()  # the two nodes lie at mean + half - reach and mean + half + reach
         low, high = (torch.where(spread, mean + half + side * reach, mean).clamp(min=0) for side in (-1, 1))
         upper = torch.where(spread, total * (mean - low) / torch.where(spread, high - low, 1.0), 0.0)
-        low, high = (torch.where(total > 0, node, 1.0) for node in (low, high))  # what owes nothing divides by something
+        low, high = (torch.where(total > 0, node, 1.0) for node in (low, high))  # avoids 0 / 0 where no update is pending
         return torch.stack([kept - 1, beta1, beta2, total - upper, low, upper, high, torch.zeros_like(kept)], 1)
 
     def _step_numbers(self, group: dict[str, Any], number_: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ class SparseAdamW(Lazy):
 
 
 class SparseAdam(SparseAdamW):
-    """torch.optim.Adam, as SparseAdamW is AdamW. Without weight decay: Adam's goes into v, and what is owed has no closed form.
+    """As SparseAdamW, for torch.optim.Adam. No weight decay: Adam adds that to v, and missed updates then have no closed form.
 
     >>> optimizer = SparseAdam(model.parameters(), lr=3e-4)  # doctest: +SKIP
     """

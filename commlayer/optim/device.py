@@ -1,4 +1,4 @@
-"""The kernels of lazy optimizers on a device: names and arguments of commlayer._core. Knows no optimizer.
+"""The kernels of lazy optimizers on a device: names and arguments as in commlayer._core.
 
 Positions are checked as on the host, which waits for the device once.
 """

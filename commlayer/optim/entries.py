@@ -1,4 +1,4 @@
-"""The entries of a sparse gradient as positions and values, and back. Knows torch's COO layout; nothing of optimizers."""
+"""Converts a sparse gradient (torch's COO layout) to flat positions and values, and back."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from commlayer.optim import kernels
 
 MOST = 2**32 - 1
 KNOWN = "_commlayer_positions"
-"""Of a gradient made here: its positions, and the version of it that has them. Coordinates take longer to read than a step."""
+"""Attribute of gradients made here: their flat positions and its version. Converting coordinates costs more than a step."""
 
 
 class Entries(NamedTuple):
-    """Of a tensor laid out row by row; no element twice, in increasing order."""
+    """Entries of a tensor in row-major order: each element at most once, positions increasing."""
 
     idx: torch.Tensor
-    """int32 that stands for uint32."""
+    """int32 that stores uint32."""
     values: torch.Tensor
 
 
 def entries_of(parameter: torch.Tensor, what: str) -> Entries:
-    """Those of `parameter.grad`, which is COO. ValueError, one line that begins with `what`, where they do not fit."""
+    """The entries of `parameter.grad`, which is COO. Raises a one-line error that begins with `what` if they do not fit."""
     grad = parameter.grad
     assert grad is not None
     known: torch.Tensor | None
@@ -53,7 +53,7 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
             raise InvalidInput("E-OPTIM-GRADIENT",
                                f"{what}: the positions of its sparse gradient do not increase, though it says that it is "
                                "coalesced: build it without is_coalesced=True") from None
-    if block != 1:  # whole rows, as nn.Embedding(sparse=True) gives them
+    if block != 1:  # whole rows, as from nn.Embedding(sparse=True)
         rows = (idx.to(torch.int64) & MOST) * block
         idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
     return Entries(idx, values.contiguous().view(-1))
@@ -70,11 +70,11 @@ def _check_range(grad: torch.Tensor, what: str) -> None:
 
 
 def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A COO gradient of entries that increase and are within the shape."""
+    """A COO gradient of entries with increasing positions within the shape."""
     shape = tuple(shape)
     at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
     if shape:
         kernels.of(idx).coordinates(at, idx, shape)
-    made = torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
-    setattr(made, KNOWN, (idx, made._version))
-    return made
+    gradient = torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
+    setattr(gradient, KNOWN, (idx, gradient._version))
+    return gradient

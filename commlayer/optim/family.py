@@ -1,4 +1,4 @@
-"""Which family an optimizer is of, as far as learning under coded gradients goes. Knows classes by name; no plans."""
+"""Classifies optimizers by how they converge under compressed gradients: SGD, Adam or other."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, Literal
 Family = Literal["sgd", "adam", "other"]
 
 ADAM = ("adam", "lans", "clan", "lamb", "adagrad", "adadelta", "adafactor", "rmsprop", "novograd", "adopt")
-"""Each entry's step is divided by the running size of its gradient. Where a codec brings an entry rarely, that size is one of
-rare, large gradients, and the step is as small in between."""
+"""These divide each entry's step by the running size of its gradient. If a codec sends an entry rarely, that size comes from
+rare, large gradients, and the steps in between are too small."""
 SGD = ("sgd", "lars")
-"""Steps are proportional to gradients, or to their running mean: what comes later is made up for."""
+"""Steps are proportional to gradients or to their running mean, so a later gradient makes up for a missing one."""
 INSIDE = ("optimizer", "optim", "base_optimizer", "_optimizer")
-"""Where wrappers have the one that steps: Accelerate's, ZeroRedundancyOptimizer, FSDP's, look-ahead ones."""
+"""Attributes under which wrappers keep the inner optimizer: Accelerate, ZeroRedundancyOptimizer, FSDP, look-ahead."""
 DEEPEST = 8
 
 
 def family_of(optimizer: Any) -> Family:
-    """"other" for what is neither, such as LBFGS, Lion or Rprop, and for None; wrappers count as what they wrap.
+    """The optimizer's family. "other" for None and for LBFGS, Lion or Rprop; a wrapper counts as its inner optimizer.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -25,16 +25,16 @@ def family_of(optimizer: Any) -> Family:
     ('adam', 'sgd', 'other')
     """
     for _ in range(DEEPEST):
-        found = _named(type(optimizer))
+        family = _named(type(optimizer))
         inner = next((each for name in INSIDE if hasattr(each := getattr(optimizer, name, None), "param_groups")), None)
         if inner is None or inner is optimizer:
-            return found
+            return family
         optimizer = inner
     return "other"
 
 
 def _named(kind: type) -> Family:
-    """By its name or that of a class that it is made from: Adam8bit and FusedAdam are Adam."""
+    """Classifies by the name of the class or of a base class: Adam8bit and FusedAdam are Adam."""
     for name in (each.__name__.lower() for each in kind.__mro__):
         if any(word in name for word in ADAM):
             return "adam"

@@ -1,7 +1,6 @@
-"""Who runs the kernels of lazy optimizers: native where it is built, else their torch twin; on a GPU those in cuda/lazy.cu.
+"""Chooses the backend of lazy optimizers' kernels: native if built, else torch operations; on a GPU cuda/lazy.cu.
 
-native/include/commlayer.h states what each does. Where CuPy is missing, the twin runs on the GPU, which is slower. Knows no
-optimizer.
+native/include/commlayer.h specifies each kernel. Without CuPy a GPU runs the torch operations, which are slower.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _host: list[ModuleType] = [native.core or reference]
 
 
 def of(x: torch.Tensor) -> ModuleType:
-    """The module with the kernels for tensors where x lies."""
+    """The module with the kernels for the device of x."""
     if not launch.serves(x.device):
         return _host[0] if x.device.type == "cpu" else reference
     return device if _can_launch(x.device.type) else reference
@@ -44,7 +43,7 @@ def _can_launch(kind: str) -> bool:
 
 @contextlib.contextmanager
 def use(backend: ModuleType) -> Iterator[None]:
-    """Within it, `backend` runs the kernels on the host. For tests and measurements."""
+    """Sets the host's backend inside a with block. For tests and measurements."""
     before, _host[0] = _host[0], backend
     try:
         yield

@@ -1,8 +1,8 @@
-"""LANS, and CLAN for coded gradients: Nesterov's momentum in steps relative to each tensor's norm. Knows no codec, no network.
+"""LANS, and CLAN for compressed gradients: Nesterov momentum with steps relative to each tensor's norm.
 
 Zheng, Lin, Zha, Li: Accelerated Large Batch Optimization of BERT Pretraining in 54 Minutes (2020), algorithm 2. A block is a
-parameter tensor; phi(z) is z within bounds. Where a norm is 0 its ratio is 1, as in the published code, so that parameters that
-begin at zero do move.
+parameter tensor, and phi(z) clamps z. Where a norm is 0 its ratio is 1, as in the published code, so that parameters that
+start at zero move.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from commlayer.errors import InvalidInput
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
-"""Their moments and norms are kept and computed in float32: squares of normalised gradients are too small for them."""
+"""Moments and norms of these are float32: squares of normalised gradients are too small for half precision."""
 
 
 class LANS(torch.optim.Optimizer):
-    """Each tensor moves by lr x phi(its norm), in the direction of beta1 x momentum + (1 - beta1) x gradient, both rescaled.
+    """Moves each tensor by lr x phi(its norm), along beta1 x momentum + (1 - beta1) x gradient, both rescaled.
 
-    So lr is relative to the weights: 1e-3 moves every tensor by about a thousandth of its norm. `normalize`: of each tensor's
-    gradient only the direction counts, so that clipping its norm changes nothing. `phi`: the bounds of phi.
+    So lr is relative to the weights: 1e-3 moves each tensor by about a thousandth of its norm. With `normalize`, only the
+    direction of each tensor's gradient counts, so clipping its norm changes nothing. `phi`: the bounds of phi.
 
     >>> optimizer = LANS(model.parameters(), lr=2e-3)           # doctest: +SKIP
     """
@@ -54,7 +54,7 @@ class LANS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Of all parameters that have a gradient."""
+        """Steps all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -66,7 +66,7 @@ class LANS(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch has made the moments of half precision parameters half precision themselves.
+        # torch casts the moments of half precision parameters to half precision: restore them as float32.
         loaded = zip((i for group in state_dict["param_groups"] for i in group["params"]),
                      (p for group in self.param_groups for p in group["params"]), strict=True)
         for i, p in loaded:
@@ -75,7 +75,7 @@ class LANS(torch.optim.Optimizer):
                     self.state[p][name] = state_dict["state"][i][name].to(p.device, torch.float32, copy=True)
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """Of tensors of one device and kind, all at once."""
+        """Updates tensors of one device and dtype, all at once."""
         (beta1, beta2), (low, high) = group["betas"], group["phi"]
         states = [self._state(p) for p in parameters]
         for state in states:
@@ -117,10 +117,10 @@ class LANS(torch.optim.Optimizer):
 
 
 class CLAN(LANS):
-    """Compressed LANS: for gradients that were coded on their way to the servers and back, with residuals at both ends.
+    """Compressed LANS: for gradients that are compressed on the way to and from servers, with residuals at both ends.
 
-    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021). As its code
-    runs it, gradients are not normalised. The coding is the plan's: any codec whose sums servers code again.
+    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021). As in its
+    code, gradients are not normalised. The plan chooses the codec: any codec whose sums the servers encode again.
 
     >>> optimizer = CLAN(model.parameters(), lr=2e-3)           # doctest: +SKIP
     >>> session = commlayer.attach(model, optimizer, plan=commlayer.compressors.onebit())       # doctest: +SKIP
@@ -161,20 +161,20 @@ def _check_tensors(name: str, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Those with a gradient, by device and kind, in order."""
-    found = defaultdict(list)
+    """Groups the parameters with a gradient by device and dtype, in order."""
+    by_kind = defaultdict(list)
     for p in parameters:
         if p.grad is not None:
             if p.grad.is_sparse:
                 raise InvalidInput("E-OPTIM-PARAMETER",
                                    f"{name}: a sparse gradient, allowed: dense ones, since every element counts for the norms; "
                                    "use nn.Embedding(sparse=False)")
-            found[p.device, p.dtype].append(p)
-    yield from found.values()
+            by_kind[p.device, p.dtype].append(p)
+    yield from by_kind.values()
 
 
 def _wide(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In float32 what is shorter; the others are themselves."""
+    """Half precision tensors as float32; the others unchanged."""
     return [t.float() if t.dtype in HALVES else t for t in tensors]
 
 
@@ -183,7 +183,7 @@ def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tens
 
 
 def _positive(norms: torch.Tensor) -> torch.Tensor:
-    """To divide by: where there is nothing, nothing remains nothing."""
+    """Norms for use as divisors: 0 becomes 1, so that a zero tensor remains zero."""
     return torch.where(norms > 0, norms, 1.0)
 
 

@@ -1,11 +1,11 @@
-"""Optimizers whose step costs what its sparse gradient touches. Knows torch's optimizers and kernels; no plans and no peers.
+"""Base of optimizers whose step costs only the elements that a sparse gradient touches (lazy updates).
 
-An element that a step does not touch owes what dense steps with a gradient of zero would have done to it: momentum moves it and
-decay shrinks it. How much is one small table for all elements: row a makes up for the last a steps, with the rates that these
-had. It is a product of each step's own row, so schedules of any kind stay exact. A byte for each group of elements says with
-which step they are up to date. A group is what a cache line holds: where one of its elements is touched, all make that step.
-Groups are brought up to date then, and by a sweep that goes round the tensor once in `lag` steps: no row further back is ever
-needed.
+An untouched element misses the update of a dense step with zero gradient: momentum moves it and decay shrinks it. One small
+table holds these updates for all elements: row a makes up for the last a steps, with the rates of those steps. The table is a
+product of each step's own row, so any schedule stays exact. One byte per group of elements, its stamp, states the step up to
+which the group is current. A group fills a cache line: if one of its elements is touched, all of them make that step.
+Groups are brought up to date when touched, and by a sweep that passes through the tensor once in `lag` steps. So no older row
+is ever needed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from commlayer.optim.reference import GROUP
 ROWS = 256
 """As in native/include/commlayer.h."""
 MOST_LAG = 250
-"""Where `lag` changes during a round of the sweep, that round takes a step or two more."""
+"""If `lag` changes during a pass of the sweep, that pass takes a step or two longer: ROWS leaves room for them."""
 BEHIND = ("stamp", "rows", "made", "swept")
-"""Of a parameter's state, while some of its elements are behind. The rest is that of torch's own optimizer."""
+"""Keys of a parameter's state while some of its elements are out of date. The rest is the state of torch's own optimizer."""
 
 Memo = dict[Any, tuple[torch.Tensor, torch.Tensor]]
-"""Within a step: what was made of a table that parameters share, by its identity, and the table, so that this stays its own."""
+"""Cache of one step for tables that parameters share. Keyed by a table's id; holding the table keeps the id unique."""
 
 
 class Lazy(Optimizer):
-    """What SparseSGD and SparseAdamW share."""
+    """Common part of SparseSGD and SparseAdamW."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._allow("lag", defaults["lag"], f"1 to {MOST_LAG}", 1 <= defaults["lag"] <= MOST_LAG)
@@ -54,7 +54,7 @@ class Lazy(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a `.grad`, dense or sparse COO. All are checked before any is changed."""
+        """Steps each parameter that has a `.grad`, dense or sparse COO. All are checked before any is changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,9 +83,9 @@ class Lazy(Optimizer):
 
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
-        asked: set[int] = self.__dict__.setdefault("_asked", set())  # copies of an optimizer have no attributes of their own
-        if p.data_ptr() not in asked:
-            asked.add(p.data_ptr())
+        advised: set[int] = self.__dict__.setdefault("_asked", set())  # copies of an optimizer have no attributes of their own
+        if p.data_ptr() not in advised:
+            advised.add(p.data_ptr())
             self._kernels(p).huge_pages(flat(p))
         if "stamp" not in state and self._owes(group):
             stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
@@ -106,7 +106,7 @@ class Lazy(Optimizer):
         state["swept"] = 0 if high == p.numel() else high
 
     def _table(self, rows: torch.Tensor, memo: Memo) -> torch.Tensor:
-        """As kernels read it: all rows, in float32, what is not there being zeros."""
+        """The table in the kernels' form: float32, padded with rows of zeros to ROWS."""
         if id(rows) not in memo:
             written = self._written(rows)
             table = torch.zeros(ROWS, written.shape[1])
@@ -123,10 +123,10 @@ class Lazy(Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Brings every weight up to date: then all are what the dense optimizer would have made of them.
+        """Brings all weights up to date: they then equal those of the dense optimizer.
 
-        One pass over the parameters that are behind, ahead of an evaluation, of reading weights, or of an export. Where
-        replicas must stay the same, all ranks call it behind the same step.
+        Costs one pass over the parameters that are out of date. Call it before an evaluation, an export, or any read of
+        weights. If replicas must stay equal, all ranks must call it after the same step.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -134,7 +134,7 @@ class Lazy(Optimizer):
                     self._catch_up(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also takes a state of torch's optimizer of the same kind, and gives it one after `flush`."""
+        """Also loads a state of torch's optimizer of the same kind. After `flush`, torch's can load this one's."""
         theirs: dict[Any, dict[str, Any]] = state_dict["state"]
         for group in state_dict["param_groups"]:
             for name in self._without:
@@ -160,31 +160,31 @@ class Lazy(Optimizer):
     def _kernels(self, p: torch.Tensor) -> Any:
         return kernels.of(p)
 
-    # ---- what a kind of optimizer says
+    # ---- defined by each kind of optimizer
 
     _without: tuple[str, ...] = ("maximize",)
-    """Options of torch's that it has not."""
+    """Options of torch's optimizer that this one does not support."""
     _nothing: torch.Tensor
-    """The table behind no step."""
+    """The table after no step."""
 
     def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """A step of torch's own."""
+        """torch's own step."""
         raise NotImplementedError
 
     def _owes(self, group: dict[str, Any]) -> bool:
-        """Whether a step changes what it does not touch."""
+        """Whether a step changes elements that it does not touch."""
         raise NotImplementedError
 
     def _number(self, p: torch.Tensor) -> int:
-        """What the next step's row depends on besides the group."""
+        """A number on which the next step's row depends, in addition to the group."""
         raise NotImplementedError
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number: int) -> torch.Tensor:
-        """The table behind one more step."""
+        """The table after one more step."""
         raise NotImplementedError
 
     def _written(self, rows: torch.Tensor) -> torch.Tensor:
-        """A table's rows as kernels read them."""
+        """The rows of a table in the kernels' form."""
         raise NotImplementedError
 
     def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
@@ -199,23 +199,23 @@ def groups_of(p: torch.Tensor) -> int:
 
 
 def groups(low: int, high: int) -> slice:
-    """Those of these elements, the first of which begins one."""
+    """The groups of these elements. `low` must begin a group."""
     return slice(low // GROUP, -(-high // GROUP))
 
 
 def flat(p: torch.Tensor) -> torch.Tensor:
-    """A parameter's memory."""
+    """A one-dimensional view of the parameter."""
     return p.detach().view(-1)
 
 
 def zeros(p: torch.Tensor) -> torch.Tensor:
-    """Of a parameter's shape, for entries that are far apart."""
-    made = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
-    if made.is_contiguous():
-        kernels.of(made).huge_pages(made)
-    return made.zero_()
+    """Zeros of the parameter's shape, on huge pages, since accesses are far apart."""
+    result = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
+    if result.is_contiguous():
+        kernels.of(result).huge_pages(result)
+    return result.zero_()
 
 
 def number(x: Any) -> float:
-    """A rate, which may be a tensor."""
+    """A learning rate as a float; it may be a tensor."""
     return float(cast(float, x))

@@ -1,4 +1,4 @@
-"""The outer optimizer of local steps: what an exchange does with the average of the workers' changes. Knows no network."""
+"""The outer optimizer of local steps: applies the average of the workers' changes (the pseudo-gradient) at each outer step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from commlayer.optim.family import Family
 
 
 class Outer(msgspec.Struct, frozen=True):
-    """SGD whose gradient is how far the workers have come on average, start minus end, since the last exchange.
+    """SGD whose gradient is the workers' mean change since the last outer step, start minus end.
 
-    As it stands it is parameter averaging. DiLoCo (Douillard et al. 2023) found lr=0.7 and Nesterov's momentum of 0.9 best for
-    exchanges hundreds of steps apart.
+    The defaults give parameter averaging. DiLoCo (Douillard et al. 2023) found lr=0.7 and Nesterov momentum of 0.9 best when
+    outer steps are hundreds of steps apart.
     """
 
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = True
     matched: bool = False
-    """Whether the average is first made as long as what workers have changed, by root mean square over them: at most the square
-    root of their number times as long as it is. Each worker's Adam takes steps of about one length whatever the noise in its
-    gradients, and the mean of such steps is too short; that of SGD's is right. It is what attach() takes by itself under Adam
-    and its like."""
+    """Norm-matched averaging: rescales the average to the root mean square of the workers' changes. The factor is at most the
+    square root of the number of workers. Under Adam each worker's steps have about the same length whatever the noise in its
+    gradients, so the mean of such steps is too short; under SGD the mean is right. attach() turns this on for Adam and its
+    variants."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -34,8 +34,10 @@ class Outer(msgspec.Struct, frozen=True):
             raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: momentum {self.momentum}, allowed: 0 up to, but not, 1")
 
     def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
-        """Moves starts by the mean change of the same elements, as torch.optim.SGD does by a gradient. `velocity`: those
-        elements of what the last steps left, zeros at first; changes with it. Needed if there is momentum."""
+        """Moves `starts` by the mean change of the same elements, as torch.optim.SGD does by a gradient.
+
+        `velocity` holds the momentum of those elements, zeros at first, and is updated in place. Required if momentum > 0.
+        """
         if velocity is not None:
             velocity.mul_(self.momentum).add_(change)
             change = change.add(velocity, alpha=self.momentum) if self.nesterov else velocity
@@ -43,5 +45,5 @@ class Outer(msgspec.Struct, frozen=True):
 
 
 def usual(family: Family) -> Outer:
-    """What is taken where nobody says: the average, as long as optimizers of that family need it."""
+    """The default outer optimizer: averaging, norm-matched if optimizers of that family need it."""
     return Outer(matched=family == "adam")

@@ -1,7 +1,8 @@
-"""Steps some of an optimizer's parameters now and the rest later, and tries beforehand whether that is the same. No networks.
+"""Steps an optimizer's parameters in pieces, some now and the rest later, and first tests whether that equals one whole step.
 
-torch's optimizers pass over a parameter whose `.grad` is None, and keep what they remember by parameter: so a step in pieces is
-the step. One that mixes parameters, or counts its steps by itself, is found out on a few small tensors of the same kinds.
+torch's optimizers skip a parameter whose `.grad` is None and keep their state per parameter, so stepping in pieces equals the
+whole step. An optimizer that mixes parameters, or counts its steps itself, is detected with a few small tensors of the same
+kinds.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ Group = dict[str, Any]
 """One of an optimizer's `param_groups`."""
 ROUNDS = 3
 MOST = 3
-"""Parameters of a group that are tried, and elements of each of their dimensions."""
+"""The most parameters of a group that a trial uses, and the most elements in each of their dimensions."""
 RATE = 0.01
-"""In place of a rate of 0, as at the start of a warm-up: it would move nothing."""
+"""Replaces a rate of 0 in the trial, for example at the start of a warm-up, since 0 would move nothing."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def values_of(group: Mapping[str, Any]) -> Group:
-    """A group's hyperparameters as they are now: schedules change them, tensors among them in place."""
+    """A copy of a group's current hyperparameters: schedules change them, tensors in place."""
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
-    """Steps the parameters in `groups` alone, with the hyperparameters that stand there. Hooks of steps are not called."""
+    """Steps only the parameters in `groups`, with the hyperparameters given there. Step hooks are not called."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)
@@ -40,18 +41,18 @@ def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
 
 
 def _plain_step(kind: type) -> Callable[..., Any]:
-    """Without what torch puts around it to call hooks."""
+    """The class's step() without torch's wrapper, which calls the hooks."""
     step: Callable[..., Any] = kind.step  # type: ignore[attr-defined]
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def hooked(optimizer: Any) -> bool:
-    """Whether it calls hooks around its steps: a wrapper may be an Optimizer by its type alone."""
+    """Whether the optimizer calls hooks around its steps. A wrapper may be an Optimizer by type only."""
     return isinstance(optimizer, Optimizer) and all(hook in vars(optimizer) for hook in HOOKS)
 
 
 def indivisible(optimizer: Any) -> str:
-    """Why it cannot be stepped in pieces, "" if it can."""
+    """Why the optimizer cannot be stepped in pieces, or "" if it can."""
     name = type(optimizer).__name__
     if not hooked(optimizer):
         return f"{name} is no torch.optim.Optimizer with hooks on its steps: pass the one inside it"
@@ -62,22 +63,22 @@ def indivisible(optimizer: Any) -> str:
         return f"{name} is capturable, for CUDA graphs, which replay a whole step: leave capturable out"
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(mode=False):
-            found = _try(optimizer)
+            difference = _try(optimizer)
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else ""
-        return f"a trial step of {name} alone, without a closure, ended with {type(error).__name__}: {said}"
-    return f"{name} {found}" if found else ""
+        message = str(error).splitlines()[0] if str(error) else ""
+        return f"a trial step of {name} alone, without a closure, ended with {type(error).__name__}: {message}"
+    return f"{name} {difference}" if difference else ""
 
 
 def _try(optimizer: Optimizer) -> str:
-    """Steps two small copies, one as a whole and one in pieces. What differs behind it."""
+    """Steps two small copies, one as a whole and one in pieces. Returns the difference, or ""."""
     whole, parts = _small(optimizer), _small(optimizer)
     before = [values_of(group) for group in whole.param_groups]
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for number in range(ROUNDS):
         pairs = list(zip(_parameters(whole), _parameters(parts), strict=True))
         for p, q in pairs:
-            p.grad = torch.randn(p.shape, generator=made).to(p)
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
             q.grad = None
         _plain_step(type(whole))(whole)
         later = [place % 2 == number % 2 for place in range(len(pairs))]
@@ -99,11 +100,11 @@ def _try(optimizer: Optimizer) -> str:
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
-    """The same with small parameters, and nothing remembered."""
-    made, memo = torch.Generator().manual_seed(1), {}
+    """A copy of the optimizer with small parameters and an empty state."""
+    generator, memo = torch.Generator().manual_seed(1), {}
     for p in _parameters(optimizer):
         shape = [min(size, MOST) for size in p.shape]
-        memo[id(p)] = torch.nn.Parameter(torch.randn(shape, generator=made).to(p.device, p.dtype))
+        memo[id(p)] = torch.nn.Parameter(torch.randn(shape, generator=generator).to(p.device, p.dtype))
     new = object.__new__(type(optimizer))
     kept = {k: v for k, v in vars(optimizer).items() if k not in {"state", "param_groups", "step", *HOOKS}}
     new.__dict__.update(copy.deepcopy({k: v for k, v in kept.items() if not k.endswith("_hooks")}, memo))
@@ -128,7 +129,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two nested values are the same, bit for bit."""
+    """Whether two nested values are equal, bit for bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, Mapping):

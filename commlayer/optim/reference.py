@@ -1,4 +1,4 @@
-"""The kernels of lazy optimizers in torch's operations, on any device: slow, and the same bits as the native ones."""
+"""The kernels of lazy optimizers in torch operations, on any device: slow, with the same bits as the native ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from commlayer.errors import CorruptFrame
 
 MASK = 0xFFFFFFFF
 GROUP = 16
-"""Elements that one stamp stands for, as in native/include/commlayer.h."""
+"""Elements per stamp, as in native/include/commlayer.h."""
 
 
 def check_positions(idx: torch.Tensor, n: int) -> torch.Tensor:
-    """idx as int64. CorruptFrame unless they increase below n."""
+    """idx as int64. Raises CorruptFrame unless the positions increase and are below n."""
     at = idx.to(torch.int64) & MASK
     if at.numel() and (int(at[-1]) >= n or not bool((at[1:] > at[:-1]).all())):
         raise CorruptFrame("positions: bytes break the format")
@@ -20,20 +20,20 @@ def check_positions(idx: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _groups(at: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The groups of these elements, and all elements of these."""
+    """The groups of these elements, and all elements of those groups."""
     groups = torch.div(at, GROUP, rounding_mode="floor").unique()
     every = (groups[:, None] * GROUP + torch.arange(GROUP, device=at.device)).view(-1)
     return groups, every[every < n]
 
 
 def _rows(rows: torch.Tensor, stamp: torch.Tensor, now: int, width: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of elements of these groups, what makes up for each."""
+    """For each of these groups, the columns of the table row that makes up for its missed steps."""
     behind = (now - stamp[groups].to(torch.int64)) & 255
     return rows.view(-1, width)[behind].unbind(1)
 
 
 def _spread(g: torch.Tensor, at: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
-    """The gradients of all elements of the groups."""
+    """The gradients of all elements in the groups: 0 where the sparse gradient has none."""
     spread = torch.zeros(every.numel(), device=g.device)
     spread[torch.searchsorted(every, at)] = g
     return spread
@@ -110,13 +110,13 @@ def adam_catch_up(
     w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor, now: int, rows: torch.Tensor
 ) -> None:
     made_up = _made_up_adam(w, m, v, _rows(rows, stamp, now, 8, _group_of_each(w)))
-    for memory, found in zip((w, m, v), made_up, strict=True):
-        memory.copy_(found)
+    for memory, current in zip((w, m, v), made_up, strict=True):
+        memory.copy_(current)
     stamp.fill_(now & 255)
 
 
 def huge_pages(x: torch.Tensor) -> None:
-    """Nothing: pages are the native core's affair."""
+    """Does nothing: only the native core uses huge pages."""
 
 
 def flat_positions(idx: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -138,10 +138,10 @@ def coordinates(at: torch.Tensor, idx: torch.Tensor, shape: tuple[int, ...]) -> 
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
-    """To the nearest, which torch's own in single precision is not."""
+    """Correctly rounded, which torch's own square root in single precision is not."""
     return x.double().sqrt().float()
 
 
 def _float(x: float) -> float:
-    """As the native kernel takes it."""
+    """Rounds to float32, as the native kernel receives it."""
     return float(torch.tensor(x, dtype=torch.float32))

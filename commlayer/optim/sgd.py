@@ -1,4 +1,4 @@
-"""SGD with momentum on sparse gradients, equal to torch.optim.SGD once flushed. Knows one step's mathematics."""
+"""SGD with momentum on sparse gradients, equal to torch.optim.SGD after `flush`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NO_ROWS = torch.zeros(ROWS, 4)
 
 
 class SparseSGD(Lazy):
-    """torch.optim.SGD whose step costs what it touches, where `.grad` is sparse. Dense gradients are torch's own step.
+    """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
 
-    `lag`: no weight is more than so many steps behind; see docs/optimizers.md.
+    `lag`: no weight is more than `lag` steps out of date; see docs/optimizers.md.
 
     >>> optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)  # doctest: +SKIP
     """
@@ -48,7 +48,7 @@ class SparseSGD(Lazy):
         return bool(group["momentum"] or group["weight_decay"])
 
     def _number(self, p: torch.Tensor) -> int:
-        """1 where the first buffer is a gradient as it is, without dampening."""
+        """1 if the next step creates the momentum buffer, which then is the gradient without dampening."""
         return int("momentum_buffer" not in self.state[p])
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ class SparseSGD(Lazy):
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
         if not group["momentum"] and "momentum_buffer" in state and "rows" in state and bool(state["rows"][:, 0, 1].any()):
-            self._catch_up(p)  # momentum was switched off: torch leaves the buffer as it is from here on
+            self._catch_up(p)  # momentum was switched off: from now on torch leaves the buffer unchanged
         super()._sparse(group, p, entries, memo)
 
     def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
