@@ -1,1 +1,1 @@
-"""The command line: one small module per command, which import what they need only when they run."""
+"""The command line: one small module per command. Each imports what it needs only when it runs."""

@@ -1,4 +1,4 @@
-"""`commlayer demo`: trains one model over a slow link twice, dense and compressed, and says what that saved. Loads no torch."""
+"""`commlayer demo`: trains one model over a slow link twice, dense and compressed, and shows the speedup. Loads no torch."""
 
 from __future__ import annotations
 
@@ -65,29 +65,29 @@ def _run(settings: Settings, path: Path | None) -> None:
     begin = time.monotonic()
     standing = Standing(settings)
     with Fleet(settings) as fleet:
-        told = fleet.events(TICK_S)
-        _watch(told, standing, console, begin)
+        stream = fleet.events(TICK_S)
+        _watch(stream, standing, console, begin)
         if not standing.over:
             raise CommError("its workers ended without a result")
         numel, native = standing.began[0].numel, standing.began[0].native
-        found = results(settings, numel, standing.progress, standing.reached)
-        console.print(report.table(settings, found))
-        console.print(report.notes(settings, found, native=native), markup=False)
+        figures = results(settings, numel, standing.progress, standing.reached)
+        console.print(report.table(settings, figures))
+        console.print(report.notes(settings, figures, native=native), markup=False)
         if path is not None:
-            report.write_json(path, found, native=native)
-        for _ in told:
-            pass  # until all have left in good order
+            report.write_json(path, figures, native=native)
+        for _ in stream:
+            pass  # until all workers have ended normally
     console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
 
 
 def _watch(told: Iterable[Event | None], standing: Standing, console: Console, begin: float) -> None:
-    """Shows how things stand until both runs are over: a panel that stays in place, or lines where there is no terminal."""
+    """Shows progress until both runs are over: a panel updated in place, or lines if there is no terminal."""
     from rich.live import Live
 
     from commlayer.demo.screen import line, panel
 
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    due, said = begin, ""
+    due, last_line = begin, ""
     with live or contextlib.nullcontext():
         for event in told:
             now = time.monotonic()
@@ -96,8 +96,8 @@ def _watch(told: Iterable[Event | None], standing: Standing, console: Console, b
             if live is not None and (now >= due or standing.over):
                 live.update(panel(standing, now - begin), refresh=True)
                 due = now + TICK_S
-            elif live is None and now >= due and said != (said := line(standing)):
-                console.print(f"{now - begin:4.0f} s  {said}")
+            elif live is None and now >= due and last_line != (last_line := line(standing)):
+                console.print(f"{now - begin:4.0f} s  {last_line}")
                 due = now + LINE_S
             if standing.over:
                 return

@@ -1,4 +1,4 @@
-"""`commlayer doctor`: what commlayer/doctor finds on this machine, on the screen and in a file. Knows no check."""
+"""`commlayer doctor`: prints the findings of commlayer/doctor on this machine and writes them to a file."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def doctor(
 
     check_json(json)
     given = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
-    asked = _asked({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
-    # Here, since checks load numpy, which --help does without.
+    options = _asked({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
+    # Imported late: checks load numpy, which --help does not need.
     from rich.console import Console
 
     from commlayer.doctor import screen
@@ -56,17 +56,17 @@ def doctor(
         findings.append(found)
         screen.show(console, found)
 
-    if asked.problem:
-        show(of_error("settings", asked.problem))
+    if options.problem:
+        show(of_error("settings", options.problem))
     seen = Seen()
-    for found in examine([*looks(asked, seen)]):
-        show(found)
-    if not no_bandwidth and (last := link(asked, seen)) is not None:
-        for found in examine([last]):
-            show(found)
+    for finding in examine([*looks(options, seen)]):
+        show(finding)
+    if not no_bandwidth and (last := link(options, seen)) is not None:
+        for finding in examine([last]):
+            show(finding)
     if nodes > 1:
-        for found in examine([between(asked, seen)]):
-            show(found)
+        for finding in examine([between(options, seen)]):
+            show(finding)
         if seen.pairs:
             console.print("\n".join(screen.table(seen.nodes, seen.pairs)))
     console.print(screen.summary(findings))
@@ -93,7 +93,7 @@ def _asked(given: dict[str, Any], where: str, nodes: int, plan: Path | None, sav
 
 
 def _without_checks(given: dict[str, Any]) -> Config:
-    """As much as can be told all the same: a wrong setting must not hide what else is wrong."""
+    """The settings that are valid, so that one wrong setting does not hide other problems."""
     for left_out in ({"keys"}, {"keys", "join", "bind"}, set(given)):
         try:
             return read_config({name: value for name, value in given.items() if name not in left_out} | {"insecure": True},
@@ -109,6 +109,6 @@ def _write(json: Path | None, findings: list[Finding], seen: Seen) -> None:
     from commlayer.cli.plan_inputs import write_json
     from commlayer.doctor.finding import usable
 
-    told = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": seen.facts,
+    data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": seen.facts,
             "nodes": seen.nodes, "links": seen.pairs}
-    write_json(json, msgspec.json.encode(told).decode())
+    write_json(json, msgspec.json.encode(data).decode())

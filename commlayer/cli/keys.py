@@ -1,4 +1,4 @@
-"""`commlayer keys`: what cluster/authority.py does, said so that the next step is on the screen."""
+"""`commlayer keys`: runs cluster/authority.py and prints the next step after each command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="Keys of a job on several machines:
 Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder, which stays on one machine.", metavar="DIR")]
 Name = Annotated[str, typer.Argument(help="A node's name, which errors and logs tell.", metavar="NAME")]
 SOON_DAYS = 30
-# authority.py is imported where it is needed: it loads cryptography, which --help does without.
+# authority.py is imported late: it loads cryptography, which --help does not need.
 
 
 @app.command()
@@ -43,7 +43,7 @@ def add(
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
     until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
     print(f"made keys of {name} in {place}, good until {until:%Y-%m-%d}")
-    if dials_only:  # of a home, into which nobody can copy anything
+    if dials_only:  # a home machine, to which scp cannot connect
         print(f"give {name} that folder in a way that you both trust: tar -czf {name}.tgz -C {place.parent} {name}; "
               f"whoever has it can join the job")
         print(f"there: tar -xzf {name}.tgz, then commlayer launch --keys {name} ..., or COMMLAYER_KEYS={name}")

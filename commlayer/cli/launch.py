@@ -1,4 +1,4 @@
-"""`commlayer launch`: starts a training script on a machine that can only dial out, as torchrun does on one in a rack."""
+"""`commlayer launch`: starts a training script on a machine that can only dial out, as torchrun does in a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Child = subprocess.Popen[bytes]
 POLL_S = 0.1
 END_S = 30.0
-"""How long a home's other workers may take to end when one has failed, or Ctrl-C was pressed: they tell the other homes."""
+"""How long a home's other workers may take to end after a failure or Ctrl-C, since they notify the other homes."""
 
 
 def launch(
@@ -49,7 +49,7 @@ def launch(
         raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
     if not script.is_file():
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
-    # Here, since they load grpc, which --help does without.
+    # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster import messages
     from commlayer.cluster.home import Attendance
 
@@ -91,7 +91,7 @@ def _first_rank(seat: Any, workers: int) -> int:
 
 
 def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
-    """A worker, in a session of its own: Ctrl-C comes to this process, which passes it on once."""
+    """Starts a worker in a session of its own: Ctrl-C reaches only this process, which forwards it once."""
     joins = seat.first + local if seat.joins else -1
     mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
     whole = [sys.executable, "-u", "-m", "commlayer.engine.home_process", str(os.getpid()), *line]
@@ -99,7 +99,7 @@ def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, 
 
 
 def _wait(children: Sequence[Child], attendance: Attendance) -> tuple[int, str]:
-    """Until all workers have ended: the first failure's exit code, 130 behind Ctrl-C, and what is to be said of it."""
+    """Waits for all workers. Returns the first failure's exit code (130 after Ctrl-C) and the reason, for a message."""
     code, reason, until = 0, "finished", 0.0
     with _interrupts() as interrupted:
         while any(child.poll() is None for child in children):
@@ -138,11 +138,11 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """What Ctrl-C, or who asks this process to end, has sent. No lock: one may come within the handler of another."""
-    came: list[int] = []
-    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
+    """Collects SIGINT and SIGTERM. Takes no lock: one signal may arrive within the handler of another."""
+    signals: list[int] = []
+    before = {one: signal.signal(one, lambda number, _: signals.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

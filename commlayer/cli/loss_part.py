@@ -1,4 +1,4 @@
-"""A budget of loss as people write it on the command line: a part, as settings have it, or with a per cent sign."""
+"""Parses a loss budget of the command line: a fraction, as in settings, or a percentage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlayer.setting_kinds import MOST_LOSS
 
 
 def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
-    """One line for what is none.
+    """The budget as a fraction. A text that is neither raises a one-line error.
 
     >>> loss_part("--max-loss", "0.02"), loss_part("--max-loss", "2%"), loss_part("--max-loss", "0.5 %")
     (0.02, 0.02, 0.005)

@@ -1,4 +1,4 @@
-"""The command `commlayer`: names the commands and turns what users can mend into one line. Loads no torch and no grpc."""
+"""The command `commlayer`: registers the commands and prints user errors as one line. Loads no torch and no grpc."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def chaos() -> None:
 
 
 def run() -> None:
-    """The entry point. Exit codes: 0 done, 2 something to mend (one line says what), 130 Ctrl-C."""
+    """The entry point. Exit codes: 0 done, 2 an error that the user can fix (one line names it), 130 Ctrl-C."""
     try:
         app(prog_name="commlayer")
     except (CommError, ValueError, OSError) as error:

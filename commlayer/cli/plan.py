@@ -1,4 +1,4 @@
-"""`commlayer plan`: makes, explains, compares, varies and checks plans, with no GPU and no torch at hand. Decides nothing."""
+"""`commlayer plan`: makes, explains, compares, varies and checks plans. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -82,40 +82,40 @@ def make(
     half = job.timing is not None and job.timing.half
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=half))
     measured = plan_inputs.profile_named(profile)
-    asked = Policy(codecs=plan_inputs.codecs_named(codec or [], measured),
+    goals = Policy(codecs=plan_inputs.codecs_named(codec or [], measured),
                    max_loss=loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
                    objective=plan_inputs.objective_named(objective),
                    optimizer=plan_inputs.optimizer_named(optimizer or "adamw"),
                    exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
                    max_local_steps=max_local_steps, staleness=staleness,
-                   # Jobs between homes run with --min-workers, which takes whole exchanges only.
+                   # Jobs between homes run with --min-workers, which supports whole exchanges only.
                    fragments=machines.reachable or fragments)
-    inputs = plan_file.PlanFileInputs(job, machines, measured, asked, plan_inputs.loss_named(loss),
+    inputs = plan_file.PlanFileInputs(job, machines, measured, goals, plan_inputs.loss_named(loss),
                                       plan_inputs.learning_named(learning))
     costs, policy = inputs.costs()
-    found = plain(job, machines, costs, policy)
-    made = found.explained(found.best(exact=asked.exact))
-    synchronous = None if plan_tables.is_synchronous(made) else found.explained(found.best(exact=True))
+    search = plain(job, machines, costs, policy)
+    result = search.explained(search.best(exact=goals.exact))
+    synchronous = None if plan_tables.is_synchronous(result) else search.explained(search.best(exact=True))
     if out is not None:
-        plan_inputs.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(made)})
-    plan_inputs.write_json(json, records.encode(made).decode())
+        plan_inputs.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(result)})
+    plan_inputs.write_json(json, records.encode(result).decode())
     console = plan_tables.console_of()
-    for line in (plan_tables.title(made, job, machines), "assumed", *(f"  {line}" for line in
-                 assumptions(model, job, machines, asked.optimizer, said=bool(optimizer)))):
+    for line in (plan_tables.title(result, job, machines), "assumed", *(f"  {line}" for line in
+                 assumptions(model, job, machines, goals.optimizer, said=bool(optimizer)))):
         console.print(line, markup=False)
-    console.print(plan_tables.summary(made, job, machines, simulate(made, job, machines, costs, policy)), markup=False)
-    for part in plan_tables.to_a_loss(beside(made, job, machines, costs, policy, synchronous), made.steps > 0):
+    console.print(plan_tables.summary(result, job, machines, simulate(result, job, machines, costs, policy)), markup=False)
+    for part in plan_tables.to_a_loss(beside(result, job, machines, costs, policy, synchronous), result.steps > 0):
         console.print(part)
-    if made.steps > 0:
-        console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), asked.optimizer))
+    if result.steps > 0:
+        console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), goals.optimizer))
         known = measured_local_steps(costs.learning if costs is not None else learning_rows())
-        if made.local_steps > known:
-            console.print(f"x steps: measured up to {known} local steps; for {made.local_steps} it is extrapolated")
-    console.print(plan_tables.by_decision(made, job, console.width))
-    for line in (*untouched(made, job), *plan_tables.held_up(looser(made, job, machines, costs, policy))):
+        if result.local_steps > known:
+            console.print(f"x steps: measured up to {known} local steps; for {result.local_steps} it is extrapolated")
+    console.print(plan_tables.by_decision(result, job, console.width))
+    for line in (*untouched(result, job), *plan_tables.held_up(looser(result, job, machines, costs, policy))):
         console.print(line, markup=False)
     if out is not None:
-        console.print(f"plan {records.digest(made)} is in {out}, what it was made from in {plan_file.sidecar(out)}",
+        console.print(f"plan {records.digest(result)} is in {out}, what it was made from in {plan_file.sidecar(out)}",
                       markup=False)
 
 
@@ -132,11 +132,11 @@ def explain(
     from commlayer.planner.verbs.explain import explain as explained
 
     plan_inputs.check_json(json)
-    made, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
-    _refuse(made, inputs.job)
-    told = explained(made, bucket_of(made, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
-    plan_inputs.write_json(json, records.encode(told).decode())
-    _print(lambda width: plan_tables.explanation(told, width))
+    record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
+    _refuse(record, inputs.job)
+    explanation = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
+    plan_inputs.write_json(json, records.encode(explanation).decode())
+    _print(lambda width: plan_tables.explanation(explanation, width))
 
 
 @app.command()
@@ -153,10 +153,10 @@ def diff(
     plan_inputs.check_json(json)
     beside = plan_file.sidecar(before)
     job = plan_file.inputs_of(before).job if beside.is_file() else None
-    told = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
-    plan_inputs.write_json(json, records.encode(told).decode())
-    _print(lambda _: plan_tables.difference(told, str(before), str(after)))
-    raise typer.Exit(0 if told.equal else 1)
+    result = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
+    plan_inputs.write_json(json, records.encode(result).decode())
+    _print(lambda _: plan_tables.difference(result, str(before), str(after)))
+    raise typer.Exit(0 if result.equal else 1)
 
 
 @app.command()
@@ -200,7 +200,7 @@ def whatif(
         inputs = structs.replace(inputs, learning=plan_inputs.learning_named(learning))
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
-    # One more like those that there are: behind NAT where they are.
+    # The new node resembles the last one: behind NAT if that one is.
     grown = at_precision([structs.replace(node, server=last.server) for node in grown],
                          half=inputs.job.timing is not None and inputs.job.timing.half)
     others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
@@ -231,14 +231,14 @@ def lint(
 
     plan_inputs.check_json(json)
     problems, inputs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None
-    made = None if problems else plan_file.plan_in(plan)
+    plan_ = None if problems else plan_file.plan_in(plan)
     try:
         inputs = plan_file.inputs_of(plan) if plan_file.sidecar(plan).is_file() else None
     except RecordError as error:
         problems.append(str(error))
     of = plan_inputs.job_named(job, None) if job else inputs.job if inputs else None
-    if made is not None:
-        problems += linted(made, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
+    if plan_ is not None:
+        problems += linted(plan_, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
     plan_inputs.write_json(json, msgspec.json.encode(problems).decode())
     for line in problems or [f"{plan}: nothing wrong"]:
         typer.echo(line)
@@ -260,7 +260,7 @@ def init(
 
 
 def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
-    """`parts`: of a page of that width."""
+    """Prints the parts of a page; `parts` takes the page's width."""
     from commlayer.cli.plan_tables import console_of
 
     console = console_of()
@@ -279,7 +279,7 @@ def _codec_problem(text: str) -> str:
 
 
 def _refuse(made: Plan, job: Job) -> None:
-    """A plan of another model explains nothing."""
+    """Raises if the plan belongs to another model."""
     from commlayer.planner.model.plan_rules import verify
 
     problems = verify(made, job)

@@ -1,4 +1,4 @@
-"""What `commlayer plan make` takes for granted, said before its verdict: batch, speeds, optimizer, memory and network."""
+"""The assumptions that `commlayer plan make` prints before its verdict: batch, speeds, optimizer, memory and network."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from commlayer.records import Job
 
 OPTIMIZER = {"adam": "AdamW", "sgd": "SGD with momentum", "": "any, so the worse of AdamW and SGD counts"}
 STATES_NBYTES = {"adam": 8, "sgd": 4, "": 8}
-"""Of an optimizer, for each element."""
+"""Bytes of optimizer state per element."""
 ELEMENT_NBYTES = 4
 RESERVED_GBYTES = 1.0
-"""What a GPU's driver and allocator keep for themselves."""
+"""Memory that a GPU's driver and allocator keep for themselves."""
 
 
 def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, said: bool) -> Iterator[str]:
-    """Lines for people. `model`: as the user named it. `said`: whether the user named the optimizer, too."""
+    """Lines for the console. `model` is the user's name for it. `said`: whether the user named the optimizer, too."""
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
@@ -34,8 +34,8 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, said:
 def _batch(model: str, job: Job) -> str:
     if model in jobs.PUBLISHED:
         return f"{job.batch} samples{_tokens(model)} per worker and step"
-    said = "as many samples as the model's function draws" if job.batch is None else f"{job.batch} samples"
-    return f"{said} per worker and step; its times hold for that batch"
+    samples = "as many samples as the model's function draws" if job.batch is None else f"{job.batch} samples"
+    return f"{samples} per worker and step; its times hold for that batch"
 
 
 def _tokens(model: str) -> str:
@@ -63,11 +63,11 @@ def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
     sizes = {"weights": ELEMENT_NBYTES * job.numel, "gradients": ELEMENT_NBYTES * job.numel,
              "optimizer": STATES_NBYTES[optimizer] * job.numel, "activations": job.timing.activation_nbytes}
     gbytes = {name: size / 1e9 for name, size in sizes.items()}
-    needed, there, kept = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
+    needed, available, kept = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
     unknown = "" if kept else "; activations are not known"
-    yield f"memory: {device} needs about {max(0.1, needed):.1f} of {there:g} GB ({parts}{unknown})"
-    left = there - RESERVED_GBYTES
+    yield f"memory: {device} needs about {max(0.1, needed):.1f} of {available:g} GB ({parts}{unknown})"
+    left = available - RESERVED_GBYTES
     if needed <= left:
         return
     most = int((left - (needed - kept)) / kept * (job.batch or 0)) if kept else 0

@@ -1,4 +1,4 @@
-"""Draws a sweep of `plan whatif` as a PNG, where matplotlib is installed. Knows curves, no planning."""
+"""Draws a sweep of `plan whatif` as a PNG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from commlayer.planner.verbs.whatif import Curve, break_even
 LINES = (("dense_s", "no compression", "o--"), ("fp16_s", "DDP fp16", "o--"), ("alone_s", "one machine alone", "--"),
          ("to_loss_s", "plan", "o-"))
 ROOM = 8, 30
-"""Below the plan's seconds for words, and above the largest of the plan and of one machine alone: far above nothing matters."""
+"""Factors of the y axis' limits: space for labels below the plan, and above the larger of the plan and one machine alone.
+
+Values far above these do not matter.
+"""
 
 
 def check_plot(path: Path) -> None:
-    """Before minutes are spent on the sweep."""
+    """Called before the sweep, which takes minutes."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidInput("E-CLI-OPTION", '--plot needs matplotlib: pip install "commlayer[plot]"')
     if path.suffix != ".png":
@@ -26,7 +29,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(curve: Curve, path: Path) -> None:
-    """Seconds to a loss over what was swept, beside what a plan has to beat; and how steps are taken, wherever that changes."""
+    """Draws seconds to a loss over the swept values, with the baselines and the sync mode at each point."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -52,8 +55,8 @@ def draw(curve: Curve, path: Path) -> None:
     else:
         axes.set_xticks(xs, [p.label for p in curve.points])
     for x, p in zip(xs, curve.points, strict=True):
-        said = f"{p.way or 'plain'}\n{p.codec.replace(' down ', chr(10) + 'down ')}"
-        axes.annotate(said, (x, p.to_loss_s * 1e3), (0, -6), textcoords="offset points",
+        note = f"{p.way or 'plain'}\n{p.codec.replace(' down ', chr(10) + 'down ')}"
+        axes.annotate(note, (x, p.to_loss_s * 1e3), (0, -6), textcoords="offset points",
                       rotation=90, va="top", ha="center", fontsize=7)
     axes.grid(visible=True, which="both", alpha=0.2)
     axes.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""What `commlayer plan` reads and writes besides plans: jobs, clusters and profiles by name or file. Knows no decisions."""
+"""Reads the inputs of `commlayer plan` (jobs, clusters and profiles, by name or file) and writes its JSON output."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from commlayer.records import Job
 
 
 def job_named(model: str, batch: int | None) -> Job:
-    """A built-in job, one in a JSON file, or the model that a user's function makes, timed on this machine."""
+    """A built-in job, a job file, or the model that a user's function makes, timed on this machine."""
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
         return jobs.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
-        # Here, since it loads torch, which plans of built-in models and job files do without.
+        # Imported late: it loads torch, which built-in models and job files do not need.
         from commlayer.cli.user_code import job_of_function
 
         return jobs.on_reference(job_of_function(model, batch))
@@ -42,7 +42,7 @@ def job_named(model: str, batch: int | None) -> Job:
 
 
 def _of_batch(job: Job, batch: int | None, file: str) -> Job:
-    """With the batch that it was timed with, where the file does not say: its times are of no other."""
+    """The job with its batch. A file without a batch takes `batch`; a file with one has times for that batch only."""
     if batch is not None and job.batch not in (None, batch):
         raise InvalidInput("E-CLI-OPTION",
                            f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
@@ -54,7 +54,7 @@ SERVER = "1Gb"
 
 
 def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
-    """`server`: the link of the homes' server, else `SERVER`."""
+    """The cluster from one of three options. `server`: the link of the homes' server, else `SERVER`."""
     given = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
     if len(given) != 1:
         raise InvalidInput("E-CLI-OPTION",
@@ -77,7 +77,7 @@ def profile_named(file: str) -> Profile | None:
 
 
 def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
-    """As the profile spells them: a measured one writes every argument out."""
+    """The codecs in the profile's spelling, which has all arguments."""
     try:
         spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
         return tuple(spelled.get(bare(text), text) for text in texts)
@@ -89,7 +89,7 @@ OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
 
 
 def optimizer_named(name: str) -> str:
-    """Its family."""
+    """The family of the optimizer."""
     if name.lower() not in OPTIMIZERS:
         raise InvalidInput("E-CLI-OPTION",
                            f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
@@ -112,26 +112,26 @@ def learning_named(file: str) -> tuple[LearningRow, ...]:
 
 
 def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
-    """Where the rows are from that plans are made by, as `PlanFileInputs` takes them; None: a profile has rows of its own."""
+    """The source of the convergence factors that plans use, as in `PlanFileInputs`. None: the profile has rows of its own."""
     if file:
         return table_in(Path(file))
     return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
 
 
 def check_json(path: Path | None) -> None:
-    """See write_json: before time is spent on what it is to hold."""
+    """Checks the file of write_json before the command does its work."""
     if path is not None:
         check_out(path)
 
 
 def write_json(path: Path | None, text: str) -> None:
-    """What --json FILE asks for, in every command: the record besides what is printed."""
+    """Writes the result of a command to the file of its --json option."""
     if path is not None:
         write({path: text + "\n"})
 
 
 def check_out(path: Path) -> None:
-    """Before time is spent on what it is to hold."""
+    """Checks an output file before the command does its work."""
     folder = path.absolute().parent
     if path.is_dir():
         raise InvalidInput("E-CLI-OPTION", f"{path}: is a folder, allowed: the name of a file")
@@ -142,7 +142,7 @@ def check_out(path: Path) -> None:
 
 
 def write(texts: Mapping[Path, str]) -> None:
-    """All of them whole, or none."""
+    """Writes all files completely, or none."""
     for path in texts:
         check_out(path)
     try:

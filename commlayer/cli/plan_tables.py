@@ -1,4 +1,4 @@
-"""Plans as tables and text for people. Knows records, no files and no decisions."""
+"""Renders plans as tables and text for the console."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from commlayer.setting_kinds import MOST_LOSS
 PIPE_WIDTH = 120
 BAR = 30
 WIDE = 110
-"""Columns from which there is room for names and reasons in a table of plans."""
+"""Columns from which a table of plans has space for names and reasons."""
 SHORT_BAR = 12
 LONGEST = 24
-"""Letters of a codec or an op that are kept together."""
+"""The longest codec or op name that a column keeps on one line."""
 SEEN_S = 5e-5
-"""What is shown as more than 0.0 ms."""
+"""The least time that is not shown as 0.0 ms."""
 NAME = 16
-"""Letters of a tensor's name in a table."""
+"""Characters of a tensor's name in a table."""
 
 
 def console_of() -> Console:
-    """As wide as the terminal, or as a page where there is none."""
-    console = Console(highlight=False, markup=False)  # brackets in names are no markup
+    """A console as wide as the terminal, or PIPE_WIDTH if there is none."""
+    console = Console(highlight=False, markup=False)  # brackets in names are not markup
     return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
@@ -51,15 +51,15 @@ def nbytes(count: float) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Names that begin with ">" are of numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    """An empty table. Columns that begin with ">" are right-aligned, for numbers."""
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-    return made
+        grid.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return grid
 
 
 def title(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """The job, and what its plan makes of a step."""
+    """The job, and the sync mode of its plan."""
     mode = "synchronous: in every step .grad is the average of all workers"
     if not plan.steps_locally and not is_synchronous(plan):
         mode = "late results: .grad is the average of all workers, in part of the step before"
@@ -71,7 +71,7 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def is_synchronous(plan: Plan) -> bool:
-    """Whether each step is on the average of all gradients of that step."""
+    """Whether each step uses the average of all gradients of that step."""
     return not plan.steps_locally and not any(bucket.stale for bucket in plan.buckets)
 
 
@@ -101,14 +101,14 @@ def factor(steps: float, high: float) -> str:
 
 
 def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]:
-    """The plan beside what it has to beat."""
+    """A table of the plan and its baselines."""
     dense_s = next(row.to_loss_s for row in rows if row.name == "dense fp32")
-    made = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
+    grid = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
                  ">of dense fp32's")
     for row in rows:
         steps = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
-        made.add_row(row.name, ms(row.step_s), *steps, f"{row.to_loss_s / dense_s:.3g} x")
-    yield made
+        grid.add_row(row.name, ms(row.step_s), *steps, f"{row.to_loss_s / dense_s:.3g} x")
+    yield grid
     if known:
         yield ("x steps: how many times as many as dense training needs, the median and cautiously; ms to a loss: cautiously, "
                "for each step of dense training; alone: the best one, with everybody's batch or its own, whichever is sooner; "
@@ -119,20 +119,22 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
 
 
 def spread(table: LearningTable | None, optimizer: str) -> str:
-    """How far off factors are, as far as it was measured; of an optimizer of no family the worse counts. `table`: where they
-    are from; None: nobody knows."""
+    """The error of convergence factors, as far as it was measured. For an optimizer of no family the larger error counts.
+
+    `table`: their source, or None if unknown.
+    """
     if table is None:
         return "x steps: by the profile's own rows, of which no spread is known"
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
         return f"x steps: on tasks held out, factors were off by {off:.0%} in the median"
     seeds = max(row.runs for row in table.rows)
-    said = "one seed" if seeds == 1 else f"{seeds} seeds"
-    return f"x steps: by {said} of a task of your own, of which no spread over tasks is known"
+    source = "one seed" if seeds == 1 else f"{seeds} seeds"
+    return f"x steps: by {source} of a task of your own, of which no spread over tasks is known"
 
 
 def held_up(looser: Looser | None) -> Iterator[str]:
-    """The nearest plan that would do without the budget of loss."""
+    """The nearest plan that exceeds the loss budget."""
     if looser is not None:
         how = f"{way_of(looser.plan) or 'plain steps'} with {most_used(looser.plan)}"
         what = "to a loss" if looser.to_loss else "a step"
@@ -141,7 +143,7 @@ def held_up(looser: Looser | None) -> Iterator[str]:
 
 
 def allowing(loss: float) -> str:
-    """The budget that a plan keeps which loses so much; beyond what budgets may be there is only none.
+    """The --max-loss that allows a plan with this loss; beyond the largest valid one, only no budget at all.
 
     >>> allowing(0.4511), allowing(2.31)
     ('--max-loss 0.46', 'only no --max-loss, since it loses 2.4 of the loss and 1 is the most to be named,')
@@ -153,7 +155,7 @@ def allowing(loss: float) -> str:
 
 
 def _up(loss: float) -> float:
-    """In two digits, no lower.
+    """Rounded up to two digits.
 
     >>> _up(0.4511), _up(0.1), _up(0.0)
     (0.46, 0.1, 0.0)
@@ -163,26 +165,26 @@ def _up(loss: float) -> float:
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
-    """Buckets that go alike share a row; the largest one stands for them, on a wide page with its name."""
+    """A table with one row for all buckets of the same decision. The largest bucket represents them, by name on a wide page."""
     wide = width >= WIDE
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(spelled(bucket), []).append(bucket)
-    made = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
+    grid = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
                  *([">sent, received", "such as", "why"] if wide else [">such as", "why"]))
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
-        made.add_row(
+        grid.add_row(
             str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
             f"{sum(b.numel for b in buckets) / job.numel:.1%}",
             *([nbytes(sum(b.why.nbytes for b in buckets if b.why)),
                f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
             first.why.reason if first.why else "",
         )
-    for column in made.columns[1:3]:  # reasons may break anywhere, codecs and ops between words
+    for column in grid.columns[1:3]:  # reasons may break anywhere, codecs and ops only between words
         column.min_width = min(LONGEST, max((len(word) for cell in column.cells for word in str(cell).split()), default=0))
-    return made
+    return grid
 
 
 def shortened(name: str) -> str:
@@ -212,13 +214,13 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
                f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(whole)} ms for each of those")
     yield (f"beside it: DDP fp16 {ms(told.fp16_s)} ms" + (f", one machine alone {ms(told.alone_s)}" if told.alone_s else "")
            + (" to a loss" if told.steps else " a step"))
-    made = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
+    grid = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([told.step_s, *(span.end_s for span in told.spans)])
     for span in told.spans:
         sent = nbytes(span.nbytes) if span.nbytes else ""
-        made.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
+        grid.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
                      bar(span.start_s / end, span.end_s / end, bar_of(width)))
-    yield made
+    yield grid
 
 
 def with_runner_up(why: Why) -> str:
@@ -239,7 +241,7 @@ def with_runner_up(why: Why) -> str:
 
 
 def bar_of(width: int) -> int:
-    """How long bars are on a page of that width."""
+    """The length of bars on a page of that width."""
     return BAR if width >= WIDE else SHORT_BAR
 
 
@@ -266,12 +268,12 @@ def difference(told: Difference, before: str, after: str) -> Iterator[Renderable
     alike: dict[tuple[str, str], list[str]] = {}
     for change in told.changes:
         alike.setdefault((change.before, change.after), []).append(change.tensor)
-    made = table("", ">tensors", "such as", before, after)
+    grid = table("", ">tensors", "such as", before, after)
     for name, old, new in told.fields:
-        made.add_row("", name, old, new)
+        grid.add_row("", name, old, new)
     for (old, new), names in sorted(alike.items(), key=lambda each: -len(each[1])):
-        made.add_row(str(len(names)), shortened(names[0]), old, new)
-    yield made
+        grid.add_row(str(len(names)), shortened(names[0]), old, new)
+    yield grid
     if len(told.changes) > len(alike):
         yield "--json names every tensor"
 
@@ -281,18 +283,18 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
     headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
                *([">DDP fp16", ">alone"] if wide else []), ">gain", *([] if known else [">free ms"]),
                *([">samples/s"] if wide else []), *(["codec", "way"] if wide else ["codec and way"])]
-    made = table("", *headers)
+    grid = table("", *headers)
     for p in told.points:
         gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "plain"
-        made.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
+        grid.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
                      *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
                      *([] if known else [ms(p.free_s)]), *([f"{p.samples_per_s:,.1f}"] if wide else []),
                      *([p.codec, way] if wide else [f"{p.codec}, {way}"]))
-    for column in made.columns[1:-2]:
+    for column in grid.columns[1:-2]:
         column.no_wrap = True
-    for column in (made.columns[0], *made.columns[-2:]):
+    for column in (grid.columns[0], *grid.columns[-2:]):
         column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
-    yield made
+    yield grid
     yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"
            + (", in seconds to a loss" if known else "") + "; codec: of most elements; way: how steps are taken"
            + ("" if known else "; free: if coding took no time"))

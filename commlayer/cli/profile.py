@@ -1,4 +1,4 @@
-"""`commlayer profile`: what codecs cost on this machine, and when a model's step makes its gradients. Knows no job."""
+"""`commlayer profile`: measures what codecs cost on this machine, and when a model's step computes its gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
 
 SHOWN = 1 << 20
-"""Elements that the table's times are for."""
+"""Elements for which the table states times."""
 GROUPS_S, GROUPS_DEADLINE_S = 2.0, 60.0
 
 
@@ -34,26 +34,26 @@ def profile(
         raise InvalidInput("E-CLI-OPTION", "--batch says what a model's loss is of: it goes with --model")
     for file in (out, job) if model else (out,):
         check_out(file)
-    made = made_by(model) if model else None
-    # Here, since it loads torch, which the help does not need.
+    make = made_by(model) if model else None
+    # Imported late: it loads torch, which --help does not need.
     from commlayer.autotune.measure import bucket_overheads, codec_costs
     from commlayer.compressors import kernels, parse
 
-    # Without compression is what everything else is compared with.
+    # Always included: every codec is compared with no compression.
     names = [str(parse(text)) for text in dict.fromkeys(("identity()", *(codec or DEFAULT_CODECS)))]
     kernels.choose("auto")
     collectives = _among_ranks()
     if collectives is None:
         return  # the rest is rank 0's
-    # First, since it is the user's and may fail, and costs take longest.
-    timed = job_made_by(made, model, batch or None) if made is not None else None
+    # Measured first: the user's code may fail, and measuring codecs takes longest.
+    timed = job_made_by(make, model, batch or None) if make is not None else None
     costs = codec_costs.measure(names)
-    besides, copy = bucket_overheads.measure(), codec_costs.copies() or PCIE_COPY
-    measured = Profile(costs, besides.server, besides.bucket.floor_s, copy, *collectives, source="measured")
+    overheads, copy = bucket_overheads.measure(), codec_costs.copies() or PCIE_COPY
+    measured = Profile(costs, overheads.server, overheads.bucket.floor_s, copy, *collectives, source="measured")
     files: dict[Path, Record] = {out: measured} if timed is None else {out: measured, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
     _show(costs)
-    for line in _besides(measured, besides.bucket.error):
+    for line in _besides(measured, overheads.bucket.error):
         print(line)
     print(f"costs are in {out}")
     if timed is not None:
@@ -63,7 +63,7 @@ def profile(
 
 
 def _among_ranks() -> tuple[Line, Line] | None:
-    """Costs of collectives inside nodes and between them, where this is one of several ranks (under torchrun). On rank 0."""
+    """Costs of collectives inside nodes and between them, if this is a rank under torchrun. Rank 0 alone returns them."""
     from commlayer.config import read_launch
 
     launch = read_launch()
@@ -86,25 +86,25 @@ def _among_ranks() -> tuple[Line, Line] | None:
 
 
 def _besides(profile: Profile, bucket_error: float) -> list[str]:
-    """What is not a codec's, a line each."""
+    """Lines for all costs other than those of codecs."""
     def line(name: str, of: Line, one: str) -> str:
         return f"{name}: {1e6 * of.floor_s:.0f} us {one} and {1e9 * of.slope_s:.2f} ns a byte, fit error {100 * of.error:.0f} %"
 
-    said = [line("server", profile.server, "a payload"),
+    text = [line("server", profile.server, "a payload"),
             f"bucket: {1e6 * profile.bucket_s:.0f} us of a worker, fit error {100 * bucket_error:.0f} %"]
     if profile.copy is not PCIE_COPY:
-        said.append(line("copy between GPU and host", profile.copy, "each"))
-    said += [line(f"collectives {where}", of, "a message") for where, of in
+        text.append(line("copy between GPU and host", profile.copy, "each"))
+    text += [line(f"collectives {where}", of, "a message") for where, of in
              (("inside a node", profile.inside), ("between nodes", profile.across)) if of.slope_s]
-    return said
+    return text
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:
     from commlayer.cli.plan_tables import console_of, table
 
-    made = table("", "codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error")
+    grid = table("", "codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error")
     for cost in costs:
         encode_s, error = cost.encode(SHOWN), max(cost.encode.error, cost.decode.error)
-        made.add_row(cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
+        grid.add_row(cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
                      f"{4 * SHOWN / encode_s / 1e9:.1f}", f"{8 * cost.nbytes(SHOWN) / SHOWN:.2f}", f"{100 * error:.0f} %")
-    console_of().print(made)
+    console_of().print(grid)

@@ -1,4 +1,4 @@
-"""`commlayer serve`: what cluster/server_process.py runs, as the command line asks for it."""
+"""`commlayer serve`: runs cluster/server_process.py with the options of the command line."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def serve(
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
     if servers == 0 and not no_server:
         raise InvalidInput("E-CLI-OPTION", "--servers 0 does not count this one: add --no-server to coordinate only")
-    made = ""
+    fresh = ""
     if not config.token:
         if config.join:
             raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
-        made = secret.new()
-        config = msgspec.structs.replace(config, token=made)
+        fresh = secret.new()
+        config = msgspec.structs.replace(config, token=fresh)
     if servers is None:
         servers = 0 if no_server else 1
-    # Here, since it loads grpc, which --help does without.
+    # Imported late: it loads grpc, which --help does not need.
     from commlayer.cluster import server_process
 
-    server_process.run(config, server_process.Part(workers, servers, -1 if no_server else number, not no_server, made=made))
+    server_process.run(config, server_process.Part(workers, servers, -1 if no_server else number, not no_server, made=fresh))
 
 
 def _place(bind: str, port: int) -> tuple[str, int]:
-    """The two halves of --bind, if it has a port."""
+    """Splits --bind into host and port, if it has a port."""
     if bind.count(":") != 1 and not bind.startswith("["):
         return bind, port
     if bind.endswith("]"):

@@ -1,4 +1,4 @@
-"""`commlayer trace`: a trace file's comparison of predicted and measured, op by op. Draws nothing: Perfetto does."""
+"""`commlayer trace`: compares predicted and measured times of a trace file, op by op. Perfetto draws the trace."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def trace(
     from commlayer.observe import read_comparison
 
     check_json(json)
-    told = read_comparison(file)
-    write_json(json, records.encode(told).decode())
-    _show(told)
+    comparison = read_comparison(file)
+    write_json(json, records.encode(comparison).decode())
+    _show(comparison)
 
 
 def _show(told: Comparison) -> None:
@@ -35,11 +35,11 @@ def _show(told: Comparison) -> None:
                   markup=False)
     if told.note:
         console.print(told.note, markup=False)
-    made = table("", "op", ">buckets", ">predicted ms", ">measured ms", ">error", ">worst bucket")
+    grid = table("", "op", ">buckets", ">predicted ms", ">measured ms", ">error", ">worst bucket")
     for row in told.rows:
         predicted = "" if row.predicted_s is None else ms(row.predicted_s)
         error = "" if row.error is None else f"{100 * row.error:+.0f} %"
-        made.add_row(row.op, str(row.buckets or ""), predicted, ms(row.measured_s), error,
+        grid.add_row(row.op, str(row.buckets or ""), predicted, ms(row.measured_s), error,
                      "" if row.worst is None else str(row.worst))
-    console.print(made)
+    console.print(grid)
     console.print("a step's milliseconds, of all buckets together, which may overlap; the mean over nodes", markup=False)
