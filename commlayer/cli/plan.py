@@ -134,9 +134,9 @@ def explain(
     plan_inputs.check_json(json)
     record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
     _refuse(record, inputs.job)
-    explanation = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
-    plan_inputs.write_json(json, records.encode(explanation).decode())
-    _print(lambda width: plan_tables.explanation(explanation, width))
+    result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
+    plan_inputs.write_json(json, records.encode(result).decode())
+    _print(lambda width: plan_tables.explanation(result, width))
 
 
 @app.command()

@@ -1,6 +1,6 @@
-"""Two small trainings for `commlayer tune`: digits, and a model of characters. Several workers in one process, through codecs.
+"""Two small training tasks for `commlayer tune`: digits, and a character model. All workers run in one process, through codecs.
 
-Losses are real; seconds are those of the workers and the link that `Cluster` describes, so that a run is repeatable anywhere.
+Losses are real. Seconds are computed for the workers and the link that `Cluster` describes, so a run is repeatable anywhere.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from commlayer.records import Spec
 
 
 class Cluster(NamedTuple):
-    """What the seconds are of."""
+    """The simulated workers and link, from which seconds are computed."""
 
     workers: int = 4
     bps: float = 10e6
-    """Of each worker, up and down."""
+    """Of each worker's link, up and down."""
     rtt_s: float = 0.005
     launch_s: float = 0.004
     sample_s: float = 0.0005
-    """A worker's step takes launch_s, and sample_s for each sample."""
+    """A worker's step takes launch_s plus sample_s per sample."""
 
 
 Batch = Callable[[int, torch.Generator], problem.Batch]
-"""So many samples at random."""
+"""Draws a number of random samples."""
 
 
 def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
-    """From tensors, with repetition."""
+    """Draws samples from tensors, with repetition."""
 
     def batch(n: int, generator: torch.Generator) -> problem.Batch:
         picked = torch.randint(len(x), (n,), generator=generator)
@@ -45,14 +45,14 @@ def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
 
 
 class Task(NamedTuple):
-    """A training, on so many samples whatever the batch."""
+    """A training task. The number of samples does not depend on the batch."""
 
     model: nn.Module
     batch: Batch
     test: problem.Batch
     samples: int
     rate: float
-    """Learning rate at a batch of 64; larger ones take it times the root of what they are larger."""
+    """Learning rate at a batch of 64. It grows with the square root of the batch."""
 
 
 def digits(settings: dict[str, Any]) -> dict[str, float]:
@@ -61,7 +61,7 @@ def digits(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def digits_task(seed: int) -> Task:
-    """`seed`: of the split and the first weights."""
+    """The digits task. `seed` sets the split and the initial weights."""
     data = problem.digits(seed)
     return Task(problem.mlp(64, seed), picker(*data.train), data.test, 12800, 0.12)
 
@@ -70,7 +70,7 @@ LETTERS, CONTEXT = 27, 6
 
 
 class Letters(nn.Module):
-    """The next of 27 letters from the last six."""
+    """Predicts the next of 27 letters from the last six."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Letters(nn.Module):
 
 
 def chars(settings: dict[str, Any]) -> dict[str, float]:
-    """A language model of characters, on what scikit-learn says about its data sets."""
+    """A character language model, trained on the descriptions of scikit-learn's data sets."""
     return train(chars_task(0), settings)
 
 
 def chars_task(seed: int) -> Task:
-    """`seed`: of the first weights."""
+    """The characters task. `seed` sets the initial weights."""
     text = letters()
 
     def windows(part: torch.Tensor) -> problem.Batch:
@@ -104,7 +104,7 @@ def chars_task(seed: int) -> Task:
 
 
 def letters() -> torch.Tensor:
-    """a to z as 1 to 26, whatever is between words as one 0."""
+    """The text as numbers: a to z as 1 to 26, and everything between words as one 0."""
     from sklearn import datasets
 
     loads = (datasets.load_breast_cancer, datasets.load_diabetes, datasets.load_iris, datasets.load_wine)
@@ -114,11 +114,11 @@ def letters() -> torch.Tensor:
 
 
 def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) -> dict[str, float]:
-    """Trains on so many samples, whatever the batch: what comes out is a test loss and the seconds it would have taken.
+    """Trains on a fixed number of samples; returns the test loss and the seconds the training would have taken.
 
-    Local steps and late results ("local_steps", "stale") are those of docs/planning.md.
+    docs/planning.md describes local steps and late results ("local_steps", "stale").
     """
-    torch.set_num_threads(1)  # so small a model gains nothing from more
+    torch.set_num_threads(1)  # a model this small gains nothing from more
     cluster = cluster or Cluster()
     size = int(settings["batch"]) // cluster.workers
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +128,7 @@ def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) 
     weights = nn.utils.parameters_to_vector(parameters).detach().clone()
 
     def worked(steps: int) -> torch.Tensor:
-        """The sum of a worker's gradients on the way: how far it has come, over the rate, since it does plain SGD."""
+        """The sum of a worker's gradients over local steps: its change divided by the rate, since it runs plain SGD."""
         nn.utils.vector_to_parameters(own := weights.clone(), parameters)
         total = torch.zeros_like(own)
         for _ in range(steps):
@@ -136,7 +136,7 @@ def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) 
             loss = nn.functional.cross_entropy(task.model(x), y)
             gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
             total += gradient
-            own.add_(gradient, alpha=-rate)  # the parameters are views of it
+            own.add_(gradient, alpha=-rate)  # the parameters are views of `own`
         return total
 
     seconds = under_way_s = 0.0
@@ -162,7 +162,7 @@ def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) 
 
 
 class Exchange:
-    """What workers and a server do with one bucket, one after the other."""
+    """The workers' and the server's calls for one bucket, in sequence."""
 
     def __init__(self, codec: Codec, numel: int, workers: int) -> None:
         self.codec, spec = codec, Spec((numel,))
@@ -173,7 +173,7 @@ class Exchange:
         self._sum = torch.empty(numel)
 
     def mean(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """The mean that every worker gets, and the bytes on a worker's busier direction."""
+        """The mean that each worker decodes, and the bytes in a worker's busier direction."""
         pairs = zip(gradients, self._states, self._outs, strict=True)
         sizes = [self.codec.start(g, state, out) for g, state, out in pairs]
         total = 0

@@ -1,4 +1,4 @@
-"""What a demo says at its end: a table and how to read it, and the same as JSON. Knows figures; ran nothing itself."""
+"""The demo's report: the results as a table with notes, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from commlayer.files import write_whole
 COLUMNS = ("steps", "sent in\nall", "sent a\nstep", "test\naccuracy", "step\ntime", "exposed\ncomm.", "speed-\nup")
 NONE = "-"
 RUN_WIDTH = 16
-"""Characters of the first column."""
+"""Width of the first column, in characters."""
 
 
 def table(settings: Settings, results: Mapping[str, Any]) -> Table:
-    made = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    made.add_column("run", min_width=RUN_WIDTH)
+    grid = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    grid.add_column("run", min_width=RUN_WIDTH)
     for name in (f"time to\n{settings.target:.1%}", *COLUMNS):
-        made.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for row in results["rows"]:
-        made.add_row(*_cells(row), style="bold" if row["run"] == "compressed" else "")
-    return made
+        grid.add_row(*_cells(row), style="bold" if row["run"] == "compressed" else "")
+    return grid
 
 
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:
@@ -48,16 +48,16 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def notes(settings: Settings, results: Mapping[str, Any], *, native: bool) -> str:
-    """How to read the table; every line a reader may hold against it is in here."""
+    """Notes on the table: how the figures were measured, with every caveat."""
     n, summary = settings.workers, results["summary"]
     bound = results["rows"][1]
-    said = [
+    text = [
         f"(*) Computed: on this link a ring all-reduce of the fp16 gradients takes at least {span(bound['step_s'])} a step, "
         f"2(n-1)/n x bytes x 8 / rate + 2(n-1) x one-way delay with n = {n}."
     ]
     if summary["speedup_over_bound"] is not None:
-        said[0] += f" The compressed run is {summary['speedup_over_bound']:.2f}x as fast to the target as that."
-    said += [
+        text[0] += f" The compressed run is {summary['speedup_over_bound']:.2f}x as fast to the target as that."
+    text += [
         f"Links are shaped inside the processes, without root: every worker is a host of its own ({link(settings)}), and its "
         "summation server shares its link. Underneath is this machine's loopback; what PyTorch's Gloo sends (at the start, and "
         "when to stop) is not shaped.",
@@ -65,19 +65,19 @@ def notes(settings: Settings, results: Mapping[str, Any], *, native: bool) -> st
         "at. Sent is what one worker pushes.",
     ]
     if not native:
-        said.append("The native core is missing here: codecs ran on the reference backend, which is correct but slow.")
-    return "\n".join(said)
+        text.append("The native core is missing here: codecs ran on the reference backend, which is correct but slow.")
+    return "\n".join(text)
 
 
 def check_json(path: Path) -> None:
-    """Before anything runs: a demo must not end with nowhere to write."""
+    """Called before the demo runs, so that it does not end without a place to write."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         problem = "is a folder" if path.is_dir() else f"folder {str(path.parent)!r} does not exist or cannot be written to"
         raise InvalidInput("E-CLI-OPTION", f"--json {str(path)!r}: {problem}; allowed is a file in a folder that exists")
 
 
 def write_json(path: Path, results: Mapping[str, Any], *, native: bool) -> None:
-    """{"name", "machine", "rows", "summary"}, whole or not at all."""
+    """Writes {"name", "machine", "rows", "summary"}, completely or not at all."""
     machine = {
         "system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": version("torch"),
         "backend": "native" if native else "reference",

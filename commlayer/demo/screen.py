@@ -1,4 +1,4 @@
-"""How a demo under way looks: a panel for a terminal, a line for anything else. Knows rich and events; no processes."""
+"""Shows the progress of a demo: a panel on a terminal, a line anywhere else."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PANEL_WIDTH = 80
 
 @dataclasses.dataclass
 class Standing:
-    """What has been told so far."""
+    """The progress that workers have reported so far."""
 
     settings: Settings
     began: list[Began] = dataclasses.field(default_factory=list)
     progress: list[Progress] = dataclasses.field(default_factory=list)
-    """The latest of each run."""
+    """The latest report of each run."""
     reached: list[bool] = dataclasses.field(default_factory=list)
 
     def take(self, event: Event) -> None:
@@ -42,7 +42,7 @@ class Standing:
 
     @property
     def training(self) -> Progress | None:
-        """The run under way, None while one is being started or all are over."""
+        """The progress of the current run; None while one starts or after all are over."""
         return self.progress[-1] if len(self.progress) > len(self.reached) else None
 
 
@@ -54,8 +54,8 @@ def panel(standing: Standing, wall_s: float) -> Panel:
         parts.append(Text.assemble((f"{run + 1}  {name}  ", "bold"), (codec, "cyan")))
         if run < len(standing.progress):
             now = standing.progress[run]
-            told = (_counts(now), _costs(now)) if now.step else ("begins",)
-            parts += [_bar(now, settings.target), *(Text(f"   {text}") for text in told)]
+            texts = (_counts(now), _costs(now)) if now.step else ("begins",)
+            parts += [_bar(now, settings.target), *(Text(f"   {text}") for text in texts)]
         else:
             parts.append(Text(f"   {waiting(standing)}" if run == len(standing.reached) else "   to come", style="dim"))
     title = f"commlayer demo: {settings.workers} workers, {link(settings)}"
@@ -74,7 +74,7 @@ def line(standing: Standing) -> str:
 
 
 def waiting(standing: Standing) -> str:
-    """What happens while no run is under way."""
+    """What happens while no run trains."""
     if standing.over:
         return "all runs are over; the workers and servers are leaving"
     n = standing.settings.workers
@@ -92,7 +92,7 @@ def rate(bps: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Three figures, in the unit that suits."""
+    """Three significant digits, in a suitable unit."""
     return f"{_figures(seconds * 1e3)} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
@@ -104,7 +104,7 @@ def size(nbytes: float) -> str:
 
 
 def _figures(number: float) -> str:
-    """Three, and never an exponent before the unit."""
+    """Three significant digits, without an exponent."""
     return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""What a demo is asked for, read off the command line. Knows units and allowed values; no torch, no processes."""
+"""The demo's settings, parsed from the command line and checked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_WORKERS = 16
 
 
 class Settings(Record, frozen=True):
-    """One demo. Both runs share everything but the codec."""
+    """The settings of one demo. Both runs share all of them except the codec."""
 
     workers: int
     bps: float
-    """Of each host, up and down alike."""
+    """Of each host, up and down."""
     rtt_s: float
     codec: str
     target: float
@@ -29,15 +29,15 @@ class Settings(Record, frozen=True):
     """Of the model's hidden layers."""
     max_steps: int
     folder: str = ""
-    """For the state that shaped links share, and the workers' logs."""
+    """A folder for the shared state of shaped links and for the workers' logs."""
     rate: float = 0.1
     batch: int = 32
     """Samples per worker and step."""
     every: int = 5
-    """Steps between two looks at the test accuracy."""
+    """Steps between two measurements of the test accuracy."""
     seed: int = 0
     cut_nbytes: int = 1 << 19
-    """So small that four servers get equal shares of a model of 4.5 MB."""
+    """Small enough that four servers get equal shares of a model of 4.5 MB."""
 
     @property
     def one_way_s(self) -> float:
@@ -45,17 +45,17 @@ class Settings(Record, frozen=True):
 
     @property
     def deadline_s(self) -> float:
-        """For one step: some ten times what a dense one takes."""
+        """The deadline of one step: some ten times the time of a dense step."""
         return max(60.0, 10 * 2 * 8 * 4 * self.width**2 / self.bps)
 
     def shape(self, run: int) -> str:
-        """The setting `shape` of a run; each run has fresh links. Delays of sender and receiver add up."""
+        """The setting `shape` of a run. Each run has new links. The delays of sender and receiver add up."""
         host = f"up_bps={self.bps!r},down_bps={self.bps!r},delay_s={self.one_way_s / 2!r}"
         return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
 
 
 def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: float | None, quick: bool) -> Settings:
-    """The settings, checked; a ValueError says in one line what was got and what is allowed."""
+    """The checked settings. An error states in one line what was given and what is allowed."""
     if not 2 <= workers <= MAX_WORKERS:
         raise InvalidInput("E-CLI-OPTION",
                            f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
@@ -70,7 +70,7 @@ def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: floa
 
 
 def check_codec(text: str) -> None:
-    # Here, since it loads numpy, which the help does not need.
+    # Imported late: it loads numpy, which --help does not need.
     from commlayer.compressors import parse
 
     try:
@@ -80,7 +80,7 @@ def check_codec(text: str) -> None:
 
 
 def parse_link(text: str) -> float:
-    """Bits per second.
+    """Parses a rate to bits per second.
 
     >>> parse_link("100mbit"), parse_link("2.5 Gbit")
     (100000000.0, 2500000000.0)
@@ -93,7 +93,7 @@ def parse_link(text: str) -> float:
 
 
 def parse_rtt(text: str) -> float:
-    """Seconds.
+    """Parses a time to seconds.
 
     >>> parse_rtt("30ms")
     0.03

@@ -1,6 +1,6 @@
 """One worker of the demo, under torchrun: trains the same model from the same start twice, dense and compressed.
 
-Knows the problem and commlayer's public surface; of its parent only that standard input ends with it.
+The worker ends when its standard input ends, since that means that its parent is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 
 
 def run(number: int, settings: Settings, data: problem.Digits) -> None:
-    """One run to the target. Its clock stands still while rank 0 looks at the test set."""
+    """Trains one run to the target. Its clock stops while rank 0 evaluates the test set."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = problem.mlp(settings.width, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
@@ -69,14 +69,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: proble
 
 
 def shared(figure: float) -> float:
-    """Rank 0's figure, on every rank: all stop at the same step."""
-    told = torch.tensor([figure], dtype=torch.float64)
-    dist.broadcast(told, 0)
-    return told.item()
+    """Rank 0's number on every rank, so that all stop at the same step."""
+    result = torch.tensor([figure], dtype=torch.float64)
+    dist.broadcast(result, 0)
+    return result.item()
 
 
 def warm_up(settings: Settings, data: problem.Digits) -> None:
-    """What torch does once per process must not count against whichever run is first."""
+    """Runs torch's one-time initialisation, so that it does not count against the first run."""
     model = problem.mlp(settings.width, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
     stream = problem.batches(data.train, settings.batch, rank=0, world=1, seed=settings.seed)
@@ -86,9 +86,9 @@ def warm_up(settings: Settings, data: problem.Digits) -> None:
 
 
 def end_when_told() -> None:
-    """SIGTERM, or the end of standard input, to which nothing is ever written: the parent is gone, however that happened.
+    """Ends this process on SIGTERM, or when standard input ends, which means that the parent is gone for whatever reason.
 
-    The main thread gets the chance to end its servers, for a few seconds.
+    The main thread gets GRACE_S seconds to end its servers.
     """
 
     def told(_number: int, _frame: object) -> None:
@@ -125,7 +125,7 @@ def main() -> None:
     except Exception as error:
         print(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", file=sys.stderr, flush=True)
         code = 1
-    os._exit(code)  # where others are gone, a group's destructor would wait for them
+    os._exit(code)  # a process group's destructor would wait for ranks that are gone
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What stands in the way of a run on this machine: facts are gathered, then judged. Changes nothing, and takes no seat."""
+"""`commlayer doctor`: finds what would prevent a run on this machine. Gathers facts, then judges them; changes nothing."""

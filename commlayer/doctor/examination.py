@@ -1,4 +1,4 @@
-"""Looks at several things at once, each with its own deadline, so that nothing that hangs holds up the rest. Knows no check."""
+"""Runs checks concurrently, each with its own deadline, so that a check that hangs does not delay the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlayer.errors import line_of
 
 
 class Look(NamedTuple):
-    """`look` gathers and judges. `remedy` is for one that has not come back in time."""
+    """One check: `look` gathers facts and judges them. `remedy` is for a check that exceeds its deadline."""
 
     check: str
     look: Callable[[], Iterable[Finding]]
@@ -22,14 +22,14 @@ class Look(NamedTuple):
 
 
 def examine(looks: Sequence[Look]) -> Iterator[Finding]:
-    """What each found, in their order, as soon as it is known. What is late is a finding of its own, and is left behind."""
+    """Yields the findings in the order of the checks, as soon as they are known. A check past its deadline yields a failure."""
     begin = time.monotonic()
     answers: list[queue.SimpleQueue[list[Finding]]] = [queue.SimpleQueue() for _ in looks]
 
     def run(one: Look, answer: queue.SimpleQueue[list[Finding]]) -> None:
         try:
             answer.put([*one.look()])
-        except Exception as error:  # whatever is odd on a machine, the other checks are worth having
+        except Exception as error:  # whatever fails on this machine, the other checks are still useful
             answer.put([of_error(one.check, f"{line_of(error) or type(error).__name__}")])
 
     for one, answer in zip(looks, answers, strict=True):

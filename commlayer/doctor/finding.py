@@ -1,4 +1,4 @@
-"""One line of the doctor's: what was looked at, how it stands, what was seen, how to mend it. Knows no facts."""
+"""The record of a finding: the check, its verdict, what was seen, and the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALLOWED = ", allowed"
 
 
 class Finding(Record, frozen=True):
-    """`fail`: a run would not start, or not go on; `warn`: it would, but slower or only for now. A remedy goes with both."""
+    """`fail`: a run would not start or would stop. `warn`: it would run, but slower, or only for now. Both have a remedy."""
 
     check: str
     verdict: Verdict
@@ -33,16 +33,16 @@ def fail(check: str, seen: str, remedy: str) -> Finding:
 
 
 def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
-    """Of a line that has its remedy behind the last colon or semicolon, as errors here do, unless one is given."""
+    """A failure from an error line. Without `remedy`, the text after the last colon or semicolon is the remedy."""
     line = " ".join(str(error).split())
     if not remedy:
         at = max(line.rfind(": "), line.rfind("; "))
-        if line[:at].endswith(ALLOWED):  # which belongs to what follows
+        if line[:at].endswith(ALLOWED):  # the word belongs to the remedy
             at -= len(ALLOWED)
         line, remedy = (line[:at], line[at:].lstrip(",:; ")) if at > 0 else (line, "see docs/operations.md")
     return fail(check, line, remedy)
 
 
 def usable(findings: Iterable[Finding]) -> bool:
-    """Whether a run can start here."""
+    """Whether a run can start on this machine."""
     return all(found.verdict != "fail" for found in findings)

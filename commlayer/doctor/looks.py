@@ -1,4 +1,4 @@
-"""What is looked at for these settings, and by when each must have come back. Knows the checks; not how they are shown."""
+"""The list of checks for given settings, and the deadline of each."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from commlayer.transport.key_folder import Keys
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
 ALONE_S = 30.0
-"""All looks but those of several nodes are over by then: the link's, which is the last, has what the slowest leaves."""
+"""All checks except those of several nodes end by then. The link's check is last and has the time that the slowest leaves."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SLOW_NAMES = "a name service does not answer: see /etc/resolv.conf, or use addresses"
 F = TypeVar("F")
 
 
 class Asked(NamedTuple):
-    """What the command was asked. `problem`: what is wrong with the settings; `config` is then what could be read.
+    """The options of the command. `problem`: an error in the settings; `config` is then the part that could be read.
 
-    `master`: where ranks of a cluster meet, its port 0 if nobody says. `launched`: by torchrun, which listens there already.
+    `master`: the rendezvous address of a cluster's ranks, with port 0 if none is set. `launched`: whether torchrun started this
+    process; torchrun then already listens at that address.
     """
 
     config: Config
@@ -52,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class Seen:
-    """All facts, by the name of their check: for who wants them beside the judgement, and for checks that need two."""
+    """All facts, by the name of their check: for the JSON report, and for checks that need facts of two checks."""
 
     def __init__(self) -> None:
         self.facts: dict[str, list[Any]] = {}
@@ -60,21 +61,21 @@ class Seen:
         self.pairs: list[Pair] = []
 
     def first(self, check: str) -> Any:
-        """None if there are none, or not yet."""
+        """The first fact of a check; None if there is none, or not yet."""
         return next(iter(self.facts.get(check, ())), None)
 
     def look(self, check: str, gather: Callable[[], F], judge: Callable[[F], Iterable[Finding]], deadline_s: float = QUICK_S,
              remedy: str = "see what keeps this machine busy") -> Look:
         def run() -> Iterable[Finding]:
-            found = gather()
-            self.facts.setdefault(check, []).append(found)
-            return judge(found)
+            result = gather()
+            self.facts.setdefault(check, []).append(result)
+            return judge(result)
 
         return Look(check, run, deadline_s, remedy)
 
 
 def looks(asked: Asked, seen: Seen) -> Iterator[Look]:
-    """In the order in which they are shown, the slowest last."""
+    """The checks in the order of their display, the slowest last."""
     config = asked.config
     yield seen.look("version", machine_facts.software, machine_checks.software)
     yield seen.look("cpu", machine_facts.processor, machine_checks.processor)
@@ -113,10 +114,10 @@ def _network(asked: Asked, seen: Seen) -> Iterator[Look]:
     config, master = asked.config, asked.master[0]
     joined = host_port(config.join)[0] if config.join else ""
     towards = joined or master
-    told = [(name, value) for name in INTERFACES if (value := launcher_says(name))]
-    # Who joins a server has no process group across machines.
+    overrides = [(name, value) for name in INTERFACES if (value := launcher_says(name))]
+    # A worker that joins a server has no process group across machines.
     alone = bool(joined) or (asked.nodes < 2 and (not towards or is_loopback(towards)))
-    yield seen.look("address", lambda: network_facts.addresses(towards, config.bind, told, alone=alone),
+    yield seen.look("address", lambda: network_facts.addresses(towards, config.bind, overrides, alone=alone),
                     network_checks.addresses, NAMES_S, SLOW_NAMES)
     for role, name in (("server", joined), ("master", master), ("advertised name", config.advertise)):
         if name:
@@ -138,12 +139,12 @@ def _server(config: Config) -> network_facts.Reached:
     try:
         known = Keys(config.keys) if config.keys else None
     except RecordError:
-        known = None  # told elsewhere; the port can be looked at all the same
+        known = None  # the check of keys reports it; the port can be checked all the same
     return server_facts.dialled(config.join, known, tls.CONTROL)
 
 
 def _ports(config: Config) -> list[tuple[str, int]]:
-    """That a job would be served at from here."""
+    """The ports at which this machine would serve a job."""
     if not config.port:
         return [("a port of", 0)]
     return [("coordinator", config.port), *([("server", config.port + 1)] if config.port < 65535 else [])]
@@ -159,13 +160,13 @@ def _master(asked: Asked) -> Iterable[Finding]:
 
 
 def _mtu(host: str) -> Iterable[Finding]:
-    found = network_facts.addresses(host, "", (), alone=True)
-    interface = next((one for one in found.interfaces if one.address == found.chosen), None)
+    local = network_facts.addresses(host, "", (), alone=True)
+    interface = next((one for one in local.interfaces if one.address == local.chosen), None)
     return network_checks.mtu(host, interface, network_facts.path_mtu(host))
 
 
 def link(asked: Asked, seen: Seen) -> Look | None:
-    """The last one, since it would slow the others, and they it. None where there is nobody to measure with."""
+    """The check of the link. It runs last, since checks would slow each other. None without a server to measure with."""
     server = seen.first("server")
     if server is None or server.error:
         return None
@@ -177,25 +178,25 @@ def link(asked: Asked, seen: Seen) -> Look | None:
 
 
 def between(asked: Asked, seen: Seen) -> Look:
-    """What nodes that look at once differ in, and the links between them; what keeps them from it is a finding."""
+    """Compares nodes that run this command at the same time, and measures links between them. Failures become findings."""
 
     def run() -> Iterable[Finding]:
         try:
             seen.nodes, seen.pairs = _met(asked, seen)
         except (CommError, ValueError, OSError) as error:
             return [of_error("nodes", error)]
-        found = seen.nodes
-        return [*node_checks.alike(found), *node_checks.clocks(found, keys=bool(asked.config.keys)),
-                *node_checks.links(found, seen.pairs)]
+        nodes = seen.nodes
+        return [*node_checks.alike(nodes), *node_checks.clocks(nodes, keys=bool(asked.config.keys)),
+                *node_checks.links(nodes, seen.pairs)]
 
     count = read_launch().world if asked.launched else asked.nodes
-    slack_s = NAMES_S  # for names, and for loading torch
+    slack_s = NAMES_S  # for name lookups, and for loading torch
     limit_s = node_checks.limit_s(count, asked.config.join_deadline_s) + slack_s
     return Look("nodes", run, limit_s, "a node or the store where they meet does not answer: look at the lines of the others")
 
 
 def _met(asked: Asked, seen: Seen) -> tuple[list[Node], list[Pair]]:
-    from commlayer.doctor import node_facts  # which loads torch
+    from commlayer.doctor import node_facts  # loads torch
 
     (host, number), limit_s = asked.master, asked.config.join_deadline_s
     until = time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""Judges what a machine has: pure functions over machine_facts. Knows no system call."""
+"""Judges the facts of a machine: pure functions over machine_facts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from commlayer.doctor.finding import Finding, fail, ok, warn
 from commlayer.doctor.machine_facts import Files, Folder, Journal, Processor, Shared, Software, Torch
 
 TESTED_TORCH = "2.13"
-"""What constraints.txt pins."""
+"""The version that constraints.txt pins."""
 LEAST_TORCH = (2, 6)
 TESTED_PYTHON = "3.11"
 GIB, MIB = 1 << 30, 1 << 20
 FEW_FILES, TOO_FEW_FILES = 1024, 256
-"""A server has two sockets for each worker, and a process that trains some dozens beside those of its data."""
+"""A server has two sockets per worker. A training process has some dozens, in addition to those of its data."""
 SMALL_SHARED = 512 * MIB
-"""Containers begin with 64 MiB, in which a few batches or one of NCCL's channels have no room."""
+"""Containers start with 64 MiB, which is too small for a few batches or for one channel of NCCL."""
 JOURNAL_NBYTES = 24
-"""For each parameter of a server's: two slots, each with what it owes, what is being added up, and the last result."""
+"""Journal bytes per parameter of a server: two slots, each with the residual, the partial sum and the last result."""
 SMALL_DISK, NO_DISK = 2 * GIB, 64 * MIB
 
 
 def software(f: Software) -> Iterator[Finding]:
-    here = f"commlayer {f.commlayer}, control protocol {f.protocol}, wire format {f.wire}, Python {f.python}"
+    versions = f"commlayer {f.commlayer}, control protocol {f.protocol}, wire format {f.wire}, Python {f.python}"
     if f.python.rpartition(".")[0] == TESTED_PYTHON:
-        yield ok("version", here)
+        yield ok("version", versions)
     else:
-        yield warn("version", here, f"tested on Python {TESTED_PYTHON} alone: use it where anything is odd")
+        yield warn("version", versions, f"tested on Python {TESTED_PYTHON} alone: use it where anything is odd")
     if f.native:
         yield ok("core", f"native, with {f.native} code")
     else:
@@ -62,7 +62,7 @@ def folder(f: Folder) -> Iterator[Finding]:
 
 
 def journal(f: Journal, *, required: bool) -> Iterator[Finding]:
-    """`required`: a server without room for it refuses to serve; else it goes on without."""
+    """`required`: a server without space for its journal refuses to serve; otherwise it continues without a journal."""
     path = f.folder.path
     if f.folder.error:
         yield fail("journal", f"{path}: {f.folder.error}", "name a folder that this user may write to")
@@ -140,8 +140,8 @@ def _gpu(f: Torch) -> Iterator[Finding]:
         return
     names: dict[str, int] = {}
     for name, nbytes, _ in f.gpus:
-        said = f"{name} ({nbytes / GIB:.0f} GiB)"
-        names[said] = names.get(said, 0) + 1
+        label = f"{name} ({nbytes / GIB:.0f} GiB)"
+        names[label] = names.get(label, 0) + 1
     kind = f"ROCm {f.hip}" if f.hip else f"CUDA {f.cuda}"
     seen = f"{', '.join(f'{count} x {name}' for name, count in names.items())}, {kind}"
     unfit = sorted({arch for _, _, arch in f.gpus if f.archs and not _runs(arch, f.archs)})
@@ -165,7 +165,7 @@ def _gpu(f: Torch) -> Iterator[Finding]:
 
 
 def _runs(arch: str, archs: tuple[str, ...]) -> bool:
-    """Code of the same major version runs on it, and so does PTX of an earlier one, which is compiled when it is loaded."""
+    """Whether the GPU runs code of its major version, or PTX of an earlier one, which the driver compiles at load time."""
     number = int(arch.removeprefix("sm_"))
     have = [(kind, int(text)) for kind, _, text in (a.partition("_") for a in archs) if text.isdecimal()]
     return any(n <= number and (kind == "compute" or n // 10 == number // 10) for kind, n in have)

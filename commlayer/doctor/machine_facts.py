@@ -1,4 +1,4 @@
-"""Gathers what a machine has: cores, memory to share, files, disks, GPUs, versions. Judges nothing; knows no network."""
+"""Gathers facts of a machine: cores, shared memory, open files, disks, GPUs, versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from commlayer.records import Record
 from commlayer.transport import framing
 
 CHILD_S = 12.0
-"""For a process that loads torch and asks for its GPUs: a broken driver may hang it."""
+"""Limit of a process that loads torch and queries its GPUs: a broken driver may hang the process."""
 DRIVER = Path("/proc/driver/nvidia/version")
 LOOK_AT_TORCH = """
 import importlib.metadata, json
@@ -50,7 +50,7 @@ print(json.dumps(told))
 
 
 class Software(Record, frozen=True):
-    """`native`: which instructions the core was built for and found; empty without a core."""
+    """`native`: the instruction set that the core uses; empty without a core."""
 
     commlayer: str
     protocol: int
@@ -60,7 +60,7 @@ class Software(Record, frozen=True):
 
 
 class Processor(Record, frozen=True):
-    """`cores` may be used by this process; `quota` is what its control group allows of them, infinite for no limit."""
+    """`cores`: cores that this process may use. `quota`: the CPU limit of its control group, infinite for none."""
 
     cores: int
     quota: float = math.inf
@@ -69,7 +69,7 @@ class Processor(Record, frozen=True):
 
 
 class Folder(Record, frozen=True):
-    """A folder that something is to be written to. `error`: why it cannot be."""
+    """A folder for output. `error`: why it cannot be written."""
 
     what: str
     path: str
@@ -78,7 +78,7 @@ class Folder(Record, frozen=True):
 
 
 class Journal(Record, frozen=True):
-    """A server's folder for what outlasts it. `held`: by a server that runs. `left`: what one of a job has left lies there."""
+    """A server's folder for its journal. `held`: a running server uses it. `left`: it holds a journal of an earlier run."""
 
     folder: Folder
     held: bool = False
@@ -86,7 +86,7 @@ class Journal(Record, frozen=True):
 
 
 class Shared(Record, frozen=True):
-    """/dev/shm: DataLoader workers hand batches over there, and NCCL what it sends inside a machine."""
+    """/dev/shm: DataLoader workers pass batches through it, and NCCL its traffic inside a machine."""
 
     free_nbytes: int = 0
     total_nbytes: int = 0
@@ -94,14 +94,14 @@ class Shared(Record, frozen=True):
 
 
 class Files(Record, frozen=True):
-    """How many a process may have open: now, and if it asks."""
+    """Open files allowed per process: the soft and the hard limit."""
 
     soft: int
     hard: int
 
 
 class Torch(Record, frozen=True):
-    """What a process of its own found out. `driver`: that the system has one for NVIDIA's."""
+    """Facts from a separate process that loads torch. `driver`: whether the system has NVIDIA's driver."""
 
     torch: str = ""
     cuda: str = ""
@@ -127,7 +127,7 @@ def processor(cgroup: Path = Path("/sys/fs/cgroup"), info: Path = Path("/proc/cp
 
 
 def _quota(cgroup: Path) -> float:
-    """Of the second version of control groups, then of the first."""
+    """The CPU limit of control groups version 2, else of version 1."""
     most, _, period = _text(cgroup / "cpu.max").partition(" ")
     if not most:
         most, period = _text(cgroup / "cpu/cpu.cfs_quota_us"), _text(cgroup / "cpu/cpu.cfs_period_us")
@@ -136,7 +136,7 @@ def _quota(cgroup: Path) -> float:
 
 
 def folder(what: str, path: Path) -> Folder:
-    """The folder itself, or the one that it would be made in."""
+    """Facts of the folder, or of the existing parent in which it would be made."""
     place = path.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -145,32 +145,32 @@ def folder(what: str, path: Path) -> Folder:
             return Folder(what, str(path), error="it is a file")
         if not os.access(place, os.W_OK | os.X_OK):
             return Folder(what, str(path), error="it may not be written to")
-        found = os.statvfs(place)
+        disk = os.statvfs(place)
     except OSError as error:
         return Folder(what, str(path), error=error.strerror or str(error))
-    return Folder(what, str(path), found.f_bavail * found.f_frsize)
+    return Folder(what, str(path), disk.f_bavail * disk.f_frsize)
 
 
 def journal(path: Path) -> Journal:
-    found, held = folder("journal in", path), False
+    place, held = folder("journal in", path), False
     try:
         with (path / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a server that starts meanwhile tries again
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a server that starts at this moment tries again
     except BlockingIOError:
         held = True
     except FileNotFoundError:
-        pass  # nobody has served from there
+        pass  # no server has used this folder
     except OSError as error:
-        found = structs.replace(found, error=found.error or error.strerror or str(error))
-    return Journal(found, held, (path / NAME).exists())
+        place = structs.replace(place, error=place.error or error.strerror or str(error))
+    return Journal(place, held, (path / NAME).exists())
 
 
 def shared(path: Path = Path("/dev/shm")) -> Shared:
     try:
-        found = os.statvfs(path)
+        disk = os.statvfs(path)
     except OSError as error:
         return Shared(error=error.strerror or str(error))
-    return Shared(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return Shared(disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
 
 
 def files() -> Files:
@@ -178,13 +178,13 @@ def files() -> Files:
 
 
 def torch(limit_s: float = CHILD_S, program: str = LOOK_AT_TORCH) -> Torch:
-    """What is not known after that time is an error; the process is ended then."""
+    """Facts from a separate process. After `limit_s` the process is ended and an error is returned."""
     driver = DRIVER.exists()
     try:
         done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=limit_s,
                               stdin=subprocess.DEVNULL)
-        told = json.loads(done.stdout.splitlines()[-1])
-        return msgspec.convert(told | {"driver": driver}, Torch)
+        facts = json.loads(done.stdout.splitlines()[-1])
+        return msgspec.convert(facts | {"driver": driver}, Torch)
     except subprocess.TimeoutExpired:
         return Torch(driver=driver, error=f"torch and its GPUs did not answer within {limit_s:g} s")
     except (IndexError, ValueError, RecordError):

@@ -1,4 +1,4 @@
-"""Judges how a machine is connected: pure functions over network_facts. Knows no socket."""
+"""Judges a machine's network: pure functions over network_facts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from commlayer.doctor.finding import Finding, fail, ok, warn
 from commlayer.doctor.network_facts import Addresses, Interface, Name, Port, Reached
 
 SLOW_S = 2.0
-"""A name that takes longer to be found slows every start, and may be a resolver that is about to fail."""
+"""A slower name lookup delays every start, and may come from a resolver that is about to fail."""
 LEAST_MTU = 1280
-"""What IPv6 and most VPNs pass."""
+"""The packet size in bytes that IPv6 and most VPNs pass."""
 
 
 def addresses(f: Addresses) -> Iterator[Finding]:
@@ -26,7 +26,7 @@ def addresses(f: Addresses) -> Iterator[Finding]:
 
 
 def _chosen(f: Addresses) -> Finding:
-    found = next((one for one in f.interfaces if one.address == f.chosen), None)
+    interface = next((one for one in f.interfaces if one.address == f.chosen), None)
     why = f"on the way to {f.towards}" if f.towards else "on the default route"
     others = [one for one in f.interfaces if one.address != f.chosen and one.kind in ("link", "tunnel")]
     beside = f"; also {_listed(tuple(others))}" if others else ""
@@ -41,18 +41,18 @@ def _chosen(f: Addresses) -> Finding:
             return fail("address", f"ranks would meet at {f.towards}, which is this machine to each of them",
                         f"name an address that all reach, as {_listed(tuple(others)) or 'that of a network interface'}")
         return ok("address", f"{f.towards} is this machine: its address on the way to the others counts{beside}")
-    name = f" of {found.name}" if found else ""
+    name = f" of {interface.name}" if interface else ""
     seen = f"{f.chosen}{name}, {why}{beside}"
-    if found and found.kind == "bridge":
+    if interface and interface.kind == "bridge":
         return warn("address", f"{seen}: a bridge inside this machine", "set COMMLAYER_BIND to an address that others reach")
     if ipaddress.ip_address(f.chosen.partition("%")[0]).is_link_local:
         return warn("address", f"{seen}: a link-local address, which no router passes on",
                     "see why no address was assigned (DHCP)")
-    return ok("address", seen + (", a tunnel" if found and found.kind == "tunnel" else ""))
+    return ok("address", seen + (", a tunnel" if interface and interface.kind == "tunnel" else ""))
 
 
 def _own_name(f: Addresses) -> Iterator[Finding]:
-    """Where a script makes its process group itself, Gloo goes by the host name."""
+    """Checks the host name: Gloo uses it where a script creates its process group itself."""
     local = [one for one in f.resolves if is_loopback(one)]
     outside = sorted((one for one in f.interfaces if one.kind in ("link", "tunnel")), key=lambda one: one.address != f.chosen)
     interface = outside[0].name if outside else "INTERFACE"
@@ -68,7 +68,7 @@ def _own_name(f: Addresses) -> Iterator[Finding]:
 
 
 def _told(f: Addresses) -> Iterator[Finding]:
-    """Gloo takes one name, NCCL a list of beginnings, or with = of names, or with ^ of what is not taken."""
+    """Checks interface variables. Gloo takes one name; NCCL takes a list of prefixes, names after =, or exclusions after ^."""
     names = {one.name for one in f.interfaces}
     for variable, value in f.told:
         wanted = [part.strip() for part in value.lstrip("=").split(",")]
@@ -114,7 +114,7 @@ REACHED = {
 
 
 def reached(f: Reached, *, expected: bool = True) -> Iterator[Finding]:
-    """`expected`: whether something must be listening there already."""
+    """`expected`: whether a process must already listen at that address."""
     if f.answer == "open":
         yield ok("port", f"{f.what} {f.address} answers")
     elif f.answer == "refused" and not expected:
@@ -128,7 +128,7 @@ def reached(f: Reached, *, expected: bool = True) -> Iterator[Finding]:
 
 
 def mtu(host: str, interface: Interface | None, path_mtu: int) -> Iterator[Finding]:
-    """`path_mtu`: what the kernel has heard of the way there, 0 for nothing."""
+    """`path_mtu`: the kernel's value for the path to `host`, 0 if unknown."""
     if interface is None or interface.kind == "loopback":
         return
     seen = f"{interface.name} sends packets of {interface.mtu} bytes"
@@ -143,8 +143,8 @@ def mtu(host: str, interface: Interface | None, path_mtu: int) -> Iterator[Findi
 
 
 def _listed(found: tuple[Interface, ...]) -> str:
-    said = [f"{one.name} {one.address}" for one in found if one.kind != "loopback"]
-    return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
+    names = [f"{one.name} {one.address}" for one in found if one.kind != "loopback"]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _is_address(text: str) -> bool:

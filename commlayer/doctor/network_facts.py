@@ -1,6 +1,6 @@
-"""Gathers how this machine is connected: interfaces, names, ports, sizes of packets. Judges nothing; knows no job.
+"""Gathers facts of a machine's network: interfaces, names, ports, packet sizes.
 
-Names are asked as programs ask, so an answer may take as long as a resolver does: call it on a thread that may be left behind.
+Name lookups use the system's resolver and may take as long as it does: call them on a thread that may be abandoned.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ TCP_MAXSEG = 2
 UDP_HEADERS_NBYTES = 28
 CONNECT_S = 3.0
 ICMP_S = 0.3
-"""For so long a router on the way may take to say that a packet is too large for it."""
+"""How long to wait for a router on the path to report that a packet is too large."""
 
 
 class Interface(Record, frozen=True):
-    """One address of one. `kind`: what the system says it is, as far as that matters here."""
+    """One address of one interface. `kind`: its type, as far as it matters here."""
 
     name: str
     address: str
     mtu: int = 1500
     kind: str = "link"
-    """"loopback", "bridge" (of this machine alone), "tunnel" (a VPN), else "link"."""
+    """"loopback", "bridge" (inside this machine), "tunnel" (a VPN), else "link"."""
 
 
 class Addresses(Record, frozen=True):
-    """How this machine stands in the network, and by what it would reach `towards` (empty: the default route)."""
+    """This machine's addresses, and the one that it would use to reach `towards` (empty: the default route)."""
 
     host: str
     resolves: tuple[str, ...] = ()
-    """What its own name leads to."""
+    """The addresses of this machine's own name."""
     interfaces: tuple[Interface, ...] = ()
     towards: str = ""
     chosen: str = ""
     bind: str = "127.0.0.1"
     alone: bool = True
-    """The job is on this machine only, as far as is known."""
+    """Whether the job is on this machine only, as far as is known."""
     told: tuple[tuple[str, str], ...] = ()
-    """Variables that name interfaces to Gloo and NCCL."""
+    """Environment variables that name interfaces to Gloo and NCCL."""
 
 
 class Name(Record, frozen=True):
-    """What asking for a name brought. `role`: what it is in the job."""
+    """The result of a name lookup. `role`: the name's role in the job."""
 
     role: str
     name: str
@@ -63,21 +63,21 @@ class Name(Record, frozen=True):
     took_s: float = 0.0
     error: str = ""
     own: bool = False
-    """Whether one of these addresses is of this machine."""
+    """Whether one of the addresses belongs to this machine."""
 
 
 class Port(Record, frozen=True):
-    """An address of this machine, to listen on."""
+    """A local address to listen on."""
 
     what: str
     address: str
     error: str = ""
-    """What the system says, empty if it is free."""
+    """The system's error, empty if the port is free."""
     taken: bool = False
 
 
 class Reached(Record, frozen=True):
-    """An address elsewhere, dialled. `answer`: "open", "refused", "silent", "no way" or what else the system says."""
+    """A remote address that was dialled. `answer`: "open", "refused", "silent", "no way" or the system's error."""
 
     what: str
     address: str
@@ -85,28 +85,28 @@ class Reached(Record, frozen=True):
     took_s: float = 0.0
     path_mtu: int = 0
     mss: int = 0
-    """As the kernel has it for that connection: largest packet, and largest part of a stream in one."""
+    """The kernel's values for that connection: the largest packet, and the largest TCP segment."""
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """One for each address; the first IPv4 address of each, and those of IPv6 that reach beyond the link."""
-    found = []
+    """One entry per address: the first IPv4 address of each interface, and IPv6 addresses of global scope."""
+    result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 row = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(Interface(name, socket.inet_ntoa(row[20:24]), mtu_of(name), kind_of(name)))
+                result.append(Interface(name, socket.inet_ntoa(row[20:24]), mtu_of(name), kind_of(name)))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
             if scope == "00":
                 address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-                found.append(Interface(name, address, mtu_of(name), kind_of(name)))
-    return tuple(found)
+                result.append(Interface(name, address, mtu_of(name), kind_of(name)))
+    return tuple(result)
 
 
 def mtu_of(name: str) -> int:
-    """By the kernel itself: /sys may show another network than this process is in."""
+    """The MTU from the kernel itself: /sys may show another network namespace."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         row = fcntl.ioctl(probe, SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))
         return int(struct.unpack("16xi", row[:20])[0])
@@ -116,7 +116,7 @@ def mtu_of(name: str) -> int:
 def kind_of(name: str, system: Path = SYSTEM) -> str:
     place = system / name
     if (place / "bridge").is_dir():
-        # One that a network card is part of leads outside, as on hosts of virtual machines.
+        # A bridge with a network card leads outside, as on hosts of virtual machines.
         return "link" if any((system / port.name / "device").exists() for port in (place / "brif").glob("*")) else "bridge"
     with contextlib.suppress(OSError, ValueError):
         if int((place / "type").read_text()) == 772:
@@ -127,17 +127,17 @@ def kind_of(name: str, system: Path = SYSTEM) -> str:
 
 
 def addresses(towards: str, bind: str, told: Sequence[tuple[str, str]], *, alone: bool) -> Addresses:
-    """`towards`: the host whose side of this machine counts, as where ranks meet."""
+    """`towards`: the host, such as the master, for which this machine's address is chosen."""
     host = socket.gethostname()
     chosen = own_address.address_to(towards) if towards else own_address.default_address()
     return Addresses(host, look_up("", host).addresses, interfaces(), towards, chosen, bind, alone, tuple(told))
 
 
 def own_towards(host: str) -> str:
-    """This machine's address as `host` sees it; that machine itself is known to others by the name's address."""
-    way = own_address.address_to(host)
-    if not is_loopback(way or "localhost") or is_loopback(host):
-        return way
+    """This machine's address as `host` sees it. If this machine is `host`, its name's address, which others use."""
+    local = own_address.address_to(host)
+    if not is_loopback(local or "localhost") or is_loopback(host):
+        return local
     own = {one.address for one in interfaces()}
     return next((one for one in look_up("", host).addresses if one in own and not is_loopback(one)), "")
 
@@ -149,13 +149,13 @@ def look_up(role: str, name: str) -> Name:
     except (OSError, UnicodeError) as error:
         return Name(role, name, took_s=time.monotonic() - begin, error=getattr(error, "strerror", "") or str(error))
     took_s = time.monotonic() - begin
-    found = tuple(dict.fromkeys(str(row[4][0]) for row in rows))
+    result = tuple(dict.fromkeys(str(row[4][0]) for row in rows))
     own = {one.address for one in interfaces()}
-    return Name(role, name, found, took_s, own=any(one in own or one.startswith("127.") for one in found))
+    return Name(role, name, result, took_s, own=any(one in own or one.startswith("127.") for one in result))
 
 
 def port(what: str, host: str, number: int) -> Port:
-    """Bound for a moment, without SO_REUSEPORT, as a server would."""
+    """Binds the port for a moment, without SO_REUSEPORT, as a server would."""
     where = join_host(host, number)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -170,14 +170,14 @@ def port(what: str, host: str, number: int) -> Port:
 
 def reach(what: str, host: str, number: int, limit_s: float = CONNECT_S,
           greet: Callable[[socket.socket], None] = lambda _: None) -> Reached:
-    """`greet`: what is said there, so that whoever listens does not take it for a stranger."""
+    """Dials an address. `greet` sends a valid first message, so that the listener does not log a stranger."""
     where, begin = join_host(host, number), time.monotonic()
     try:
-        with socket.create_connection((host, number), limit_s) as made:
+        with socket.create_connection((host, number), limit_s) as sock:
             took_s = time.monotonic() - begin
-            mss = made.getsockopt(socket.IPPROTO_TCP, TCP_MAXSEG)
-            mtu = made.getsockopt(socket.IPPROTO_IP, IP_MTU) if made.family == socket.AF_INET else 0
-            greet(made)
+            mss = sock.getsockopt(socket.IPPROTO_TCP, TCP_MAXSEG)
+            mtu = sock.getsockopt(socket.IPPROTO_IP, IP_MTU) if sock.family == socket.AF_INET else 0
+            greet(sock)
             return Reached(what, where, "open", took_s, mtu, mss)
     except TimeoutError:
         answer = "silent"
@@ -192,9 +192,9 @@ def reach(what: str, host: str, number: int, limit_s: float = CONNECT_S,
 
 
 def path_mtu(host: str) -> int:
-    """The largest packet that goes to that host as far as routers say; 0 where that is not known.
+    """The largest packet to that host as far as routers report; 0 if unknown.
 
-    Full-size packets that must not be cut are sent to a port that nobody hears: routers that cannot pass them say so.
+    Sends unfragmented full-size packets to an unused port: a router that cannot pass them reports their size.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, own_address.PORT, socket.AF_INET, socket.SOCK_DGRAM)[0]
@@ -203,7 +203,7 @@ def path_mtu(host: str) -> int:
             probe.connect(where)
             for _ in range(2):
                 mtu = probe.getsockopt(socket.IPPROTO_IP, IP_MTU)
-                with contextlib.suppress(OSError):  # too large for what is known, or nobody is there: both are answers
+                with contextlib.suppress(OSError):  # too large for the known MTU, or a closed port: both are expected
                     probe.send(bytes(mtu - UDP_HEADERS_NBYTES))
                 time.sleep(ICMP_S / 2)
             return int(probe.getsockopt(socket.IPPROTO_IP, IP_MTU))

@@ -1,4 +1,4 @@
-"""Nodes, the pairs that are measured, in which turns, and what is judged of both. Knows no socket and no torch."""
+"""The nodes of a comparison, the schedule in which pairs are measured, and the judgement of both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from commlayer.records import Record
 
 
 class Node(Record, frozen=True):
-    """What a node says of itself. `plan`: the hash of its plan file, empty for none.
+    """A node's description of itself. `plan`: the hash of its plan file, empty for none.
 
-    `clock`: its time when it came to each of some meetings, and when it heard that all others had. On its clock, as on that of
-    every other, the moment at which the last of all came lies between the two.
+    `clock`: for each of some barriers, the node's time when it arrived, and its time when it learned that all had arrived. On
+    the clock of every node, the arrival of the last node lies between the two.
     """
 
     host: str
@@ -26,7 +26,7 @@ class Node(Record, frozen=True):
 
 
 class Pair(Record, frozen=True):
-    """From node `a`, which measured, to node `b`. `error`: why not."""
+    """A measurement from node `a` to node `b`. `error`: why it failed."""
 
     a: int
     b: int
@@ -37,7 +37,7 @@ class Pair(Record, frozen=True):
 
 
 def turns(nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, as few rounds as can be, each node in one pair of a round at most.
+    """Every pair once, in as few rounds as possible. In a round each node is in at most one pair.
 
     >>> turns(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -55,26 +55,26 @@ def turns(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 LINKS_S, TURN_S = 30.0, 3.0
-"""For links that answer late, and for each turn."""
+"""Time limits for links that answer late, and for each round."""
 
 
 def limit_s(nodes: int, join_deadline_s: float = 0.0) -> float:
-    """From when a node comes, or for 0 from when all are there, until all is measured or given up."""
+    """The limit for the whole measurement: from a node's arrival, or with deadline 0 from the arrival of all nodes."""
     return join_deadline_s + LINKS_S + TURN_S * len(turns(nodes))
 
 
 def slowest(pairs: Sequence[Pair]) -> Pair:
-    """Of those that were measured."""
+    """The slowest of the measured pairs."""
     return min((pair for pair in pairs if not pair.error), key=lambda pair: min(pair.up_bps, pair.down_bps))
 
 
 def one_commlayer(nodes: Sequence[Node]) -> bool:
-    """Whether they can talk to each other at all."""
+    """Whether all nodes speak the same protocol, which measuring links needs."""
     return len({_commlayer(node) for node in nodes}) == 1
 
 
 def alike(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """What ranks of a job must have alike, or it does not start."""
+    """Checks what must be equal on all ranks of a job: otherwise the job does not start."""
     differ = [
         (_apart(nodes, [_commlayer(node) for node in nodes]), "; so links are not measured",
          "install the same version of commlayer on all machines"),
@@ -84,8 +84,8 @@ def alike(nodes: Sequence[Node]) -> Iterator[Finding]:
         (_apart(nodes, [f"plan with hash {node.plan}" if node.plan else "no plan" for node in nodes]), "",
          "give all nodes the same plan file"),
     ]
-    found = [fail("nodes", seen + so, remedy) for seen, so, remedy in differ if seen]
-    yield from found or [ok("nodes", f"the same versions{' and the same plan' if nodes[0].plan else ''} on all {len(nodes)}")]
+    failed = [fail("nodes", seen + so, remedy) for seen, so, remedy in differ if seen]
+    yield from failed or [ok("nodes", f"the same versions{' and the same plan' if nodes[0].plan else ''} on all {len(nodes)}")]
 
 
 def _commlayer(node: Node) -> str:
@@ -98,7 +98,7 @@ def _python(node: Node) -> str:
 
 
 def _apart(nodes: Sequence[Node], said: Sequence[str]) -> str:
-    """Who says what, the fewest first; empty where all say the same.
+    """Lists differing values with their nodes, the rarest first. Empty if all are equal.
 
     >>> nodes = [Node(host, "") for host in "abcd"]
     >>> _apart(nodes, ["x", "y", "x", "x"]), _apart(nodes[:2], ["x", "y"]), _apart(nodes[:2], ["x", "x"])
@@ -117,7 +117,7 @@ def _names(nodes: Sequence[Node], numbers: Sequence[int]) -> str:
 
 
 def clocks(nodes: Sequence[Node], *, keys: bool) -> Iterator[Finding]:
-    """Against the one in the middle, so that those are named that are off. `keys`: certificates are judged by clocks."""
+    """Compares clocks with the median one, so that the wrong ones are named. `keys`: certificates depend on the clocks."""
     if not all(node.clock for node in nodes):
         return
     middle = sorted(range(len(nodes)), key=lambda number: ahead(nodes[number], nodes[0])[0])[(len(nodes) - 1) // 2]
@@ -138,7 +138,7 @@ def clocks(nodes: Sequence[Node], *, keys: bool) -> Iterator[Finding]:
 
 
 def ahead(a: Node, b: Node) -> tuple[float, float]:
-    """Seconds that the clock of `a` is ahead of that of `b`, and how wrong that may be, by the meeting that tells most.
+    """Seconds by which the clock of `a` exceeds that of `b`, and the error of that, by the barrier with the tightest bounds.
 
     >>> ahead(Node("a", "", clock=((100.0, 109.0), (110.0, 110.2))), Node("b", "", clock=((8.0, 8.2), (9.0, 9.2))))
     (101.0, 0.2)
@@ -149,7 +149,7 @@ def ahead(a: Node, b: Node) -> tuple[float, float]:
 
 
 UNEVEN = 4.0
-"""So many times slower than the median, a link sets the pace of collectives alone."""
+"""A link this many times slower than the median alone sets the pace of collectives."""
 
 
 def links(nodes: Sequence[Node], pairs: Sequence[Pair]) -> Iterator[Finding]:

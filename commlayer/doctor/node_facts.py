@@ -1,7 +1,8 @@
-"""Nodes tell each other what they are and measure their links, in turns that share none. Loads torch, whose store they meet in.
+"""Nodes exchange descriptions and measure their links, in rounds in which no two pairs share a node.
 
-Each node listens as a summation server without buckets, which answers probes, and dials all others as a worker does: what is
-measured has gone the way of a job's data, through its keys, framing and pacing.
+Nodes meet in a store of torch, so this module loads torch. Each node listens as a summation server without buckets, which
+answers probes, and dials all others as a worker does. So probes take the path of a job's data, with its keys, framing and
+pacing.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from commlayer.transport.stream_transport import Settings, StreamTransport
 
 JOB = "doctor"
 WAY_S = 0.5
-"""For one direction of one link."""
+"""Measuring time per direction of a link."""
 PATIENCE_S = 5.0
 DIAL_S = 4.0
 MEETINGS = 4
-"""At which clocks are read. All come to the second and to later ones within what telling takes, so these tell more."""
+"""Barriers at which clocks are read. Nodes reach the first one at different times, so the later ones give tighter bounds."""
 
 
 class Word(Record, frozen=True):
-    """The first one of a node to the others. `token`: the secret for links, of node 0 where the job has none."""
+    """A node's first message to the others. `token`: the secret for links, sent by node 0 if the job has none."""
 
     node: Node
     token: str = ""
 
 
 class Meeting(NamedTuple):
-    """A store of torch's, this node's number there, and whether this process keeps it."""
+    """A store of torch, this node's number, and whether this process hosts the store."""
 
     store: Any
     number: int
@@ -57,7 +58,7 @@ class Meeting(NamedTuple):
 
 
 def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Meeting:
-    """`own`: that address is of this machine, where the first keeps the store."""
+    """Connects to the store. `own`: the address is this machine's, where the first process hosts the store."""
     from torch import distributed
 
     dist: Any = distributed
@@ -80,7 +81,7 @@ def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Mee
 
 
 def launched_store(rank: int, world: int, limit_s: float) -> Meeting:
-    """That of torchrun, which has set where."""
+    """The store of torchrun, whose address is in the environment."""
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
@@ -93,14 +94,15 @@ def launched_store(rank: int, world: int, limit_s: float) -> Meeting:
 
 
 def of_this(address: str, plan: str) -> Node:
-    """`address`: to listen on, without a port; `plan`: the hash of the plan file here."""
+    """This node's description. `address`: to listen on, without a port. `plan`: the hash of the local plan file."""
     return Node(socket.gethostname(), address, machine_facts.software(), str(torch.__version__), plan)
 
 
 def measured(meeting: Meeting, nodes: int, node: Node, config: Config, until: float) -> tuple[list[Node], list[Pair]]:
-    """All nodes call it together, each with its number; all return the same. `until`: by when all others are to be there.
+    """Runs the comparison. All nodes call it together, each with its number, and all return the same result.
 
-    Links are measured between nodes of one commlayer alone: another one may not understand what is said there.
+    `until`: the deadline for the arrival of all nodes. Links are measured only between nodes with the same commlayer version,
+    since another version may not understand the messages.
     """
     store, number, keeps = meeting
     over = [until]
@@ -109,28 +111,28 @@ def measured(meeting: Meeting, nodes: int, node: Node, config: Config, until: fl
         return exchange(store, range(nodes), number, data, max(1, math.ceil(over[0] - time.monotonic())), what)
 
     with ExitStack() as stack:
-        # In plain text the store, which all reach, is as good a place for the secret as the job's own is.
-        made = secret.new() if number == 0 and not config.token else ""
-        rows = told(msgspec.json.encode(Word(node, made)), JOB)
+        # Without TLS the store is as safe a channel for the secret as the job's own connections.
+        token = secret.new() if number == 0 and not config.token else ""
+        rows = told(msgspec.json.encode(Word(node, token)), JOB)
         over[0] = time.monotonic() + limit_s(nodes)
-        said = [_word(row, other) for other, row in enumerate(rows)]
-        if not one_commlayer([each.node for each in said]):
+        words = [_word(row, other) for other, row in enumerate(rows)]
+        if not one_commlayer([each.node for each in words]):
             _end(store, number, nodes, keeps)
-            return [each.node for each in said], []
-        settings = Settings(secret=config.token or said[0].token, keys=Keys(config.keys) if config.keys else None)
-        here, there = (StreamTransport(Hello(JOB, who), settings=settings) for who in (SERVER_BASE + number, number))
-        listening = here.listen(node.address)
-        server = SumServer(Summation(number, 1, {}, {}), here, range(nodes), stall_s=PATIENCE_S)
+            return [each.node for each in words], []
+        settings = Settings(secret=config.token or words[0].token, keys=Keys(config.keys) if config.keys else None)
+        listener, to_peers = (StreamTransport(Hello(JOB, who), settings=settings) for who in (SERVER_BASE + number, number))
+        listening = listener.listen(node.address)
+        server = SumServer(Summation(number, 1, {}, {}), listener, range(nodes), stall_s=PATIENCE_S)
         stack.callback(server.close)
-        stack.callback(there.close)
+        stack.callback(to_peers.close)
         clock = tuple(_clock(lambda: told(b"", f"{JOB}, clocks")) for _ in range(MEETINGS))
         mine = msgspec.structs.replace(node, address=join_host(*listening), clock=clock)
         all_nodes = [msgspec.json.decode(row, type=Node) for row in told(msgspec.json.encode(mine), JOB)]
-        found: list[Pair] = []
+        links: list[Pair] = []
         for turn, pairs in enumerate(turns(nodes)):
-            found += [_pair(there, a, b, all_nodes[b].address) for a, b in pairs if a == number]
+            links += [_pair(to_peers, a, b, all_nodes[b].address) for a, b in pairs if a == number]
             told(b"", f"{JOB}, turn {turn + 1}")
-        rows = told(msgspec.json.encode(found), JOB)
+        rows = told(msgspec.json.encode(links), JOB)
         _end(store, number, nodes, keeps)
     return all_nodes, [pair for row in rows for pair in msgspec.json.decode(row, type=list[Pair])]
 
@@ -150,7 +152,7 @@ def _clock(meet: Callable[[], object]) -> tuple[float, float]:
 
 
 def _end(store: Any, number: int, nodes: int, keeps: bool) -> None:
-    """Who keeps the store stays until all have read what they wait for."""
+    """Marks this node's end. The host of the store waits until all nodes have read what they need."""
     ends = [f"end/{one}" for one in range(nodes)]
     store.set(ends[number], b"")
     if keeps:
@@ -175,11 +177,11 @@ def _pair(transport: StreamTransport, a: int, b: int, address: str) -> Pair:
 
 
 def _asking(transport: StreamTransport, peer: int) -> Callable[[int, int, int, Callable[[Exception | None], None]], None]:
-    asked = [0]
+    count = [0]
 
     def ask(_: int, up: int, down: int, done: Callable[[Exception | None], None]) -> None:
-        asked[0] += 1
-        header = Header(Kind.PROBE, 1, step=asked[0], used=down, sender=transport.rank)
+        count[0] += 1
+        header = Header(Kind.PROBE, 1, step=count[0], used=down, sender=transport.rank)
         transport.recv(peer, key(header._replace(kind=Kind.PROBE_OK))).on_done(lambda answer: done(answer.error()))
         transport.send(peer, header, bytes(up))
 

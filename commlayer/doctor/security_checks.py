@@ -1,4 +1,4 @@
-"""Judges keys, settings and plan file: pure functions over security_facts. Knows no file and no clock."""
+"""Judges keys, settings and plan file: pure functions over security_facts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from commlayer.doctor.finding import Finding, fail, of_error, ok, warn
 from commlayer.doctor.security_facts import KeysFolder, PlanFile
 
 SOON_S = 30 * 86400.0
-"""A run may take weeks, and a certificate that ends meanwhile lets nobody connect anew."""
+"""A run may take weeks, and after its certificate expires a node cannot connect again."""
 
 
 def keys(f: KeysFolder, *, serves: bool) -> Iterator[Finding]:
-    """`serves`: whether this node is to be dialled."""
+    """`serves`: whether other nodes connect to this one."""
     if f.error:
         yield of_error("keys", f.error.removeprefix("keys: "))
         return
@@ -40,7 +40,7 @@ def keys(f: KeysFolder, *, serves: bool) -> Iterator[Finding]:
 
 
 def settings(config: Config) -> Iterator[Finding]:
-    """Of a node that reaches others, or is reached."""
+    """Checks security settings of a node that connects to others or accepts connections."""
     away = [host for host in (config.bind, config.advertise, host_port(config.join)[0] if config.join else "") if host]
     if all(is_loopback(host) for host in away):
         return

@@ -1,4 +1,4 @@
-"""Gathers what the keys folder, the settings and the plan file of this machine hold. Judges nothing; knows no connection."""
+"""Gathers facts of this machine's keys folder and plan file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CA_KEY = "ca.key"
 
 
 class KeysFolder(Record, frozen=True):
-    """Times in seconds since 1970. `error`: why the folder does not let this node take part."""
+    """Times are seconds since 1970. `error`: why this node cannot take part with this folder."""
 
     folder: str
     error: str = ""
@@ -28,15 +28,15 @@ class KeysFolder(Record, frozen=True):
     revoked: bool = False
     list_number: int = 0
     listed: int = 0
-    """How many certificates are revoked."""
+    """Number of revoked certificates."""
     readable: tuple[str, ...] = ()
-    """Files that others of this machine may read and should not."""
+    """Secret files that other users of this machine may read."""
     ca_key: bool = False
-    """Whether the CA's own key lies there, too."""
+    """Whether the folder also holds the CA's private key."""
 
 
 class PlanFile(Record, frozen=True):
-    """`error`: why it cannot be used."""
+    """`error`: why the plan cannot be used."""
 
     path: str
     error: str = ""
@@ -44,7 +44,7 @@ class PlanFile(Record, frozen=True):
     buckets: int = 0
     servers: int = 0
     nodes: int = 0
-    """How many nodes it was made for, 0 if it does not say."""
+    """Nodes that the plan was made for, 0 if it does not state them."""
 
 
 def keys(folder: Path, now: float) -> KeysFolder:
@@ -66,12 +66,12 @@ def keys(folder: Path, now: float) -> KeysFolder:
 
 def plan(path: Path, world: int = 0) -> PlanFile:
     try:
-        made = plan_in(path)
-        problems = planner.verify_alone(made, world)
+        plan_ = plan_in(path)
+        problems = planner.verify_alone(plan_, world)
     except ValueError as error:
         return PlanFile(str(path), str(error))
-    nodes = max((len(bucket.by_node) for bucket in made.buckets), default=0)
-    return PlanFile(str(path), problems[0] if problems else "", records.digest(made), len(made.buckets), made.servers, nodes)
+    nodes = max((len(bucket.by_node) for bucket in plan_.buckets), default=0)
+    return PlanFile(str(path), problems[0] if problems else "", records.digest(plan_), len(plan_.buckets), plan_.servers, nodes)
 
 
 def _seconds(when: datetime.datetime) -> float:

@@ -1,4 +1,4 @@
-"""Judges what a coordinator said and how the way there is: pure functions over server_facts. Knows no connection."""
+"""Judges a coordinator's reply and the connection to it: pure functions over server_facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlayer.doctor.security_facts import PlanFile
 from commlayer.doctor.server_facts import Link, Server
 
 CLOCK_S, CLOCK_FAIL_S = 5.0, 3000.0
-"""Certificates are good from an hour before they are made: a clock that is nearly as wrong will not do for the next one."""
+"""Certificates are valid from an hour before they are made: a clock that lags nearly as much fails with the next one."""
 FAR_S = 0.3
 SLOW_BPS = 2e6
 
@@ -23,26 +23,26 @@ def server(f: Server, *, keys: bool) -> Iterator[Finding]:
     if f.error or f.said is None:
         yield of_error("server", f"{f.address}: {f.error.removeprefix(f'coordinator {f.address}: ')}")
         return
-    said = f.said
-    there = f"{f.address} coordinates, with commlayer {said.version}"
-    both = (("version", f.version, said.version), ("control protocol", f.protocol, said.protocol),
-            ("wire format", f.wire, said.wire))
+    info = f.said
+    intro = f"{f.address} coordinates, with commlayer {info.version}"
+    both = (("version", f.version, info.version), ("control protocol", f.protocol, info.protocol),
+            ("wire format", f.wire, info.wire))
     differ = [what for what, mine, its in both if mine != its]
     if differ:
-        yield fail("server", f"{there}; here it is {f.version}: other {' and '.join(differ)}",
+        yield fail("server", f"{intro}; here it is {f.version}: other {' and '.join(differ)}",
                    "install the same version on all machines")
-    elif said.begun and said.free:
-        yield ok("server", f"{there}: its job has begun, and takes in homes in the place of {said.free} of its {said.workers} "
+    elif info.begun and info.free:
+        yield ok("server", f"{intro}: its job has begun, and takes in homes in the place of {info.free} of its {info.workers} "
                            "workers who are gone (commlayer launch)")
-    elif said.begun and said.full:
-        yield warn("server", f"{there}: its job has begun, and has its {said.workers} workers",
+    elif info.begun and info.full:
+        yield warn("server", f"{intro}: its job has begun, and has its {info.workers} workers",
                    "wait until one is gone; who was cut off, or was killed, counts until its silence is judged (reconnect_s)")
-    elif said.begun:
-        yield warn("server", f"{there}: its job has begun, with {said.workers} workers",
-                   f"nobody else can join it now ({said.shut}): start anew, or wait for its end")
+    elif info.begun:
+        yield warn("server", f"{intro}: its job has begun, with {info.workers} workers",
+                   f"nobody else can join it now ({info.shut}): start anew, or wait for its end")
     else:
-        of = f"{said.seated} of {said.workers} workers" if said.workers else f"{said.seated} workers"
-        yield ok("server", f"{there}: {of} and {len(said.servers)} server{'s' if len(said.servers) != 1 else ''} are there")
+        of = f"{info.seated} of {info.workers} workers" if info.workers else f"{info.seated} workers"
+        yield ok("server", f"{intro}: {of} and {len(info.servers)} server{'s' if len(info.servers) != 1 else ''} are there")
     yield from _carriers(f)
     yield _clock(f, keys)
     yield _round_trip(f)
@@ -50,31 +50,31 @@ def server(f: Server, *, keys: bool) -> Iterator[Finding]:
 
 
 def _carriers(f: Server) -> Iterator[Finding]:
-    """What gradients would travel on, to each server."""
-    for way in f.ways:
-        if way.tcp is not None and way.tcp.answer == "open":
-            yield ok("carrier", f"TCP to {way.tcp.what} {way.address}")
-        elif way.streams == "open" and way.tcp is None:
-            yield ok("carrier", f"gRPC streams at {way.streams_at}")
-        elif way.streams == "open":
-            yield warn("carrier", f"gRPC streams at {way.streams_at}, since TCP to server {way.address} does not get through",
+    """Checks the transport that gradients would use to each server."""
+    for path in f.ways:
+        if path.tcp is not None and path.tcp.answer == "open":
+            yield ok("carrier", f"TCP to {path.tcp.what} {path.address}")
+        elif path.streams == "open" and path.tcp is None:
+            yield ok("carrier", f"gRPC streams at {path.streams_at}")
+        elif path.streams == "open":
+            yield warn("carrier", f"gRPC streams at {path.streams_at}, since TCP to server {path.address} does not get through",
                        "open that port, too: TCP costs less, and the start waits 5 s for it")
-        elif way.tcp is not None:
-            yield from network_checks.reached(way.tcp)
-        elif way.streams:
-            yield of_error("carrier", way.streams)
+        elif path.tcp is not None:
+            yield from network_checks.reached(path.tcp)
+        elif path.streams:
+            yield of_error("carrier", path.streams)
         else:
-            takes = "takes gRPC streams alone" if way.streams_at else "takes no gRPC streams"
-            yield fail("carrier", f"server {way.address} {takes}, and carrier is \"{f.carrier}\" here",
+            takes = "takes gRPC streams alone" if path.streams_at else "takes no gRPC streams"
+            yield fail("carrier", f"server {path.address} {takes}, and carrier is \"{f.carrier}\" here",
                        "set carrier alike on server and workers, or leave it out")
 
 
 def _clock(f: Server, keys: bool) -> Finding:
     off = abs(f.clock_s)
-    way = "ahead of" if f.clock_s > 0 else "behind"
+    side = "ahead of" if f.clock_s > 0 else "behind"
     if off - f.clock_error_s < CLOCK_S:
         return ok("clock", f"within {max(off, f.clock_error_s, 0.001):.3g} s of the server's")
-    seen = f"{spell(off)} {way} the server's"
+    seen = f"{spell(off)} {side} the server's"
     remedy = "set it by a time server: timedatectl set-ntp true"
     if keys and off > CLOCK_FAIL_S:
         return fail("clock", f"{seen}: certificates are judged by it", remedy)
@@ -108,7 +108,7 @@ def link(f: Link) -> Iterator[Finding]:
 
 
 def plans(mine: PlanFile | None, f: Server) -> Iterator[Finding]:
-    """Whether the plan file here is the one that the job has."""
+    """Checks that the local plan file equals the job's."""
     if mine and mine.digest and f.said and f.said.plan and f.said.plan != mine.digest:
         yield fail("plan", f"hash {mine.digest} here, {f.said.plan} at the server", "give all workers the same plan file")
 

@@ -1,4 +1,4 @@
-"""Asks a coordinator who it is, what time it has, and how the way there is. Judges nothing; takes no seat in its job."""
+"""Queries a coordinator for its status and time, and measures the connection. Does not register with its job."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from commlayer.transport.key_folder import Keys
 CALL_S = 3.0
 PINGS = 4
 FULL_NBYTES = 16 << 10
-"""Several packets of any size, and a second of a link of 128 kb/s."""
+"""Several packets at any MTU, and a second at 128 kb/s."""
 MOST_SERVERS = 8
-"""Of which ways are looked at."""
+"""The most servers to which connections are checked."""
 WORKERS = 12
-"""Calls under way at once while the link is measured."""
+"""Concurrent calls while the link is measured."""
 
 
 class Way(Record, frozen=True):
-    """To one summation server, as a worker would take it."""
+    """The connection to one summation server, as a worker would make it."""
 
     address: str
     tcp: Reached | None = None
-    """Dialled; None where that is not the way: it takes gRPC streams alone, or the setting here says so."""
+    """The result of dialling TCP; None if the server takes gRPC streams only, or the local `carrier` setting excludes TCP."""
     streams_at: str = ""
-    """Where it takes gRPC streams; empty: nowhere."""
+    """The address for gRPC streams; empty if the server takes none."""
     streams: str = ""
-    """Whether they get through, where a worker would have to do with them: "open", or why they do not."""
+    """Checked only if a worker would need gRPC streams: "open", or why they fail."""
 
 
 class Server(Record, frozen=True):
-    """`error`: why it did not answer (`silent`: nobody did); then no more is known. `clock_s`: how far this machine's clock is
-    ahead of its, and `clock_error_s` how wrong that may be."""
+    """`error`: why the query failed (`silent`: no answer at all); other fields are then unset. `clock_s`: seconds by which this
+    machine's clock exceeds the server's, with error `clock_error_s`."""
 
     address: str
     error: str = ""
@@ -61,16 +61,16 @@ class Server(Record, frozen=True):
     clock_error_s: float = 0.0
     full_up: str = ""
     full_down: str = ""
-    """Why full-size packets do not pass that way; empty where they do."""
+    """Why full-size packets do not pass in that direction; empty if they do."""
     ways: tuple[Way, ...] = ()
-    """To its summation servers."""
+    """The connections to its summation servers."""
     carrier: str = "auto"
-    """As it is set here."""
+    """The local setting."""
     silent: bool = False
 
 
 class Link(Record, frozen=True):
-    """Of this machine to the server. `error`: why it was not measured."""
+    """The link of this machine to the server. `error`: why it was not measured."""
 
     up_bps: float = 0.0
     down_bps: float = 0.0
@@ -78,31 +78,31 @@ class Link(Record, frozen=True):
 
 
 def opened(config: Config) -> CoordinatorChannel:
-    """CommError or RecordError with the reason why it would not be any good."""
+    """Opens a channel. CommError or RecordError with the reason if it cannot be used."""
     keys = Keys(config.keys) if config.keys else None
     check(config.join, keys, time.monotonic() + CALL_S)
     return CoordinatorChannel(config.join, config.token, keys)
 
 
 def server(config: Config, version: str, wire: int) -> Server:
-    """`version` and `wire` are this machine's."""
+    """`version` and `wire` are those of this machine."""
     mine = Server(config.join, version=version, protocol=messages.PROTOCOL, wire=wire)
     try:
         link = opened(config)
     except (CommError, ValueError) as error:
         return structs.replace(mine, error=str(error))
     try:
-        said, round_trip_s, clock_s = _asked(link)
+        status, round_trip_s, clock_s = _asked(link)
         up = _passes(link, About(data=secrets.token_bytes(FULL_NBYTES)))
-        # In a job that has begun nothing comes down but what is its own.
-        down = "" if said.begun else _passes(link, About(wanted=FULL_NBYTES))
+        # A running job sends nothing down but its own data.
+        down = "" if status.begun else _passes(link, About(wanted=FULL_NBYTES))
     except CommError as error:
         return structs.replace(mine, error=str(error), silent=isinstance(error, PeerLost | DeadlineExceeded))
     finally:
         link.close()
     with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:
-        ways = tuple(pool.map(lambda one: _way(one, config, link.keys), said.servers[:MOST_SERVERS]))
-    return structs.replace(mine, said=said, round_trip_s=round_trip_s, clock_s=clock_s, clock_error_s=round_trip_s / 2,
+        ways = tuple(pool.map(lambda one: _way(one, config, link.keys), status.servers[:MOST_SERVERS]))
+    return structs.replace(mine, said=status, round_trip_s=round_trip_s, clock_s=clock_s, clock_error_s=round_trip_s / 2,
                            full_up=up, full_down=down, ways=ways, carrier=config.carrier)
 
 
@@ -125,15 +125,15 @@ def _streams(address: str, keys: Keys | None) -> str:
 
 
 def _asked(link: CoordinatorChannel) -> tuple[Told, float, float]:
-    """The quickest answer tells most of the clock."""
-    said = link.call("About", About(), Told, CALL_S)  # the first makes the connection
+    """Returns (status, round trip, clock difference) of the fastest of several calls, which bounds the clock most tightly."""
+    status = link.call("About", About(), Told, CALL_S)  # the first call opens the connection
     best = (float("inf"), 0.0)
     for _ in range(PINGS):
         begin_s, begin = time.time(), time.monotonic()
-        said = link.call("About", About(), Told, CALL_S)
+        status = link.call("About", About(), Told, CALL_S)
         took_s = time.monotonic() - begin
-        best = min(best, (took_s, begin_s + took_s / 2 - said.time_s))
-    return said, *best
+        best = min(best, (took_s, begin_s + took_s / 2 - status.time_s))
+    return status, *best
 
 
 def _passes(link: CoordinatorChannel, request: About) -> str:
@@ -145,12 +145,12 @@ def _passes(link: CoordinatorChannel, request: About) -> str:
 
 
 def dialled(address: str, keys: Keys | None, protocol: str) -> Reached:
-    """Where there are keys up to who answers, which of a coordinator `server` tells."""
+    """Dials an address, with a TLS handshake if there are keys. For a coordinator, `server` reports who it is."""
 
     def greet(sock: socket.socket) -> None:
         if keys is not None:
-            with tls.TlsSocket(sock, keys, protocol, server=False) as made:
-                made.handshake(time.monotonic() + CALL_S)
+            with tls.TlsSocket(sock, keys, protocol, server=False) as channel:
+                channel.handshake(time.monotonic() + CALL_S)
 
     try:
         return reach("server", *host_port(address), CALL_S, greet)
@@ -159,10 +159,10 @@ def dialled(address: str, keys: Keys | None, protocol: str) -> Reached:
 
 
 def link(config: Config, round_trip_s: float, budget_s: float) -> Link:
-    """Both ways, each in about half of that time, over the control connection: what it carries, the data's will, too."""
+    """Measures both directions, each for half of `budget_s`, over the control connection, which is as fast as the data's."""
     try:
-        with contextlib.closing(opened(config)) as made, ThreadPoolExecutor(WORKERS, "doctor") as pool:
-            network = link_rates.Asking(lambda _, up, down, done: _ask(made, pool, up, down, done))
+        with contextlib.closing(opened(config)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
+            network = link_rates.Asking(lambda _, up, down, done: _ask(channel, pool, up, down, done))
             up_bps = link_rates.rate(network, link_rates.UP, [0], round_trip_s, budget_s / 2, CALL_S)
             down_bps = link_rates.rate(network, link_rates.DOWN, [0], round_trip_s, budget_s / 2, CALL_S, expected_bps=up_bps)
     except (CommError, ValueError) as error:
@@ -172,7 +172,7 @@ def link(config: Config, round_trip_s: float, budget_s: float) -> Link:
 
 def _ask(made: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down: int,
          done: Callable[[Exception | None], None]) -> None:
-    """A chunk in as many calls as it takes."""
+    """Sends a probe, split into as many calls as needed."""
     each = max(1, -(-max(up, down) // ABOUT_NBYTES))
     left, lock = [each], threading.Lock()
 
