@@ -241,7 +241,6 @@ def with_runner_up(why: Why) -> str:
 
 
 def bar_of(width: int) -> int:
-    """The length of bars on a page of that width."""
     return BAR if width >= WIDE else SHORT_BAR
 
 

@@ -58,11 +58,11 @@ def tune(
     from commlayer.balance.tuner_engine import Engine
 
     engine, proxy = Engine(space, seed), load(task)
-    asked = Search(task, space, part, seed)
-    kept = Store(store, asked)
-    _show(tuner.tune(proxy, kept, asked, engine, trials), kept, asked, trials)
+    search = Search(task, space, part, seed)
+    kept = Store(store, search)
+    _show(tuner.tune(proxy, kept, search, engine, trials), kept, search, trials)
     tuner_loss.write(out, tuner.loss_model(kept.trials))
-    _tell(kept, asked, out)
+    _tell(kept, search, out)
 
 
 def read_space(
@@ -95,7 +95,6 @@ def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
 
 
 def load(task: str) -> tuner.Proxy:
-    """The proxy function that a task names."""
     if task not in BUILT_IN and not task.endswith(".py") and ":" not in task:
         raise InvalidInput("E-CLI-OPTION", f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
     return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
@@ -118,7 +117,6 @@ def _show(running: Iterator[TuningTrial], kept: Store, asked: Search, trials: in
 
 
 def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
-    """The console line of one trial."""
     settings = spelled(trial.settings)
     what = f"{number:3}  batch {settings['batch']:<5} {settings['codec'] + inexact(settings):44}"
     if trial.error:

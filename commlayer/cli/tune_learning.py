@@ -1,7 +1,4 @@
-"""`commlayer tune TASK --learning FILE`: measures the convergence factor of each sync mode on the user's task.
-
-Loads torch only to train.
-"""
+"""`commlayer tune TASK --learning FILE`: measures the convergence factor of each sync mode on the user's task."""
 
 from __future__ import annotations
 

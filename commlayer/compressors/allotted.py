@@ -73,8 +73,8 @@ class Allotted(Wrapper, frozen=True):
         return self.init_server(spec) | {"sent": UNKNOWN, "there": spec.numel, "least": 0.0, "slope": SLOPES[0]}
 
     def init_server(self, spec: Spec) -> State:
-        asked = self._count(spec, self.inner.ratio)
-        return {"asked": asked, "inner": self.inner.init(spec), "_made": asked, "_codec": self.inner, "_spec": spec}
+        entries = self._count(spec, self.inner.ratio)
+        return {"asked": entries, "inner": self.inner.init(spec), "_made": entries, "_codec": self.inner, "_spec": spec}
 
     def tell(self, state: State, asked: int) -> None:
         """Sets the entries from the next step on. A tracked threshold moves to where that many entries should pass."""

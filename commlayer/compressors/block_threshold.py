@@ -1,6 +1,6 @@
 """Block threshold: sends runs of neighbouring entries with the largest summed magnitude.
 
-A run of 16 needs a sixteenth of the positions and uses contiguous memory. tracked_threshold.py finds the threshold.
+Runs of 16 need a sixteenth of the positions and are contiguous in memory. tracked_threshold.py estimates the threshold.
 """
 
 from __future__ import annotations

@@ -64,13 +64,13 @@ def bits_per_element(codec: Codec) -> float:
     spec, last = Spec((SIDE, SIDE)), len(codec.rounds) - 1
     state, server = codec.init(spec), codec.init_server(spec)
     out, room = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
-    nbytes = whole = codec.start(torch.randn(spec.numel, generator=torch.Generator().manual_seed(1)), state, out)
+    nbytes = total = codec.start(torch.randn(spec.numel, generator=torch.Generator().manual_seed(1)), state, out)
     for r in range(last):
         acc = codec.zeros(spec, r)
         codec.add(r, out[:nbytes], acc, first=True)
         nbytes = codec.next(r, bytes(room[: codec.emit(r, acc, server, room)]), state, out)
-        whole += nbytes
-    return 8 * whole / spec.numel
+        total += nbytes
+    return 8 * total / spec.numel
 
 
 def table() -> str:

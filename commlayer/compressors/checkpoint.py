@@ -52,7 +52,7 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remembered(state: State) -> dict[str, torch.Tensor]:
-    """A server's snapshot plus the data of `undo_server`, for a server that resumes in the middle of a step."""
+    """A server's snapshot plus what `undo_server` needs, so that a restarted server can resume from its journal."""
     tensors = snapshot(state)
     for path, owner in _memories(state):
         tensors[f"{path}_sent"] = number(int(owner["_sent"] is not None))

@@ -102,11 +102,11 @@ class Partition(Wrapper, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         inputs.check(self.name, "out", out, state["_numel"])
         bodies = self._read_result(len(self.rounds) - 1, result, state)
-        whole = torch.empty_like(out)  # write nothing to out before the last slice is decoded and finite
+        dense = torch.empty_like(out)  # nothing is written to out before the last slice is decoded
         if bodies is not None:
-            slices = zip(bodies, state["parts"].values(), self._cut(whole), strict=True)
+            slices = zip(bodies, state["parts"].values(), self._cut(dense), strict=True)
             if sum(self.inner.decode(body, part, into) for body, part, into in slices) == len(bodies):
-                out.copy_(whole)
+                out.copy_(dense)
                 return True
         out.fill_(NAN)
         return False
@@ -191,13 +191,13 @@ class Partition(Wrapper, frozen=True):
         payload.expect("aux", head.aux, 0)
         payload.expect("seed", head.seed, 0)
         payload.expect("count", head.entries, 0)
-        count, whole = len(self.specs(numel)), payload.on_host(head.body)
-        if whole.nbytes < _LENGTH.size * count:
-            raise CorruptPayload(f"partition payload with {whole.nbytes} bytes of body, {count} lengths take {4 * count}")
-        lengths = [_LENGTH.unpack_from(whole, _LENGTH.size * i)[0] for i in range(count)]
+        count, octets = len(self.specs(numel)), payload.on_host(head.body)
+        if octets.nbytes < _LENGTH.size * count:
+            raise CorruptPayload(f"partition payload with {octets.nbytes} bytes of body, {count} lengths take {4 * count}")
+        lengths = [_LENGTH.unpack_from(octets, _LENGTH.size * i)[0] for i in range(count)]
         edges = list(accumulate(lengths, initial=_LENGTH.size * count))
-        payload.expect("bytes of body", whole.nbytes, edges[-1])
-        bodies = [whole[start:stop] for start, stop in pairwise(edges)]
+        payload.expect("bytes of body", octets.nbytes, edges[-1])
+        bodies = [octets[start:stop] for start, stop in pairwise(edges)]
         for body, spec in zip(bodies, self.specs(numel), strict=True):
             if payload.read(body, self.inner.id, spec.numel).flagged:
                 raise CorruptPayload("partition payload with a flagged slice, expected the whole to be flagged")

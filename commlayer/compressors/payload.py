@@ -55,13 +55,11 @@ class Head(NamedTuple):
 
 
 def codec_name(number: int) -> str:
-    """The codec's name, for errors."""
     names = [name for name, known in CODEC_IDS.items() if known == number]
     return names[0] if names else f"codec {number}"
 
 
 def write(out: Out, codec: int, numel: int, count: int, aux: int = 0, seed: int = 0) -> None:
-    """Writes the header of a payload with a body."""
     _put(out, codec, VERSION, 0, aux, numel, count, seed)
 
 

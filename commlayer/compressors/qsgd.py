@@ -44,10 +44,10 @@ class Qsgd(Dithered, frozen=True):
 
 
 def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
-    """`levels` steps on either side of zero, of the largest magnitude of `block` elements or of their Euclidean norm.
+    """`levels` levels on either side of zero, up to the largest magnitude of `block` elements or of their Euclidean norm.
 
-    Unbiased, so it needs no error feedback, and must not have any where its variance exceeds what it codes (levels=1, or
-    norm="l2" with blocks much longer than the square of levels): such a residual would grow from step to step.
+    Unbiased, so it needs no error feedback. Where its variance exceeds its input, error feedback is wrong: the residual would
+    grow from step to step. That is so for levels=1, and for norm="l2" with blocks much longer than the square of levels.
     """
     checked("qsgd", block=block, levels=levels, norm=norm)
     return Qsgd(block, levels, norm)

@@ -43,7 +43,6 @@ class RandomK(OneRound, frozen=True):
         return HEADER + 4 * self.entries(spec.numel)
 
     def entries(self, numel: int) -> int:
-        """k."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def init(self, spec: Spec) -> State:

@@ -35,7 +35,6 @@ def room(runs: int, k: int) -> int:
 
 
 def scratch(runs: int, k: int) -> State:
-    """Memory of one step."""
     few = runs <= EXACT_RUNS
     candidates = k if few else min(runs, k + k // 2 + SPARE)
     sample = runs if few else tracked_threshold.sample_room(runs, k)

@@ -1,7 +1,4 @@
-"""Top-k: sends the entries of largest magnitude, with compact positions and values of a chosen type (values.py).
-
-tracked_threshold.py finds the threshold.
-"""
+"""Top-k: sends the entries of largest magnitude, selected by a tracked threshold, as positions and values."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class TopK(OneRound, frozen=True):
         return HEADER + value_kinds.nbytes(self.values, cap) + positions.bound(spec.numel, cap)
 
     def wanted(self, numel: int) -> int:
-        """k."""
+        """The number of entries to send: k."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def capacity(self, numel: int) -> int:

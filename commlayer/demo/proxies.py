@@ -35,7 +35,6 @@ Batch = Callable[[int, torch.Generator], problem.Batch]
 
 
 def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
-    """Draws samples from tensors, with repetition."""
 
     def batch(n: int, generator: torch.Generator) -> problem.Batch:
         picked = torch.randint(len(x), (n,), generator=generator)
@@ -92,8 +91,8 @@ def chars_task(seed: int) -> Task:
     text = letters()
 
     def windows(part: torch.Tensor) -> problem.Batch:
-        whole = part.unfold(0, CONTEXT + 1, 1)
-        return whole[:, :-1], whole[:, -1]
+        rows = part.unfold(0, CONTEXT + 1, 1)
+        return rows[:, :-1], rows[:, -1]
 
     x, y = windows(text)
     held = torch.arange(len(x)) // 200 % 5 == 0

@@ -74,7 +74,6 @@ def line(standing: Standing) -> str:
 
 
 def waiting(standing: Standing) -> str:
-    """What happens while no run trains."""
     if standing.over:
         return "all runs are over; the workers and servers are leaving"
     n = standing.settings.workers

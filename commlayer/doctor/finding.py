@@ -44,5 +44,4 @@ def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
 
 
 def usable(findings: Iterable[Finding]) -> bool:
-    """Whether a run can start on this machine."""
     return all(found.verdict != "fail" for found in findings)

@@ -64,7 +64,6 @@ def limit_s(nodes: int, join_deadline_s: float = 0.0) -> float:
 
 
 def slowest(pairs: Sequence[Pair]) -> Pair:
-    """The slowest of the measured pairs."""
     return min((pair for pair in pairs if not pair.error), key=lambda pair: min(pair.up_bps, pair.down_bps))
 
 

@@ -17,7 +17,6 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 def folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
-    """The folder of the sources."""
     for candidate in candidates:
         if (candidate / "common.cuh").is_file():
             return candidate

@@ -54,7 +54,6 @@ class LANS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Steps all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

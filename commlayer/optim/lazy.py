@@ -204,7 +204,6 @@ def groups(low: int, high: int) -> slice:
 
 
 def flat(p: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional view of the parameter."""
     return p.detach().view(-1)
 
 

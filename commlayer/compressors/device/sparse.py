@@ -68,7 +68,6 @@ def queue_select(
 
 
 def trim_words(cap: int) -> int:
-    """Words of zeros that `queue_trim` needs."""
     return TRIM_HISTOGRAMS // 2 + 2 * (1 + _trim_tiles(cap))
 
 

@@ -41,9 +41,9 @@ def blocks_encode(out: Memory, idx: Memory, n: int, at: int = 0) -> int:
     packed = torch.zeros(nbytes, dtype=torch.uint8)
     (bitmap_encode if bitmap else ef_encode)(packed, numbers.to(torch.int32), blocks)
     count = torch.tensor([len(numbers)], dtype=torch.int32).view(torch.uint8)
-    whole = torch.cat([count, packed, masks.to(torch.int16).view(torch.uint8)])
-    write(out, whole, at)
-    return whole.numel()
+    code = torch.cat([count, packed, masks.to(torch.int16).view(torch.uint8)])
+    write(out, code, at)
+    return code.numel()
 
 
 def blocks_decode(idx: Memory, n: int, src: Memory, at: int = 0, nbytes: int = -1) -> int:

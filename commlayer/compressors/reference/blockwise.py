@@ -95,7 +95,6 @@ def put_stream(out: Memory, codes: torch.Tensor, width: int) -> None:
 
 
 def get_stream(src: Memory, n: int, width: int) -> torch.Tensor:
-    """n codes as non-negative int64."""
     octets = octets_of(src, 0, (n * width + 7) // 8)
     each = torch.from_numpy(np.unpackbits(octets.numpy(), bitorder="little")[: n * width]).view(n, width)
     return (each.to(torch.int64) << torch.arange(width)).sum(1)
@@ -127,6 +126,6 @@ def encode(x: Memory, residual: Memory | None, block: int, code: Callable[[torch
 
 
 def decode(acc: Memory, value: torch.Tensor, *, assign: bool) -> None:
-    whole = floats(acc)
-    value = value.view(-1)[: whole.numel()]
-    whole.copy_(value if assign else whole + value)
+    target = floats(acc)
+    value = value.view(-1)[: target.numel()]
+    target.copy_(value if assign else target + value)

@@ -77,8 +77,8 @@ def int8_encode(
     def code(rows: torch.Tensor) -> torch.Tensor:
         most = most_of(rows)[:, None]
         scales = torch.where(most < SMALLEST, torch.zeros_like(most), (most / 127.0).clamp(max=MOST_SCALE))
-        whole = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-127, 127).round()
-        quanta = whole.to(torch.int8)
+        levels = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-127, 127).round()
+        quanta = levels.to(torch.int8)
         write(q, quanta.view(-1)[:n], q_at)
         write(scale, scales.view(-1), scale_at)
         return scales * quanta.float()

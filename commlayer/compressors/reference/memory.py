@@ -19,13 +19,13 @@ MAX_N = (1 << 32) - 1
 def octets_of(memory: Memory, at: int = 0, nbytes: int | None = None) -> torch.Tensor:
     """nbytes bytes from `at` on, as uint8 over the same memory."""
     if isinstance(memory, torch.Tensor):
-        whole = memory.detach().reshape(-1).view(torch.uint8)
+        octets = memory.detach().reshape(-1).view(torch.uint8)
     else:
-        whole = shared(np.frombuffer(memory, dtype=np.uint8))
-    end = len(whole) if nbytes is None else at + nbytes
-    if not 0 <= at <= end <= len(whole):
-        raise InvalidInput("E-CODEC-INPUT", f"bytes [{at}, {end}) are outside of {len(whole)} bytes")
-    return whole[at:end]
+        octets = shared(np.frombuffer(memory, dtype=np.uint8))
+    end = len(octets) if nbytes is None else at + nbytes
+    if not 0 <= at <= end <= len(octets):
+        raise InvalidInput("E-CODEC-INPUT", f"bytes [{at}, {end}) are outside of {len(octets)} bytes")
+    return octets[at:end]
 
 
 def shared(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -14,8 +14,8 @@ def _steps(rows: torch.Tensor, scale: torch.Tensor, top: int, word: torch.Tensor
     some = torch.where(scale == 0, torch.ones_like(scale), scale)
     t = (rows / some).clamp(-top, top)
     down = t.floor()
-    whole = t.round() if word is None else down + (uniform(word).view_as(t) < t - down)
-    return torch.where(scale == 0, torch.zeros_like(whole), whole) + 0.0  # turns -0 into 0
+    levels = t.round() if word is None else down + (uniform(word).view_as(t) < t - down)
+    return torch.where(scale == 0, torch.zeros_like(levels), levels) + 0.0  # turns -0 into 0
 
 
 def linear_encode(
@@ -37,10 +37,10 @@ def linear_encode(
         size = bw.norm_of(rows, most) if euclidean else most
         scale16 = bw.scale16(size / top, bw.MOST16 - ((bits - 1) << 7))
         wide = bw.wide16(scale16)[:, None]
-        whole = _steps(rows, wide, top, words(rows.numel(), 0, key, step) if dither else None)
+        levels = _steps(rows, wide, top, words(rows.numel(), 0, key, step) if dither else None)
         bw.write16(scale, scale16)
-        bw.put_stream(q, whole.view(-1)[:n].to(torch.int64), bits)
-        return wide * whole
+        bw.put_stream(q, levels.view(-1)[:n].to(torch.int64), bits)
+        return wide * levels
 
     return bw.encode(x, residual, block, code)
 
@@ -48,8 +48,8 @@ def linear_encode(
 def linear_decode(acc: Memory, q: Memory, scale: Memory, block: int, bits: int, assign: bool = False) -> None:
     n = floats(acc).numel()
     codes = bw.get_stream(q, n, bits)
-    whole = torch.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
-    bw.decode(acc, bw.read16(scale, n, block) * bw.rows_of(whole.float(), block), assign=assign)
+    levels = torch.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
+    bw.decode(acc, bw.read16(scale, n, block) * bw.rows_of(levels.float(), block), assign=assign)
 
 
 def onebit_encode(q: Memory, scale: Memory, x: Memory, residual: Memory | None, block: int) -> bool:

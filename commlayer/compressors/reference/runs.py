@@ -68,7 +68,6 @@ def score_runs(g: Memory, residual: Memory | None, run: int, offset: int, out: M
 
 
 def _elements(name: str, ids: Memory, n: int, run: int) -> torch.Tensor:
-    """The positions of the runs' elements."""
     _check_run(name, run)
     numbers = positions(ids)
     if not increasing(numbers, -(-n // run)):

@@ -171,12 +171,12 @@ def nibbles_encode(q: Memory, scale: Memory, x: Memory, rest: Memory | None, blo
     rows = rows.view(-1, block)
     most = rows.abs().amax(1, keepdim=True)
     scales = torch.where(most < SMALLEST, torch.zeros_like(most), (most / 7.0).clamp(max=MOST_SCALE))
-    whole = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-7, 7).round().to(torch.int16)
-    nibbles = (whole & 15).view(-1, 2)
+    levels = torch.where(scales == 0, torch.zeros_like(rows), rows / scales).clamp(-7, 7).round().to(torch.int16)
+    nibbles = (levels & 15).view(-1, 2)
     write(q, (nibbles[:, 0] | nibbles[:, 1] << 4).to(torch.uint8)[: (n + 1) // 2])
     write(scale, scales.view(-1))
     if rest is not None:
-        write(rest, (rows - scales * whole.float()).view(-1)[:n])
+        write(rest, (rows - scales * levels.float()).view(-1)[:n])
     return True
 
 
