@@ -44,7 +44,7 @@ class Qsgd(Dithered, frozen=True):
 
 
 def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
-    """`levels` levels on either side of zero, up to the largest magnitude of `block` elements or of their Euclidean norm.
+    """`levels` levels on either side of zero, up to the largest magnitude of `block` elements or their Euclidean norm.
 
     Unbiased, so it needs no error feedback. Where its variance exceeds its input, error feedback is wrong: the residual would
     grow from step to step. That is so for levels=1, and for norm="l2" with blocks much longer than the square of levels.
