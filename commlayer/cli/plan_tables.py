@@ -119,7 +119,7 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
 
 
 def spread(table: LearningTable | None, optimizer: str) -> str:
-    """The error of convergence factors, as far as it was measured. For an optimizer of no family the larger error counts.
+    """The error of convergence factors, if it was measured. For an optimizer of no family the larger error counts.
 
     `table`: their source, or None if unknown.
     """

@@ -148,7 +148,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         return nbytes
 
     def _lossy_emit(self) -> bool:
-        """A server returns a SUM unchanged. It encodes a GATHER again and keeps the loss in its residual."""
+        """A server returns a SUM unchanged. It encodes a GATHER again and keeps the encoding error in its residual."""
         return self.rounds == (Round.GATHER,)
 
     def _start(self, x: torch.Tensor, state: State, out: Out) -> int:

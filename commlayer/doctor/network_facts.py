@@ -29,7 +29,7 @@ ICMP_S = 0.3
 
 
 class Interface(Record, frozen=True):
-    """One address of one interface. `kind`: its type, as far as it matters here."""
+    """One address of one interface. `kind`: the type of the interface."""
 
     name: str
     address: str
@@ -49,7 +49,7 @@ class Addresses(Record, frozen=True):
     chosen: str = ""
     bind: str = "127.0.0.1"
     alone: bool = True
-    """Whether the job is on this machine only, as far as is known."""
+    """Whether the job seems to be on this machine only."""
     told: tuple[tuple[str, str], ...] = ()
     """Environment variables that name interfaces to Gloo and NCCL."""
 
@@ -192,7 +192,7 @@ def reach(what: str, host: str, number: int, limit_s: float = CONNECT_S,
 
 
 def path_mtu(host: str) -> int:
-    """The largest packet to that host as far as routers report; 0 if unknown.
+    """The largest packet that routers report for the path to that host; 0 if unknown.
 
     Sends unfragmented full-size packets to an unused port: a router that cannot pass them reports their size.
     """

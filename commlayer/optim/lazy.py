@@ -83,9 +83,9 @@ class Lazy(Optimizer):
 
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
-        advised: set[int] = self.__dict__.setdefault("_asked", set())  # copies of an optimizer have no attributes of their own
-        if p.data_ptr() not in advised:
-            advised.add(p.data_ptr())
+        addresses: set[int] = self.__dict__.setdefault("_asked", set())  # copies of an optimizer lack attributes of their own
+        if p.data_ptr() not in addresses:
+            addresses.add(p.data_ptr())
             self._kernels(p).huge_pages(flat(p))
         if "stamp" not in state and self._owes(group):
             stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
