@@ -16,7 +16,7 @@ from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.cluster import messages
-from commlayer.errors import CommError, InvalidInput, line_of
+from commlayer.errors import CommError, InvalidInput, InvalidState, line_of
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -58,7 +58,7 @@ def run() -> None:
     """The entry point. Exit codes: 0 done, 2 an error that the user can fix (one line names it), 130 Ctrl-C."""
     try:
         app(prog_name="commlayer")
-    except (CommError, ValueError, OSError) as error:
+    except (CommError, InvalidState, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
