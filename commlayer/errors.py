@@ -13,9 +13,12 @@ from typing import ClassVar, Self
 
 CODES: dict[str, tuple[str, str]] = {
     # ---- the network and peers
-    "E-COMM": ("Communication failed in a way that no other code names.", "Restart from the last checkpoint."),
+    "E-COMM": ("Communication failed in a way that no other code names.",
+               "Read the peer's log. If training had begun, restart from the last checkpoint."),
     "E-PEER-LOST": ("A peer is gone: its connection ended, its heartbeats stopped, or it left the job.",
                     "Look at the log of the peer that the message names."),
+    "E-PEER-ENDED": ("A peer closed its connection in order while others still waited for it.",
+                     "Look at the log of the peer that the message names."),
     "E-DEADLINE": ("A peer did not answer in time. It may still run.",
                    "Look at the peer that the message names, and at its link."),
     "E-STEP-ABANDONED": ("A worker abandoned a step, so no rank applied it.", "None: the next step goes on."),
@@ -28,8 +31,9 @@ CODES: dict[str, tuple[str, str]] = {
                   "program answers there.", "Correct HOST:PORT."),
     "E-TRANSPORT-USE": ("A transport was called in a way that it does not allow.",
                         "Wait for the call under way, or send a smaller body."),
-    "E-PROCESS-GROUP": ("The process group cannot be used, or a collective between homes is not supported.",
-                        "Give the group that the message asks for."),
+    "E-PROCESS-GROUP": ("The process group cannot be used.", "Give the group that the message asks for."),
+    "E-COLLECTIVE": ("Ranks called different collectives, or one that is not supported between homes.",
+                     "Call the same supported collectives on all ranks."),
     "E-RANKS-DIFFER": ("Ranks were given different models, optimizers or settings.", "Give all ranks the same."),
     "E-OTHER-RANK": ("A call failed on another rank, so no rank did it.", "Read the error of the rank that the message names."),
     "E-VERSION": ("The other side has another version of commlayer.", "Install the same commlayer on all machines."),
@@ -45,7 +49,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-RANK": ("A rank or place is taken, or outside of the job.", "Give each process its own rank."),
     "E-JOB-FULL": ("The job has all its workers.", "Wait until one of them is gone."),
     "E-JOB-CLOSED": ("A running job takes no new members, or the job is ending.", "The message says which."),
-    "E-MEETING-ENDED": ("A home left before the job began, or the coordinator was restarted.", "Start all homes again."),
+    "E-RENDEZVOUS-ENDED": ("A home left before the job began, or the coordinator was restarted.", "Start all homes again."),
     "E-QUOTA": ("A node keeps more bytes at the coordinator than its share.", "Leave less in torch's store."),
     "E-REPLICAS": ("Weights, optimizer states or settings differ between ranks.",
                    "Set them alike on all ranks, or go on from a checkpoint."),
@@ -58,24 +62,25 @@ CODES: dict[str, tuple[str, str]] = {
     # ---- settings and files
     "E-SETTING": ("A setting is unknown, has a wrong value, or does not fit another one.",
                   "The message names the setting, its source and what is allowed."),
-    "E-SECRET": ("The job's secret is missing, too short, or given twice.",
+    "E-SECRET": ("The job's secret is missing, too short, given twice, or differs from the job's.",
                  "Set `token_file` to a file with the job's secret."),
     "E-PLAIN-TEXT": ("Traffic would leave the machine without encryption.",
                      "Set `keys`, or allow it with COMMLAYER_INSECURE=1."),
     "E-LAUNCH-ENVIRONMENT": ("RANK, WORLD_SIZE and the like contradict each other.",
                              "Start with torchrun, or set all of them."),
     "E-KEYS": ("A certificate, key or folder of keys cannot be used.", "`commlayer keys` makes, renews and lists them."),
-    "E-FILE": ("A file or folder cannot be read or written.", "The message names the path and the cause."),
+    "E-FILE": ("A file cannot be written.", "The message names the path and the cause."),
     "E-RECORD": ("A file or message has a field that breaks its type.", "The message names the field and what is allowed."),
     "E-JOURNAL": ("The server's journal cannot be read or written.", "The message names the folder and the cause."),
     "E-JOURNAL-IN-USE": ("Another process uses the journal's folder.", "Give each server its own folder."),
     "E-SERVER-STATE": ("A server's saved codec state cannot be read.", "Load an earlier save."),
     "E-CHECKPOINT": ("Saved residuals cannot be loaded, or belong to another step, plan or world.",
-                     "Load a directory that one save_residuals() has filled."),
+                     "The message says what to load, or what to call first."),
     "E-TRACE": ("A trace cannot be made or read.", "Set `trace` to a file name and train some steps."),
     "E-DOCTOR": ("The doctor cannot check what was asked for.", "The message says what is missing."),
     "E-CLI-OPTION": ("A command's option has a wrong value, or contradicts another one.",
                      "The message names the option and what is allowed."),
+    "E-PACKAGE": ("A command needs a package that is not installed.", "Install the extra that the message names."),
     "E-USER-CODE": ("A script, model or task that a command loads does not do what the command needs.",
                     "The message says what the function must return."),
     "E-ARGUMENT": ("An argument is outside of what a function takes.", "The message says what is allowed."),
@@ -88,7 +93,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-JOIN-ATTACH": ("This way of attaching cannot join a running job.",
                       "Use attach(model, optimizer) under `commlayer launch`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
-                     "Start with the job's model and optimizer."),
+                     "The message says which part of the state."),
     "E-JOIN-MISSED": ("The job did not take a home in before something changed.", "Start the home again."),
     "E-MEMBERS-FIXED": ("Members of this job cannot change.", "Start `commlayer serve` with --min-workers."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Make one HookState per module."),
@@ -102,7 +107,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-GRADIENT-LAYOUT": ("A gradient has a layout that cannot be averaged.", "Use dense gradients."),
     "E-GRADIENT-PENDING": ("A gradient was read before its average arrived.",
                            "Read it after the optimizer's step, or leave overlap out."),
-    "E-GRADIENT-TWICE": ("A gradient became final twice in one backward pass.", "Use no_sync() for all passes but the last."),
+    "E-GRADIENT-TWICE": ("A gradient became final twice, or one backward pass began inside another.",
+                         "The message says which pass or argument to change."),
     "E-STEP-IN-BACKWARD": ("An optimizer steps inside the backward pass.", "Step after backward()."),
     "E-COMPILED": ("Backward runs under compiled autograd, which has no gradient hooks.",
                    "Compile the model, not the backward pass."),
@@ -128,7 +134,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-PLANNER-ENDED": ("The process that plans has ended.", "None: another one starts with the next search."),
     "E-PLAN-SWITCH": ("The job cannot switch to this plan now.", "Switch between two steps, on all ranks at the same one."),
     "E-PLAN-PATH": ("A bucket's path is not possible.", "The message says which operations are allowed."),
-    "E-PLAN-BY-NODE": ("Codecs of one bucket on different nodes do not go together.", "Let only their ratios differ."),
+    "E-PLAN-BY-NODE": ("The codecs of one bucket on different nodes cannot be summed together.",
+                       "Let only their ratios differ."),
     "E-PLAN-CODEC-COST": ("A codec has no measured or tabulated cost.", "Measure it with `commlayer profile`."),
     "E-PLAN-QUESTION": ("A question about a plan cannot be answered.", "The message says what can be asked."),
     "E-GPU-NAME": ("A GPU is in no table.", "Use a name from the message, or measure with `commlayer profile`."),
@@ -137,7 +144,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-LEARNING-TABLE": ("A table of learning measurements cannot be used.",
                          "`commlayer tune TASK --learning FILE` writes one."),
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
-    "E-VIEW-ENDED": ("A request is of an earlier set of members.", "None: the worker repeats it."),
+    "E-EPOCH-ENDED": ("A request is of an earlier set of members.", "None: the worker repeats it."),
     # ---- codecs
     "E-CODEC-NAME": ("A codec's name or the form of its arguments is wrong.", "Use a name from docs/codecs.md."),
     "E-CODEC-ARGUMENT": ("A codec's argument is wrong, or codecs do not nest this way.", "The message says what is allowed."),
@@ -149,7 +156,8 @@ CODES: dict[str, tuple[str, str]] = {
     # ---- samplers, shares and tuning
     "E-SAMPLER-ARGUMENT": ("A sampler was given a wrong argument.", "The message says what is allowed."),
     "E-SAMPLER-FOLLOW": ("A loader cannot follow the sampler.", "The message says which loader can."),
-    "E-SAMPLER-RANKS": ("Samplers of the ranks do not go together.", "Give each rank its own, with the same batch."),
+    "E-SAMPLER-RANKS": ("The samplers of the ranks differ where they must be equal.",
+                        "Give each rank its own sampler, with the same batch."),
     "E-SAMPLER-STATE": ("A sampler's saved state does not fit.", "Make the sampler with the arguments that it was saved with."),
     "E-SHARES-ARGUMENT": ("Batch shares are not possible.", "The message says what is allowed."),
     "E-TIME-MODEL": ("Step times do not make a model.", "Drop the measurement that the message names."),
@@ -164,7 +172,9 @@ CODES: dict[str, tuple[str, str]] = {
 }
 """By code: what it means, and what a user can do. docs/reference/errors.md is made from it (`page`)."""
 
-_CODE = re.compile(r" ?\[(E-[A-Z0-9-]+)\]")
+_CODE = re.compile(rf" ?\[({'|'.join(CODES)})\]")
+GENERIC = ("", "E-RECORD")
+"""Codes of quoted errors that give way to the code of the error that quotes them."""
 
 
 class Coded(Exception):
@@ -173,9 +183,9 @@ class Coded(Exception):
     default_code: ClassVar[str]
 
     def __init__(self, code: str, text: str) -> None:
-        inner = _CODE.search(text)
-        self.code = inner[1] if inner else code
-        self.what = _CODE.sub("", text)
+        inner = code_of(text)
+        self.code = code if inner in GENERIC else inner
+        self.what = without_code(text)
         super().__init__(code, text)
 
     def __str__(self) -> str:
@@ -220,7 +230,7 @@ class CommError(Coded):
                 bucket: int | None = None) -> Self:
         """A copy with another text, peer or place; what is None stays as it is."""
         other = copy.copy(self)
-        for name, value in (("what", what), ("peer", peer), ("step", step), ("bucket", bucket)):
+        for name, value in (("what", what and without_code(what)), ("peer", peer), ("step", step), ("bucket", bucket)):
             if value is not None:
                 setattr(other, name, value)
         return other
@@ -244,7 +254,9 @@ class Unsaid(PeerLost):
 
 
 class PeerEnded(PeerLost):
-    """It closed its end in order: what it had sent has arrived."""
+    """The peer closed its end in order: all that it had sent has arrived."""
+
+    default_code = "E-PEER-ENDED"
 
 
 class StepAbandoned(CommError):
@@ -308,13 +320,16 @@ def one_line(text: object) -> str:
 
 
 def short_line(text: object, most: int) -> str:
-    """The same, of so many characters at most: what others write may be as long as a call.
+    """The same, with at most `most` characters, since a peer's text may be as long as a call. A code at the end stays.
 
     >>> short_line("not\nmore than this", 12)
     'not\\nmore...'
     """
-    line = one_line(str(text)[: most + 1])
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    code = code_of(text)
+    room = most - len(coded(code, "")) if code else most
+    line = one_line(without_code(text)[: room + 1])
+    line = line if len(line) <= room else f"{line[: room - 3]}..."
+    return coded(code, line) if code else line
 
 
 def code_of(text: object) -> str:

@@ -58,5 +58,5 @@ def between(page: str, begin: str, end: str, made: str) -> str:
     before, first, rest = page.partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:
-        raise InvalidInput("E-FILE", f"the page has no {begin} before a {end}")
+        raise InvalidInput("E-ARGUMENT", f"the page has no {begin} before a {end}")
     return f"{before}{begin}\n{made}\n{end}{after}"

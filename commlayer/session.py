@@ -102,6 +102,10 @@ class Session:
         if summed is not None and summed < own:
             raise InvalidInput("E-WEIGHT",
                                f"total {summed:g}: less than this worker's own weight {own:g}; give the sum over all workers")
+        if summed is not None and self._driver.connection.in_join:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "weight(total=...) inside session.join(): the sum changes when a rank runs out of batches; "
+                               "leave total out")
         self._driver.weight(own, summed)
 
     def report(self, loss: float | torch.Tensor) -> None:

@@ -393,7 +393,7 @@ def test_lint_tells_of_damaged_inputs_and_of_the_plan_beside_them(commlayer) -> 
     Path("plan.inputs.json").write_text("{")
     code, out, errors = commlayer("plan", "lint", "plan.json")
     assert (code, errors) == (2, "")
-    for line in ("inputs plan.inputs.json: Input data was truncated [E-RECORD]", "local_steps is 0, allowed: at least 1",
+    for line in ("inputs plan.inputs.json: Input data was truncated [E-PLAN-FILE]", "local_steps is 0, allowed: at least 1",
                  "servers is -1, allowed: at least 0", "step_s is -1.0, allowed: seconds, 0 or more"):
         assert line in out.splitlines(), out
 

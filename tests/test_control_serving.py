@@ -49,7 +49,7 @@ def changed(**fields: Any) -> Plan:
 
 
 UNFIT = [
-    (b"\x00", "E-RECORD", "plan of worker 0: JSON is malformed"),
+    (b"\x00", "E-PLAN-REFUSED", "plan of worker 0: JSON is malformed"),
     (records.encode(plan_of(ranks_per_node=0)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 0"),
     (records.encode(plan_of(ranks_per_node=3)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 3"),
     (records.encode(changed(owner=7)), "E-PLAN-REFUSED", "plan of worker 0: bucket 0: owner 7"),
@@ -88,7 +88,7 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
         if rank == 0:
             opened[-1].dial(SERVER_BASE, where, deadline)
         else:
-            with pytest.raises(Refused, match="server 0: .*2 workers.*E-RANK"):
+            with pytest.raises(Refused, match=r"server 0: .*2 workers.*E-RANK\]"):
                 opened[-1].dial(SERVER_BASE, where, deadline)
 
 

@@ -34,7 +34,7 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Messag
 from commlayer.transport.stream_transport import Settings, StreamTransport
 
 DATA = records.encode(PLAN)
-WRONG_CODEC = "codec 99 with weight 1.0 of 0.0"
+WRONG_CODEC = "codec 99 with weight 1.0 of 0.0 [E-FRAME]"
 
 
 # ---- who is blamed
@@ -47,7 +47,7 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
     ends[1].send(SERVER_BASE, bad.header, bad.body)
     while not (said := next_stalled(ends[0])).dropped:
         pass
-    assert (said.missing, dict(said.dropped)) == ((1, 2), {1: "codec 99 with weight 2.0 of 0.0"})
+    assert (said.missing, dict(said.dropped)) == ((1, 2), {1: "codec 99 with weight 2.0 of 0.0 [E-FRAME]"})
 
 
 @pytest.mark.parametrize(("regroups", "dropped", "errors"), [
@@ -235,7 +235,7 @@ def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
     other, own = (StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
         secret="of-this-job", keys=Keys(str(f)))) for f in (folders.second, folders.worker))
     opened.extend((other, own))
-    with pytest.raises(Refused, match=rf"{names[1]}\b.*worker 0 .*{names[0]}\b.*E-RANK"):
+    with pytest.raises(Refused, match=rf"{names[1]}\b.*worker 0 .*{names[0]}\b.*E-RANK\]"):
         other.dial(SERVER_BASE, host_port(serving.address), soon())
     own.dial(SERVER_BASE, host_port(serving.address), soon())
 

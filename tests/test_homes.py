@@ -80,7 +80,7 @@ def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the
     state, _ = come(homes.Homes(2), a, b)
     state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
     _, (told,) = come(state, a)
-    assert re.search(r"^home b \(pid .*: exit code 1; .*E-MEETING-ENDED", told.error)
+    assert re.search(r"^home b \(pid .*: exit code 1; .*E-RENDEZVOUS-ENDED", told.error)
     state, _ = come(state, asked("a"), again := asked("b"))
     assert come(state, again)[1][0].first == 1
 
@@ -353,7 +353,7 @@ def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[An
     next(thing for thing in opened if isinstance(thing, _Leaving)
          and thing._attendance.request.home == desks[1][0]._home)._attendance.close("exit code 1")
     waiting.join(20.0)
-    assert re.search(": exit code 1;.*E-MEETING-ENDED", heard[0])
+    assert re.search(": exit code 1;.*E-RENDEZVOUS-ENDED", heard[0])
     assert time.monotonic() - begin < 20.0
 
 
@@ -416,7 +416,7 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
         coordinator = Coordinator(config, workers=1)
         assert attendance.ended.wait(20.0)
         assert attendance.why == homes.RESTARTED
-        with pytest.raises(CommError, match="E-MEETING-ENDED"):
+        with pytest.raises(CommError, match="E-RENDEZVOUS-ENDED"):
             desk.ask(time.monotonic() + 10.0, want=[("key", messages.ANY)])
     finally:
         desk.close()

@@ -92,7 +92,7 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST") as one:
         desks[0].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
     assert one.value.peer == "worker 2"
-    with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-COMM") as one:
+    with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as one:
         desks[2].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
     assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
 

@@ -219,7 +219,7 @@ def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up()
 def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:
     server, worker, cutter = pair(30.0)
     other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
-    with pytest.raises(NotYet, match="server 0: worker 0 .*E-RANK"):
+    with pytest.raises(NotYet, match=r"server 0: worker 0 .*E-RANK\]"):
         other.dial(SERVER_BASE, cutter.address, soon())
     for end in (other, worker, server, cutter):
         end.close()

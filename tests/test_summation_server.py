@@ -74,7 +74,7 @@ def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub
     members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
     while not (said := next_stalled(members[1])).dropped:
         pass
-    assert (said.missing, said.dropped, said.failed) == ((0, 2), {0: "not these bytes"}, "")
+    assert (said.missing, said.dropped, said.failed) == ((0, 2), {0: "not these bytes [E-FRAME]"}, "")
 
 
 def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:

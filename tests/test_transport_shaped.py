@@ -174,7 +174,7 @@ def test_for_real_a_slow_link_takes_at_least_its_time_and_a_loss_comes_behind_th
     got = [b.wait(b.recv(0), soon()).header.bucket for _ in range(4)]
     assert time.monotonic() - begin >= 4 * 25_000 / 1e6 + 0.01
     assert got == [0, 1, 2, 3]
-    with pytest.raises(PeerLost, match="worker 0: .*E-PEER-LOST"):
+    with pytest.raises(PeerLost, match="worker 0: .*E-PEER-ENDED"):
         b.wait(b.recv(0), soon())
     b.close()
     links.close()

@@ -42,8 +42,8 @@ def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = N
     (Hello("other", 0), "server 0: .*job.*E-RANKS-DIFFER"),
     (Hello("test", 0, plan="p2"), "server 0: .*plan.*E-RANKS-DIFFER"),
     (Hello("test", 0, version="9.9", protocol=9), rf"server 0: .*\b9 .*9\.9\b.*\b{VERSION} .*E-VERSION"),
-    (Hello("test", SERVER_BASE), "server 0: server 0 .*E-RANK"),
-    (Hello("test", 1), "server 0: worker 1 .*E-RANK"),
+    (Hello("test", SERVER_BASE), r"server 0: server 0 .*E-RANK\]"),
+    (Hello("test", 1), r"server 0: worker 1 .*E-RANK\]"),
 ])
 def test_a_refusal_reaches_the_dialler_in_one_line(
     wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,

@@ -176,7 +176,7 @@ def orderly_end(mesh: Mesh) -> None:
         waiting, own = b.recv(0, key(data(0, bucket=50))), a.recv(1)
         a.close()
         a.close()
-        with pytest.raises(PeerLost, match="worker 0: .*E-PEER-LOST"):
+        with pytest.raises(PeerLost, match="worker 0: .*E-PEER-ENDED"):
             b.wait(waiting, soon())
         for bucket in range(3):
             assert len(b.wait(b.recv(0, key(data(0, bucket))), soon()).body) == 100_000

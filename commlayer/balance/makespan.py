@@ -75,7 +75,7 @@ class Speeds:
             return [self.models[place].time_s(share) for place, share in zip(places, shares, strict=True)]
         launch_s, slope_s, _, cap, full_s, _ = self._table[:, list(places)]
         full, rest = np.divmod(np.array(shares, float), cap)
-        return (full * full_s + np.where(rest > 0, launch_s + slope_s * rest, 0.0)).tolist()
+        return (full * full_s + np.where(rest > 0, launch_s + slope_s * rest, 0.0)).tolist()  # type: ignore[no-any-return]
 
     def able(self, time_s: float) -> list[int]:
         """The most samples that each worker finishes within a time."""

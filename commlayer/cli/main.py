@@ -16,7 +16,7 @@ from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.cluster import messages
-from commlayer.errors import CommError, InvalidInput, InvalidState, line_of
+from commlayer.errors import Coded, InvalidInput, line_of
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -50,7 +50,7 @@ app.add_typer(keys.app, name="keys")
 
 @app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def chaos() -> None:
-    """Removed."""
+    """Removed: use `python -m bench chaos` in a clone of the repository."""
     raise InvalidInput("E-CLI-OPTION", "chaos was removed; use `python -m bench chaos` in a clone of the repository")
 
 
@@ -58,7 +58,7 @@ def run() -> None:
     """The entry point. Exit codes: 0 done, 2 an error that the user can fix (one line names it), 130 Ctrl-C."""
     try:
         app(prog_name="commlayer")
-    except (CommError, InvalidState, ValueError, OSError) as error:
+    except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ Values far above these do not matter.
 def check_plot(path: Path) -> None:
     """Called before the sweep, which takes minutes."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInput("E-CLI-OPTION", '--plot needs matplotlib: pip install "commlayer[plot]"')
+        raise InvalidInput("E-PACKAGE", '--plot needs matplotlib: pip install "commlayer[plot]"')
     if path.suffix != ".png":
         raise InvalidInput("E-CLI-OPTION", f"--plot {path}: allowed are names that end in .png")
     if not path.absolute().parent.is_dir():

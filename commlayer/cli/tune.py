@@ -53,7 +53,7 @@ def tune(
             raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batch, local_steps, staleness=staleness)
     if importlib.util.find_spec("skopt") is None:
-        raise InvalidInput("E-CLI-OPTION", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
+        raise InvalidInput("E-PACKAGE", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
     # Imported late: these load numpy and scikit-optimize, and --help must be fast.
     from commlayer.balance.tuner_engine import Engine
 

@@ -19,6 +19,7 @@ from commlayer.cluster.meeting_journal import Known, MeetingJournal
 from commlayer.cluster.meeting_store import MeetingStore, Writer
 from commlayer.cluster.messages import Ask, Attend, Attended, Kept, version
 from commlayer.cluster.unmet import Meetings, Unmet
+from commlayer.errors import coded
 from commlayer.transport.protocol import peer_name
 
 log = logging.getLogger("commlayer")
@@ -198,7 +199,7 @@ class Gathering:
         if not self._min_workers or (one := self._state.here.get(home)) is None:
             return ""
         lost, ranks = self._lost(), range(one.first, one.first + one.asked.workers)
-        return next((f"worker {rank}: {lost[rank]}" for rank in ranks if rank in lost), "")
+        return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
 
     def _note(self, before: homes.Homes) -> None:
         """Logs homes that have come or left."""

@@ -23,8 +23,9 @@ FORMER = 64
 """How many departed homes are remembered, so that they can be sent the reason."""
 
 
-RESTARTED = coded("E-MEETING-ENDED", "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: "
-                  "start all homes again")
+RESTARTED = coded("E-RENDEZVOUS-ENDED",
+                  "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: start all "
+                  "homes again")
 
 
 class Home(Record, frozen=True):
@@ -145,7 +146,7 @@ def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
                                        former=_kept({**state.former, home: reason}), outlived=outlived)
     if not state.met:
         return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
-    reason = coded("E-MEETING-ENDED", f"home {state.here[home].who} {why}; start all homes again")
+    reason = coded("E-RENDEZVOUS-ENDED", f"home {state.here[home].who} {why}; start all homes again")
     former = {**state.former, **dict.fromkeys(state.here, reason)}
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 

@@ -48,7 +48,7 @@ class Work(_Work):  # type: ignore[misc]
     def end(self, error: str = "") -> None:
         self._error = error
         if error:
-            self._future.set_exception(RuntimeError(error))
+            self._future.set_exception(InvalidState("E-COLLECTIVE", error))
         else:
             self._future.set_result(self.outputs)
         self._over.set()
@@ -60,9 +60,9 @@ class Work(_Work):  # type: ignore[misc]
         given_s = timeout.total_seconds()
         limit_s = given_s if given_s > 0 else self._timeout_s + NOTICE_S
         if not self._over.wait(limit_s):
-            raise InvalidState("E-PROCESS-GROUP", f"{self._what} timed out after {limit_s:g} s")
+            raise InvalidState("E-DEADLINE", f"{self._what} timed out after {limit_s:g} s")
         if self._error:
-            raise InvalidState("E-PROCESS-GROUP", self._error)
+            raise InvalidState("E-COLLECTIVE", self._error)
         return True
 
     def get_future(self) -> Any:
@@ -299,7 +299,7 @@ def _op(opts: Any) -> Any:
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     match = next((known for known in _REDUCE if op == known), None)
     if match is None:
-        raise InvalidState("E-PROCESS-GROUP", f"{op} between homes: not offered, allowed: {', '.join(str(o) for o in _REDUCE)}")
+        raise InvalidState("E-COLLECTIVE", f"{op} between homes: not offered, allowed: {', '.join(str(o) for o in _REDUCE)}")
     return match
 
 
@@ -307,7 +307,7 @@ def _one(tensors: Any) -> torch.Tensor:
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise InvalidState("E-PROCESS-GROUP", f"a collective of {len(tensors)} tensors between homes, allowed: one")
+        raise InvalidState("E-COLLECTIVE", f"a collective of {len(tensors)} tensors between homes, allowed: one")
     tensor: torch.Tensor = tensors[0]
     return tensor
 
@@ -321,7 +321,7 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU from a member's bytes."""
     assert data is not None
     if len(data) != like.numel() * like.element_size():
-        raise InvalidState("E-PROCESS-GROUP",
+        raise InvalidState("E-COLLECTIVE",
                            f"a member left {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
                            "same collectives in the same order, with tensors of one shape and dtype")
     if not data:

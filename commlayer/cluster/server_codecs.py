@@ -42,8 +42,8 @@ class CodecOps:
         self.in_means = codec.keeps
         self.means = buffers and of_means(codec)
         self._undone = 0
-        self._alone: dict[int, Any] = {}
-        """By round: an accumulator for a single payload."""
+        self._alone: Any = None
+        """An accumulator for a single payload."""
         self._mean: _Mean | None = None
 
     def zeros(self, r: int) -> Any:
@@ -54,7 +54,7 @@ class CodecOps:
 
     def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
         """See Ops."""
-        alone = self._by_itself(0, payload)
+        alone = self._by_itself(payload)
         if first or self._mean is None:
             self._mean = _Mean(np.zeros(self._spec.numel), 0.0, False)
         mean = self._mean
@@ -88,12 +88,11 @@ class CodecOps:
         if "sum" in acc:
             give_back(acc["sum"])
 
-    def _by_itself(self, r: int, payload: memoryview) -> Any:
-        acc = self._alone.get(r)
-        if acc is None:
-            acc = self._alone[r] = self._codec.zeros(self._spec, r)
-        self._codec.add(r, payload, acc, first=True)
-        return acc
+    def _by_itself(self, payload: memoryview) -> Any:
+        if self._alone is None:
+            self._alone = self._codec.zeros(self._spec, 0)
+        self._codec.add(0, payload, self._alone, first=True)
+        return self._alone
 
     def debts(self) -> list[Debt]:
         """The server's residuals, by tensor elements."""

@@ -26,7 +26,7 @@ from commlayer.cluster import client, messages, piping
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
-from commlayer.errors import CommError, InvalidInput, line_of, without_code
+from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_code
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
@@ -256,6 +256,6 @@ def main() -> None:
     try:
         given = {"token": piping.hear().decode(), "join": options.pop("join")}
         run(read_config({name: value for name, value in given.items() if value}), Part(**options))
-    except (CommError, ValueError, OSError) as error:
+    except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)

@@ -172,8 +172,7 @@ class Serving:
         if self.journal is None:
             return
         about = About(self._token, server, self.address, view, plan, core.generation, self.streams)
-        words_nbytes = WORDS_NBYTES
-        sizes = {b: ops.memory_nbytes + ops.bound + words_nbytes for b, ops in self._ops.items()}
+        sizes = {b: ops.memory_nbytes + ops.bound + WORDS_NBYTES for b, ops in self._ops.items()}
         if (keep := self.journal.begin(about, sizes)) is not None:
             core.remember(keep)
             if not self.journal.publish():
@@ -215,7 +214,7 @@ class Serving:
         changes nothing itself."""
         assert self._view is not None
         if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
-            raise InvalidInput("E-VIEW-ENDED",
+            raise InvalidInput("E-EPOCH-ENDED",
                                f"view {change.view.generation} has ended: view {self._view.generation} is in force")
         if why := amiss(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
@@ -229,7 +228,7 @@ class Serving:
             raise CorruptFrame(f"PLAN of other members: its view {known.generation} is not the coordinator's",
                                peer=peer_name(sender))
         if known != change.view:
-            raise InvalidInput("E-VIEW-ENDED",
+            raise InvalidInput("E-EPOCH-ENDED",
                                f"view {change.view.generation} is not the coordinator's newest, which is {known.generation}")
         return functools.partial(self._goes_on, change, generation)
 
@@ -309,7 +308,10 @@ def _alike(one: View, other: View) -> bool:
 def _checked_plan(plan: bytes, view: View) -> Plan:
     """Decodes the plan and checks what does not need the model, which worker 0 has checked it against."""
     what = "plan of worker 0"
-    decoded = records.decode(plan, Plan, what)
+    try:
+        decoded = records.decode(plan, Plan, what)
+    except RecordError as error:
+        raise RecordError(error.what, "E-PLAN-REFUSED") from None
     problems = planner.verify_alone(decoded, len(view.members))
     if decoded.servers > len(view.servers):
         problems.append(f"it is for {decoded.servers} servers, the job has {len(view.servers)}: start more, or make it again")

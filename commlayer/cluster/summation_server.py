@@ -17,7 +17,7 @@ import msgspec
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_cell import Reply, Stall
 from commlayer.cluster.view_change import ViewChange, read_change
-from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost, one_line
+from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost, coded, one_line, short_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport.protocol import NUMBERED, Flag, Handle, Header, Key, Kind, Message, Transport, key, peer_name
 
@@ -283,7 +283,7 @@ class SumServer:
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator learns it by heartbeat, the other members by the stall
         report of the sum that waits for it."""
-        member, why = self._numbers[error.peer], one_line(error.what)[:MOST_REASON]
+        member, why = self._numbers[error.peer], short_line(coded(error.code, error.what), MOST_REASON)
         with self._dropping:
             if member in self._dropped:
                 return

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from commlayer import files, records
-from commlayer.errors import InvalidInput, RecordError
+from commlayer.errors import InvalidInput, RecordError, coded
 from commlayer.records import Record
 
 log = logging.getLogger("commlayer")
@@ -61,8 +61,8 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a directory that this "
-                      "process may make and fill, on a disk with room") from None
+        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a directory "
+                            "that this process may make and fill, on a disk with room")) from None
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, 
         try:
             safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata=meta)
         except SafetensorError as error:
-            raise OSError(f"{path}: cannot be written: {error}") from None
+            raise OSError(coded("E-FILE", f"{path}: cannot be written: {error}")) from None
         files.sync(path)
     if plan:
         files.write_whole({folder / PLAN: plan}, durable=True)

@@ -51,7 +51,7 @@ class DDPBuffers:
 
     def _before_forward(self, ddp: Any, _args: Any) -> None:
         worker = None if self._connection is None else self._connection.worker
-        if (worker is None or self._local() or not (ddp.training and torch.is_grad_enabled()) or ddp._join_config.enable
+        if (worker is None or self._local() or ddp._join_config.enable
                 or hasattr(ddp, "buffer_hook") or not ddp.will_sync_module_buffers()):
             return
         worker.check()

@@ -49,6 +49,8 @@ class FiniteSteps:
     def averaged(self, own: int, *, finite: bool) -> None:
         """The averages of a step are known. All ranks call it with the same `finite`. `own`: the first tensor whose gradient on
         this rank is not finite; -1 if there is none."""
+        if finite and self._found is None:
+            self._in_row.pop(0, None)
         self._found, self._dropped = "" if finite else self._whose(own), False
 
     def written(self) -> None:
@@ -61,8 +63,6 @@ class FiniteSteps:
         self.averaged(own, finite=finite)
         if self._found:
             self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
-        else:
-            self._in_row.pop(0, None)
 
     def begun(self) -> None:
         """New averages for `.grad` are in flight."""
@@ -86,13 +86,14 @@ class FiniteSteps:
         worker = self._connection.worker
         assert worker is not None
         # With overlap="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
-        bad = worker.spoilt if worker.plan.overlap == "forward" else mine
+        forward = worker.plan.overlap == "forward"
+        bad = worker.spoilt if forward else mine
         for number in mine:
             if number in bad:
                 self._parameters[number].grad = None
         if not self._dropped:  # otherwise logged for another optimizer of the same step
             self._dropped = True
-            self._count(min(mine), f"gradients of {self._found}", "the step is dropped on all ranks")
+            self._count(0 if forward else min(mine), f"gradients of {self._found}", "the step is dropped on all ranks")
 
     def _first(self, mine: Sequence[int]) -> int:
         """The first of these parameters whose gradient is not finite; -1 if there is none."""
@@ -116,7 +117,7 @@ class FiniteSteps:
         for number in mine:
             self._parameters[number].grad = None
         if local is not None:
-            local.take_back()
+            local.take_back(mine)
         connection = self._connection
         self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)

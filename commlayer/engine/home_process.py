@@ -10,19 +10,17 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
-import linecache
 import logging
 import os
 import runpy
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from commlayer.config import Launch, judged_s, read_config, read_launch
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import Coded, InvalidInput
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
@@ -58,23 +56,17 @@ def main() -> None:
             raise
         sys.last_value = error  # as Python does when it prints one: the session's close at exit sends it as the reason
         if not isinstance(error, KeyboardInterrupt):  # the launcher reports it
-            print(f"commlayer: {line}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"commlayer: {line}\n")  # one write, so that lines of several processes do not mix
+            sys.stderr.flush()
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def line_for(error: BaseException) -> str:
-    """The one line that describes an error that ends a script: Ctrl-C, a lost peer, or an error raised by commlayer. "" for an
+    """The one line that describes an error that ends a script: Ctrl-C, or an error of commlayer with a code. "" for an
     error of the script itself or a defect, which need their traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, CommError):
-        return str(error)
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if not isinstance(error, ValueError) or not frames:
-        return ""
-    frame, line = frames[-1]
-    is_raise = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
-    return str(error) if is_raise and frame.f_globals.get("__name__", "").startswith("commlayer.") else ""
+    return str(error) if isinstance(error, Coded) else ""
 
 
 def _run(script: str, args: list[str]) -> None:

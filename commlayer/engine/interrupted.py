@@ -25,7 +25,8 @@ def print_one_line(rank: int) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if line := line_of(error):
-            print(f"commlayer: rank {rank}: {line}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"commlayer: rank {rank}: {line}\n")  # print() would write twice
+            sys.stderr.flush()
         else:
             before(kind, error, trace)
 

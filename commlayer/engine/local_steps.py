@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -185,10 +185,11 @@ class LocalSteps:
                 self._paid[number] = owed = self._owed.pop(number)
                 grad.detach().add_(owed.to(grad.dtype), alpha=scale)
 
-    def take_back(self) -> None:
-        """Gradients were cleared before an optimizer step applied them: the residuals added to them are pending again."""
-        self._owed |= self._paid
-        self._paid.clear()
+    def take_back(self, numbers: Iterable[int] | None = None) -> None:
+        """Gradients were cleared before an optimizer step applied them: the residuals added to them are pending again.
+        `numbers`: those of these parameters alone."""
+        for number in list(self._paid) if numbers is None else [n for n in numbers if n in self._paid]:
+            self._owed[number] = self._paid.pop(number)
 
     def count(self) -> None:
         """Counts a step before its optimizer step. Residuals added to the gradients of the last step have been applied."""

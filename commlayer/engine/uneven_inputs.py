@@ -69,6 +69,10 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): workers may leave this job (min_workers); allowed there: the same number of "
                                "batches on all, as commlayer.balance.Sampler gives")
+        if connection.worker is not None and connection.worker.units.told:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
+                               "batches; leave total out")
         if connection.rows is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): the ranks have no torch.distributed process group; remedy: start them with "

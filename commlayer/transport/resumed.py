@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused
+from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
 from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import Handle, Header, Key, Message, Transport, Wrapper, peer_name
@@ -234,7 +234,8 @@ class Resumed(Wrapper):
             if link.since is None or begin - link.back > HELD_S:
                 link.since, link.pause_s = begin, 0.0
             until = link.since + self._waits.window_s
-        self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", error, self._waits.window_s)
+        self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", without_code(error),
+                  self._waits.window_s)
         while self._wanted(peer):
             if time.monotonic() + link.pause_s >= until:
                 self._give_up(peer, PeerLost(f"{error.what}, and it could not be reached again within "

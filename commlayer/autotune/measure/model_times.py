@@ -126,7 +126,7 @@ def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, 
     included: training waits for it only between the last gradient and the step's end.
     """
     if not steps:
-        raise InvalidInput("E-USER-CODE", "no recorded step to take times from: record at least one")
+        raise InvalidInput("E-ARGUMENT", "no recorded step to take times from: record at least one")
     first_s = median(min(s.ready.values(), default=s.marks["backward"]) for s in steps)
     backward_s = median(max(0.0, s.marks["backward"] - min(s.ready.values(), default=s.marks["backward"])) for s in steps)
     ready_s = []

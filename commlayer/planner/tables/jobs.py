@@ -127,7 +127,7 @@ def _check(name: str, batch: int | None) -> None:
         listed = ", ".join(near or PUBLISHED)
         raise InvalidInput("E-MODEL-NAME", f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {listed}")
     if batch is not None and batch < 1:
-        raise InvalidInput("E-MODEL-NAME", f"batch of {name}: got {batch}, allowed: at least 1")
+        raise InvalidInput("E-ARGUMENT", f"batch of {name}: got {batch}, allowed: at least 1")
 
 
 def _job(
