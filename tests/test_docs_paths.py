@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
 THERE = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for top in KEPT for path in [ROOT / top, *(ROOT / top).rglob("*")]]
-"""Prose says `routes/late.py` where the room is clear: any path may end so."""
+"""Prose says `paths/late.py` where the room is clear: any path may end so."""
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
 PATH = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|md|cc|h|cu|cuh|toml))`|`([\w./-]+/)`")
 

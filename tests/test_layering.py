@@ -101,7 +101,7 @@ def imports_of(file: Path) -> list[Import]:
 
 
 def part_of(name: str) -> str:
-    """commlayer.cluster.client.join belongs to "control", commlayer itself to ""."""
+    """commlayer.cluster.client.join belongs to "cluster", commlayer itself to ""."""
     pieces = name.split(".")
     known = len(pieces) > 1 and ((PACKAGE / pieces[1]).is_dir() or (PACKAGE / f"{pieces[1]}.py").is_file())
     return pieces[1] if known else ""

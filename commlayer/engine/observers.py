@@ -15,9 +15,9 @@ class Place(IntEnum):
     """The order: first those that may change the plan, then those that watch what runs under it."""
 
     AUTO_PLAN = 0
-    """Measures, plans, and switches to a better plan (autoplan/)."""
+    """Measures, plans, and switches to a better plan (autotune/plan)."""
     ACCURACY = 1
-    """Compares coded with exact gradients, and makes codecs finer or coarser (accuracy/)."""
+    """Compares coded with exact gradients, and makes codecs finer or coarser (autotune/quality)."""
     TRACE = 2
     """Records the steps of a trace (trace.py)."""
     STALE_PLAN = 3

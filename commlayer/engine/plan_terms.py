@@ -7,12 +7,12 @@ asked, forbids           start.py, once
 optimizer, loss          start.py, once
 max_loss, learning       start.py, once
 auto                     start.py; a session, whose user asks for a plan
-suggested                autoplan/
+suggested                autotune/plan
 useless                  the drivers: module_driver.py, ddp_ways.py
 balanced                 shares/, a controller
-floor, harder            accuracy/
-basis                    start.py, switch.py; autoplan/, for the plan that it has chosen
-price                    autoplan/
+floor, harder            autotune/quality
+basis                    start.py, switch.py; autotune/plan, for the plan that it has chosen
+price                    autotune/plan
 =======================  ====================================================================
 """
 
