@@ -69,6 +69,6 @@ main.run()
 def test_workers_need_no_scikit_optimize_and_tune_says_that_it_does(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert "scikit-optimize" in done.stderr
-    assert done.stderr.endswith("[E-CLI-OPTION]\n")
+    assert done.stderr.endswith("[E-PACKAGE]\n")
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())

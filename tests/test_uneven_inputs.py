@@ -224,8 +224,11 @@ def refused(rank: int, address: str) -> dict[str, str]:
 
     return refusals({
         "every": entering(every=4), "updates": entering(codes="updates"), "exact": entering(exact=False),
-        "optimizer": entering(optimizer=None), "ddp": entering(module=DistributedDataParallel(mlp())),
-        "twice": twice, "drain": inside(lambda session: session.drain()),
+        "optimizer": entering(optimizer=None),
+        "part": entering(optimizer=torch.optim.SGD(list(model.parameters())[:2], lr=0.05)),
+        "ddp": entering(module=DistributedDataParallel(mlp())),
+        "twice": twice, "total": inside(lambda session: session.weight(8, 16)),
+        "drain": inside(lambda session: session.drain()),
         "save": inside(lambda session: session.save_residuals("nowhere")),
         "switch": inside(lambda session: commlayer.switch(session, session.inspect.plan)),
     })
@@ -234,7 +237,9 @@ def refused(rank: int, address: str) -> dict[str, str]:
 def test_what_join_cannot_do_is_refused_in_a_line() -> None:
     said_in_lines(pool(WORLD).call(refused, ""), {
         "every": "every=4", "updates": "local steps", "exact": "exact=False", "optimizer": "attach(model, optimizer)",
-        "ddp": "with ddp_model.join()", "twice": "once", "drain": "drain()", "save": "save_residuals()", "switch": "switch()",
+        "part": "2.weight",
+        "ddp": "with ddp_model.join()", "twice": "once", "total": "leave total out",
+        "drain": "drain()", "save": "save_residuals()", "switch": "switch()",
     })
 
 

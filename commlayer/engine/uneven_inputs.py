@@ -58,13 +58,11 @@ class UnevenInputs:
         if plan is not None and plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join(): the plan has local steps (every={plan.local_steps}), which all ranks must "
-                               "make "
-                               "in equal number; allowed: plans that average gradients in every step")
+                               "make in equal number; allowed: plans that average gradients in every step")
         if terms.auto and terms.asked.exact is False:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): exact=False lets the automatic plan take local steps, which all ranks must "
-                               "make "
-                               "in equal number; remedy: leave exact out")
+                               "make in equal number; remedy: leave exact out")
         if connection.members is not None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): workers may leave this job (min_workers); allowed there: the same number of "
@@ -81,6 +79,12 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() copies the optimizer's state to ranks that run out of batches, and attach() got "
                                "no optimizer; remedy: attach(model, optimizer)")
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"session.join(): {len(foreign)} parameters are not in the optimizer that attach() got, the "
+                               f"first is {foreign[0]}: the state of another optimizer is not copied; give attach() an optimizer "
+                               "of all, or freeze them")
         if hasattr(self._optimizer, SHARDED):
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join(): {type(self._optimizer).__name__} steps on all ranks together, also those "
