@@ -83,8 +83,8 @@ class UnevenInputs:
         if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join(): {len(foreign)} parameters are not in the optimizer that attach() got, the "
-                               f"first is {foreign[0]}: the state of another optimizer is not copied; give attach() an optimizer "
-                               "of all, or freeze them")
+                               f"first is {foreign[0]}: the state of another optimizer is not copied; give attach() an "
+                               "optimizer of all, or freeze them")
         if hasattr(self._optimizer, SHARDED):
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join(): {type(self._optimizer).__name__} steps on all ranks together, also those "
