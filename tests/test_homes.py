@@ -286,7 +286,7 @@ def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
     assert plain[1].get("key") == b"value"
     assert [plain[0].add("n", 2), plain[1].add("n", 3)] == [2, 5]
     assert [plain[1].check(["key"]), plain[1].check(["key", "other"])] == [True, False]
-    with pytest.raises(RuntimeError, match=r"0\.1 s\b.*a/other.*E-PROCESS-GROUP"):
+    with pytest.raises(RuntimeError, match=r"0\.1 s\b.*a/other.*E-DEADLINE"):
         plain[1].wait(["other"], datetime.timedelta(seconds=0.1))
     assert plain[1].delete_key("key")
     assert not plain[0].check(["key"])

@@ -113,7 +113,7 @@ def test_where_all_must_stay_all_end_with_its_name(homes: Homes, tmp_path: Path)
     codes = [ended(process) for process in every]
     assert [code for code, _, _ in codes] == [1, CODE, 1]
     for home in (0, 2):
-        assert re.search(rf"^commlayer: worker 1: .*\(by server 0\): {HOW['payload']}.*\[E-PEER-LOST\]$", codes[home][2], re.M)
+        assert re.search(rf"^commlayer: worker 1: .*\(by server 0\): {HOW['payload']}.*\[E-FRAME\]$", codes[home][2], re.M)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def test_a_home_that_died_is_started_again_and_trains_with_the_others(homes: Hom
     assert trained.again("dies inside")[0] == KILLED
     code, rows, errors = trained.again("asks")
     assert (code, rows) == (1, [])
-    assert re.search(r"attach\(\).*\[E-PROCESS-GROUP\]$", errors, re.MULTILINE)
+    assert re.search(r"attach\(\).*\[E-COLLECTIVE\]$", errors, re.MULTILINE)
     told, (new,) = trained.all_ended()
     worlds, first = told[0]["worlds"], new["first"]
     assert new["worlds"] == worlds[first:] == [3] * len(new["worlds"])
