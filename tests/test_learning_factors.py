@@ -230,7 +230,7 @@ def test_the_page_shows_each_row_between_its_marks(tmp_path: Path) -> None:
     assert "old" not in text
     assert "| `int4()`, `every=4` | 1.15 | 1.24 | +1.5% | +2.4% | 4 | 4 |" in text
     assert learning_table.page(text, made, store) == text
-    with pytest.raises(Unmeasurable, match="<!-- learning: begin -->.*E-FILE"):
+    with pytest.raises(Unmeasurable, match="<!-- learning: begin -->.*E-ARGUMENT"):
         learning_table.page("nothing", made, store)
 
 

@@ -37,7 +37,7 @@ def test_times_are_medians_since_backward_began_to_give() -> None:
 
 
 def test_without_a_step_there_are_no_times() -> None:
-    with pytest.raises(ValueError, match="E-USER-CODE"):
+    with pytest.raises(ValueError, match="E-ARGUMENT"):
         timing_of([], 1, {})
 
 

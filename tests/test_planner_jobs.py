@@ -115,7 +115,7 @@ def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
 @pytest.mark.parametrize(("name", "batch", "message"), [
     ("resnet5", None, "'resnet5'.* resnet50,.*E-MODEL-NAME"),
     ("zzz", None, "'zzz'.* resnet50, .* ugatit.*E-MODEL-NAME"),
-    ("lstm", 0, r"batch of lstm: got 0\b.*E-MODEL-NAME"),
+    ("lstm", 0, r"batch of lstm: got 0\b.*E-ARGUMENT"),
 ])
 def test_unknown_jobs(name: str, batch: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):

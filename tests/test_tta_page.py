@@ -76,5 +76,5 @@ def test_what_a_single_seed_cannot_judge_is_said_by_what_loses_nothing() -> None
 
 
 def test_a_page_without_a_place_for_rows_is_named() -> None:
-    with pytest.raises(ValueError, match="<!-- rows: begin --> .*<!-- rows: end -->.*E-FILE"):
+    with pytest.raises(ValueError, match="<!-- rows: begin --> .*<!-- rows: end -->.*E-ARGUMENT"):
         PARTS[1].within("# Nothing", [])
