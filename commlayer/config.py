@@ -151,13 +151,14 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
         return settings[name].source if name in settings else "default"
 
     if config.dead_after_s < 2 * config.heartbeat_s:
-        raise RecordError(f"dead_after_s: got {config.dead_after_s:g} from {source('dead_after_s')}, allowed: at least twice "
-                          f"heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}", "E-SETTING")
+        raise RecordError("E-SETTING",
+                          f"dead_after_s: got {config.dead_after_s:g} from {source('dead_after_s')}, allowed: at least twice "
+                          f"heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}")
     if config.join:
         try:
             host_port(config.join)
         except ValueError as error:
-            raise RecordError(f"join: {error} (from {source('join')})", "E-ADDRESS") from None
+            raise RecordError("E-ADDRESS", f"join: {error} (from {source('join')})") from None
     _check_plain_text(config)
     return _with_token(config, source)
 
@@ -170,24 +171,25 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     def number(name: str, default: int) -> int:
         text = environ.get(name, "")
         if text and not text.isdecimal():
-            raise RecordError(f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more",
-                              "E-LAUNCH-ENVIRONMENT")
+            raise RecordError("E-LAUNCH-ENVIRONMENT",
+                              f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more")
         return int(text) if text else default
 
     if group is not None:
         rank, world = group
     elif bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
         present, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
-        raise RecordError(f"{present} is in the environment but {missing} is not, and there is no process group: set both "
-                          "(torchrun does) or none, or call init_process_group first (Lightning does when fit() "
-                          "begins)", "E-LAUNCH-ENVIRONMENT")
+        raise RecordError("E-LAUNCH-ENVIRONMENT",
+                          f"{present} is in the environment but {missing} is not, and there is no process group: set both "
+                          "(torchrun does) or none, or call init_process_group first (Lightning does when fit() begins)")
     elif not environ.get("RANK") and environ.get("SLURM_PROCID"):
         rank, world = number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
         if world > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
             raise RecordError(
+                "E-LAUNCH-ENVIRONMENT",
                 f"Slurm says that this is task {rank} of {world}, but there is no process group: export MASTER_ADDR=$(scontrol "
                 "show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT ahead of srun, or start with torchrun; "
-                "to train alone, unset SLURM_PROCID", "E-LAUNCH-ENVIRONMENT")
+                "to train alone, unset SLURM_PROCID")
     else:
         rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
     local_world, local_rank = number("LOCAL_WORLD_SIZE", 1), number("LOCAL_RANK", 0)
@@ -199,11 +201,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     joins = int(first) + number("LOCAL_RANK", 0) if first.isdecimal() else -1
     launch = Launch(rank, world, local_rank, local_world, node, node if agent_known else -1, home, joins)
     if launch.rank >= launch.world:
-        raise RecordError(f"RANK: got {launch.rank} from the environment, allowed: below WORLD_SIZE, which is {launch.world}",
-                          "E-LAUNCH-ENVIRONMENT")
+        raise RecordError("E-LAUNCH-ENVIRONMENT",
+                          f"RANK: got {launch.rank} from the environment, allowed: below WORLD_SIZE, which is {launch.world}")
     if launch.local_rank >= local_world:
-        raise RecordError(f"LOCAL_RANK: got {launch.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
-                          f"which is {local_world}", "E-LAUNCH-ENVIRONMENT")
+        raise RecordError("E-LAUNCH-ENVIRONMENT",
+                          f"LOCAL_RANK: got {launch.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
+                          f"which is {local_world}")
     return launch
 
 
@@ -322,8 +325,8 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
         return msgspec.structs.replace(config, token=_secret_in(path, f"keys: {path} from {source('keys')}", KEYS_REMEDY))
     where = f"token_file: {config.token_file} from {source('token_file')}"
     if config.token:
-        raise RecordError(f"token_file: got {config.token_file} from {source('token_file')} beside token from "
-                          f"{source('token')}, allowed: one of both", "E-SECRET")
+        raise RecordError("E-SECRET", f"token_file: got {config.token_file} from {source('token_file')} beside token from "
+                          f"{source('token')}, allowed: one of both")
     return msgspec.structs.replace(config, token=_secret_in(Path(config.token_file), where), token_file="")
 
 
@@ -336,14 +339,15 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise RecordError(f"{where} cannot be read: {why}{remedy}", "E-SETTING") from None
+        raise RecordError("E-SETTING", f"{where} cannot be read: {why}{remedy}") from None
     try:
         token: str = msgspec.convert(text, _TYPES["token"])
     except msgspec.ValidationError:
         token = ""
     if not token:
-        raise RecordError(f"{where} holds {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
-                          "without blanks", "E-SECRET")
+        raise RecordError("E-SECRET",
+                          f"{where} holds {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
+                          "without blanks")
     return token
 
 
@@ -381,9 +385,10 @@ def is_loopback(host: str) -> bool:
 def check_plain_text(name: str, host: str, config: Config) -> None:
     """Raises if plain-text traffic to or from `host` is not allowed; the error names the setting `name`."""
     if not is_loopback(host) and not config.insecure and not config.keys:
-        raise RecordError(f"{name}: {host} is not loopback and traffic is plain text: set keys ({PREFIX}KEYS) to a folder that "
+        raise RecordError("E-PLAIN-TEXT",
+                          f"{name}: {host} is not loopback and traffic is plain text: set keys ({PREFIX}KEYS) to a folder that "
                           "`commlayer keys init` and `commlayer keys add NAME` make, or set insecure (insecure=True, "
-                          f"--insecure, {PREFIX}INSECURE=1) if you trust every machine on the way", "E-PLAIN-TEXT")
+                          f"--insecure, {PREFIX}INSECURE=1) if you trust every machine on the way")
 
 
 def _check_plain_text(config: Config) -> None:
@@ -394,5 +399,6 @@ def _check_plain_text(config: Config) -> None:
         check_plain_text(name, host, config)
     named = "advertise" if config.advertise else "bind"
     if getattr(config, named) in ("0.0.0.0", "::"):
-        raise RecordError(f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
-                          f"(--advertise, {PREFIX}ADVERTISE) to this machine's address", "E-SETTING")
+        raise RecordError("E-SETTING",
+                          f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
+                          f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")

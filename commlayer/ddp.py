@@ -153,8 +153,7 @@ class HookState:
             if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
                 raise InvalidInput("E-DDP-HOOK",
                                    "this HookState belongs to another model, or the model has other parameters than in its "
-                                   "first "
-                                   "backward pass: make a HookState for each DistributedDataParallel module")
+                                   "first backward pass: make a HookState for each DistributedDataParallel module")
             if buffer.layout != torch.strided:
                 self._find_module()
                 check_dense(name_of(parameters[0], self.module), buffer)

@@ -180,8 +180,6 @@ GENERIC = ("", "E-RECORD")
 class Coded(Exception):
     """An error with a code. Where the text quotes another coded error, that error's code is kept: it is more specific."""
 
-    default_code: ClassVar[str]
-
     def __init__(self, code: str, text: str) -> None:
         inner = code_of(text)
         self.code = code if inner in GENERIC else inner
@@ -197,11 +195,7 @@ class InvalidInput(Coded, ValueError):
 
 
 class RecordError(InvalidInput):
-    """A record, plan or setting that breaks its type."""
-
-    def __init__(self, text: str, code: str = "E-RECORD") -> None:
-        super().__init__(code, text)
-        self.args = (text, code)
+    """A record, plan or setting breaks its type."""
 
 
 class InvalidState(Coded, RuntimeError):
@@ -209,9 +203,9 @@ class InvalidState(Coded, RuntimeError):
 
 
 class CommError(Coded):
-    """Communication failed. `peer` says with whom ("worker 2", "server 0"), so that no message leaves the reader guessing."""
+    """Communication failed. `peer` names the other side, such as "worker 2" or "server 0"."""
 
-    default_code = "E-COMM"
+    default_code: ClassVar[str] = "E-COMM"
 
     def __init__(self, what: str, *, peer: str = "", step: int | None = None, bucket: int | None = None,
                  code: str = "") -> None:
@@ -236,7 +230,7 @@ class CommError(Coded):
         return other
 
     def call(self, named: str) -> None:
-        """The message then names the peer so ("worker 2 (ben)"); `peer` stays what it is."""
+        """Sets the peer's name in the message, such as "worker 2 (ben)". `peer` does not change."""
         self._named = named if self.peer else ""
 
 
@@ -247,7 +241,7 @@ class PeerLost(CommError):
 
 
 class Unsaid(PeerLost):
-    """Whoever dialled has closed the connection ahead of its first byte there: it has claimed nothing."""
+    """The dialler closed the connection before it sent anything."""
 
     def __init__(self, what: str = "closed before anything was said", *, peer: str = "") -> None:
         super().__init__(what, peer=peer)
@@ -260,7 +254,7 @@ class PeerEnded(PeerLost):
 
 
 class StepAbandoned(CommError):
-    """A worker broke a step off, so it is none on any rank: gradients are as they were, and the next step goes on."""
+    """A worker abandoned a step, so no rank applies it. Gradients are unchanged, and the next step proceeds normally."""
 
     default_code = "E-STEP-ABANDONED"
 
@@ -272,40 +266,40 @@ class DeadlineExceeded(CommError):
 
 
 class CorruptFrame(CommError):
-    """Bytes that break the format. Whoever sent them is dropped; nothing was written."""
+    """Received bytes break the format. The server drops their sender; nothing was written."""
 
     default_code = "E-FRAME"
 
 
 class CorruptPayload(CorruptFrame):
-    """A codec's payload that breaks the codec's format."""
+    """A received payload breaks the codec's format."""
 
     default_code = "E-PAYLOAD"
 
 
 class Damaged(CorruptFrame):
-    """Bytes that are not those that were sent, as their checksum tells: the way may be at fault, not the peer."""
+    """The checksum of received bytes does not match: the network may be at fault, not the peer."""
 
     default_code = "E-CHECKSUM"
 
 
 class Refused(CommError):
-    """The other side answered no: another version, another job, a rank that is taken."""
+    """The other side refused the request: another version, another job, a rank that is taken."""
 
     default_code = "E-REFUSED"
 
 
 class NotYet(Refused):
-    """It answered no for a reason that passes."""
+    """The other side refused for now: a retry may succeed."""
 
 
 def line_of(error: Exception) -> str:
-    """What a command says of one that users can mend. The system's own have a number in front, unless they name a file."""
+    """The line that a command prints for an error that users can fix. An OSError without a file loses its number."""
     return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
 
 
 def cause_of(error: BaseException) -> str:
-    """What the others hear of an exception that ended a script here: its kind, and the first line that it has, if any.
+    """The reason that is sent to other ranks when an exception ends a script: its class and the first line of its text.
 
     >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it"))
     ('KeyboardInterrupt', 'ValueError: no room')
@@ -315,7 +309,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """What others may have written, fit for an error or a log: a stranger's line break would make lines that nobody logged."""
+    """A peer's text in one line, for errors and logs: a line break in it would forge log lines."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 

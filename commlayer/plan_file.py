@@ -62,7 +62,7 @@ def sidecar(path: Path) -> Path:
 def plan_in(path: Path) -> Plan:
     data = text_of(path, "plan").encode()
     for problem in misread(data):
-        raise RecordError(f"plan {path}: {problem}", "E-PLAN-FILE")
+        raise RecordError("E-PLAN-FILE", f"plan {path}: {problem}")
     return records.decode(data, Plan, f"plan {path}")
 
 
@@ -113,7 +113,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
-        raise RecordError(f"{error.what}{remedy(error)}", "E-PLAN-FILE") from None
+        raise RecordError("E-PLAN-FILE", f"{error.what}{remedy(error)}") from None
 
 
 def basis_of(plan: Any) -> Basis | None:

@@ -281,4 +281,4 @@ def decode(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except MALFORMED as error:
-        raise RecordError(f"{what}: {one_line(error)}") from None
+        raise RecordError("E-RECORD", f"{what}: {one_line(error)}") from None

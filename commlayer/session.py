@@ -352,8 +352,7 @@ class _DDPDriver:
     def join(self) -> AbstractContextManager[None]:
         raise InvalidInput("E-UNEVEN-INPUTS",
                            "session.join() is for plain modules; a DistributedDataParallel module has its own, which works "
-                           "with "
-                           "commlayer: with ddp_model.join(): ...")
+                           "with commlayer: with ddp_model.join(): ...")
 
     def weight(self, n: float, total: float | None) -> None:
         self._state.weight(n, total)

@@ -15,8 +15,6 @@ from commlayer.errors import RecordError
 PREFIX = "COMMLAYER_"
 Types = Mapping[str, Any]
 """Types of all settings by name; their description is what is allowed."""
-
-
 REMOVED = {"quarantine": "leave it out: servers no longer judge contributions by their size"}
 """Settings of earlier versions and their replacements."""
 
@@ -50,19 +48,19 @@ def from_file(environ: Mapping[str, str], cwd: Path, types: Types) -> dict[str, 
     try:
         fields = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise RecordError(f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}", "E-SETTING") from None
+        raise RecordError("E-SETTING", f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise RecordError(f"{path} is not TOML: {error}", "E-SETTING") from None
+        raise RecordError("E-SETTING", f"{path} is not TOML: {error}") from None
     return {_known(name, f"{path}:{name}", types): Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
 
 
 def _known(name: str, source: str, types: Types) -> str:
     if name in REMOVED:
-        raise RecordError(f"{name}: this setting was removed ({source}); {REMOVED[name]}", "E-SETTING")
+        raise RecordError("E-SETTING", f"{name}: this setting was removed ({source}); {REMOVED[name]}")
     if name not in types:
         near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
         meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(types)}"
-        raise RecordError(f"{name}: no such setting ({source}); {meant}", "E-SETTING")
+        raise RecordError("E-SETTING", f"{name}: no such setting ({source}); {meant}")
     return name
 
 
@@ -72,4 +70,4 @@ def checked(name: str, setting: Setting, types: Types) -> Any:
     except msgspec.ValidationError:
         allowed = next(m.description for m in types[name].__metadata__)
         shown = "a text that is none" if name == "token" else repr(setting.value)
-        raise RecordError(f"{name}: got {shown} from {setting.source}, allowed: {allowed}", "E-SETTING") from None
+        raise RecordError("E-SETTING", f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None

@@ -25,8 +25,8 @@ def test_the_page_is_made_from_the_table() -> None:
 
 
 @pytest.mark.parametrize("error", [
-    InvalidInput("E-ARGUMENT", "x: got 1"), InvalidState("E-COMPILED", "too early"), RecordError("x: got 1"),
-    RecordError("x: got 1", "E-SETTING"), PeerLost("gone", peer="worker 2", step=3, bucket=4)])
+    InvalidInput("E-ARGUMENT", "x: got 1"), InvalidState("E-COMPILED", "too early"), RecordError("E-RECORD", "x: got 1"),
+    RecordError("E-SETTING", "x: got 1"), PeerLost("gone", peer="worker 2", step=3, bucket=4)])
 def test_an_error_ends_with_its_code_and_crosses_processes(error: errors.Coded) -> None:
     assert str(error).endswith(f"[{error.code}]")
     assert code_of(error) == error.code

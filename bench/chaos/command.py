@@ -1,10 +1,9 @@
-"""What becomes of jobs that are broken on purpose: real runs, simulated schedules by the million, a long one with churn, and
-damaged bytes by the million.
+"""`python -m bench chaos`: injects faults into small jobs and checks what they keep.
 
-`python -m bench chaos` makes real runs, then simulated schedules. `--runs N`, `--faults` and `--resume` make real runs alone,
-`--schedules N` schedules alone, with
-`--members` of who takes part, with `--agreement` of how those go on who are left, `--soak STEPS` the long run, with `--homes`
-one of homes that go and come, `--fuzz N` damages frames and control messages. Knows no mechanism.
+Without options it makes real runs, then simulated schedules. `--runs`, `--faults` or `--resume` make real runs alone.
+`--schedules` makes schedules alone: of sums, of membership (`--members`), or of how the remaining members continue
+(`--agreement`). `--soak` is one long run, with `--homes` of homes that leave and join. `--fuzz` damages frames and control
+messages.
 """
 
 from __future__ import annotations

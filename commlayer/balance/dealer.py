@@ -76,7 +76,7 @@ class Dealer(HandsOut):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kept = decode(str(state.get("dealer", "")).encode(), DealerState, "state of a dealer")
         if kept.batch != self.batch:
-            raise RecordError(f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}", "E-SAMPLER-STATE")
+            raise RecordError("E-SAMPLER-STATE", f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}")
         self.step, self._read, self._schedule = kept.step, kept.items, SharesSchedule.of(kept.schedule)
         self._handout.over()
 

@@ -281,8 +281,7 @@ class Sampler(HandsOut):
         if not given.numbers:
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                "follow: this home has joined a running job, whose sampler has shares of others than its "
-                               "workers; "
-                               "allowed there: a Sampler made without world and shares")
+                               "workers; allowed there: a Sampler made without world and shares")
         if given.under_way and self.epoch > given.state.epoch:
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
@@ -299,10 +298,8 @@ class Sampler(HandsOut):
         if session is not None and session.inspect.may_leave and self._lead > SOON_STEPS:
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                f"follow: the loader draws up to {self._lead} batches ahead (num_workers times "
-                               "prefetch_factor), "
-                               f"allowed where workers may leave (min_workers): {SOON_STEPS}, since what the lost had is "
-                               "handed "
-                               "out again so many steps later")
+                               f"prefetch_factor), allowed where workers may leave (min_workers): {SOON_STEPS}, since what the "
+                               "lost had is handed out again so many steps later")
 
     # ---- for the DataLoader
 
@@ -356,8 +353,8 @@ class Sampler(HandsOut):
         kept = decode(str(state.get("sampler", "")).encode(), SamplerState, "state of a sampler")
         for name in ("length", "batch", "seed"):
             if getattr(kept, name) != getattr(self, name):
-                raise RecordError(f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}",
-                                  "E-SAMPLER-STATE")
+                raise RecordError("E-SAMPLER-STATE",
+                                  f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
         self.epoch, ledger = kept.epoch, Ledger.from_state(kept.ledger)
         if self._other_workers(kept):
             place = place_among(kept.left)

@@ -205,8 +205,7 @@ def _problem(
     if min(most) < minimum:
         raise InvalidInput("E-SHARES-ARGUMENT",
                            f"shares: got at most {min(most)} for worker {workers[most.index(min(most))]}, less than the "
-                           "minimum "
-                           f"batch {minimum}; raise it, or give a cap of 0 to leave the worker out")
+                           f"minimum batch {minimum}; raise it, or give a cap of 0 to leave the worker out")
     if sum(most) < total:
         raise InvalidInput("E-SHARES-ARGUMENT",
             f"shares: the caps add up to {sum(most)}, less than the total {total}; "

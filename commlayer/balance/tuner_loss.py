@@ -78,7 +78,7 @@ def read(path: Path) -> LossModel:
     try:
         model = decode(data, LossModel, f"loss model {path}")
     except RecordError as error:
-        raise RecordError(f"{error.what}; `commlayer tune` writes one", "E-LOSS-MODEL") from None
+        raise RecordError("E-LOSS-MODEL", f"{error.what}; `commlayer tune` writes one") from None
     if not model.points:
         raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: has no points; `commlayer tune` measures some")
     for point in model.points:

@@ -44,8 +44,8 @@ class Store:
         kept = decode(whole[0], Search, f"{path}: line 1")
         if kept != search:
             name = next(f for f in Search.__struct_fields__ if getattr(kept, f) != getattr(search, f))
-            raise RecordError(f"{path} holds trials of another search (its {name} differs): give another --store, or delete it",
-                              "E-TUNE-STORE")
+            raise RecordError("E-TUNE-STORE",
+                              f"{path} holds trials of another search (its {name} differs): give another --store, or delete it")
         self.trials = [decode(line, TuningTrial, f"{path}: line {i}") for i, line in enumerate(whole[1:], 2)]
         if len(whole) < len(lines):
             write_whole({path: b"".join(whole)})

@@ -187,8 +187,7 @@ def whatif(
     if len(given) != 1:
         raise InvalidInput("E-CLI-OPTION",
                            "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu "
-                           "NAMES; "
-                           f"got {' and '.join(given) or 'none'}")
+                           f"NAMES; got {' and '.join(given) or 'none'}")
     if plot is not None:
         from commlayer.cli.plan_curve import check_plot
 

@@ -32,8 +32,9 @@ class Audit:
             try:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise RecordError(f"audit: {path} cannot be written: {error.strerror}; name a file in a folder that is "
-                                  "there", "E-SETTING") from None
+                raise RecordError("E-SETTING",
+                                  f"audit: {path} cannot be written: {error.strerror}; name a file in a folder that is "
+                                  "there") from None
 
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
         """Also logs it. Probes are marked as such: `commlayer doctor` and port monitors cause them."""

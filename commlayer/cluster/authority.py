@@ -212,8 +212,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise InvalidInput("E-KEYS",
                            f"{folder} has no CA ({error.strerror}): `commlayer keys init --dir {folder}` makes one, --dir "
-                           "names "
-                           "another folder") from None
+                           "names another folder") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -102,6 +102,6 @@ def _checked(address: str, name: str, config: Config) -> Address:
     try:
         host, port = host_port(address)
     except ValueError as error:
-        raise RecordError(f"{name}: {error}", "E-SETTING") from None
+        raise RecordError("E-SETTING", f"{name}: {error}") from None
     check_plain_text(name, host, config)
     return host, port

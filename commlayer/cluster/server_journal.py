@@ -83,7 +83,7 @@ class ServerJournal:
     def _fail(self, what: str, remedy: str) -> None:
         line = f"journal {self._path}: {what}"
         if self._required:
-            raise RecordError(f"{line}; {remedy}, or set journal_required to false", "E-JOURNAL") from None
+            raise RecordError("E-JOURNAL", f"{line}; {remedy}, or set journal_required to false") from None
         self._end()
         self._folder.forget()
         log.warning("%s; the job goes on without it, and a crash of this server ends it", line)

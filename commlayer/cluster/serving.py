@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -207,7 +207,7 @@ class Serving:
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers switch to. ValueError if it cannot be served; nothing has changed then."""
         assert self._view is not None
-        return self._go_over(plan, generation, self._view, ())
+        return self._go_over(plan, generation, self._view)
 
     def _regroup(self, newest: Callable[[], View], change: ViewChange, generation: int, sender: int) -> Callable[[], Summation]:
         """Checks a change of members against the coordinator's newest view. Returns a function that makes the new sums, and
@@ -237,26 +237,22 @@ class Serving:
         # The view first: from now on a worker with a new rank is checked against its certificate in that view.
         former, self._view = self._members, change.view
         self._members = tuple(m.rank for m in change.view.members)
-        stay = [place for place, member in enumerate(former) if member in self._members]
-        core = self._go_over(change.plan, generation, change.view, stay, worth=len(self._members) / len(former))
+        core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
         absent = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=absent, joined=new)
         return core
 
-    def _go_over(self, plan: bytes, generation: int, view: View, stay: Sequence[int], worth: float = 1.0) -> Summation:
-        """`stay`: places in the former view of the members that stay, if the plan stays too; empty for another plan."""
+    def _go_over(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth,
-                                                  gradients=view.gradients)
+        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth, gradients=view.gradients)
         core = self._core(decoded, server, generation)
         try:
             self._write_down(core, plan, server, view)
         except ValueError:
             self._ops = before
             raise
-        assert self._plan is not None
         self._plan = decoded
         self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return core
@@ -311,11 +307,11 @@ def _checked_plan(plan: bytes, view: View) -> Plan:
     try:
         decoded = records.decode(plan, Plan, what)
     except RecordError as error:
-        raise RecordError(error.what, "E-PLAN-REFUSED") from None
+        raise RecordError("E-PLAN-REFUSED", error.what) from None
     problems = planner.verify_alone(decoded, len(view.members))
     if decoded.servers > len(view.servers):
         problems.append(f"it is for {decoded.servers} servers, the job has {len(view.servers)}: start more, or make it again")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise RecordError(f"{what}: {problems[0]}{more}", "E-PLAN-REFUSED")
+        raise RecordError("E-PLAN-REFUSED", f"{what}: {problems[0]}{more}")
     return decoded

@@ -95,8 +95,7 @@ class WorldStore(_Store):  # type: ignore[misc]
             lambda _: self.desk.ask(until, want=want, rank=self._rank, limit_s=timeout_s)).found
         if None in values:
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
-            raise InvalidState("E-DEADLINE",
-                               f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
+            raise InvalidState("E-DEADLINE", f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
         return values
 
     def _asked(self, call: Callable[[float], Any]) -> Any:

@@ -21,8 +21,7 @@ def check(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch
     place = "" if device is None else f" on {device}"
     raise InvalidInput("E-CODEC-INPUT",
                        f"{codec}: {what} is {_told(tensor)}; its state was made for {numel} elements of float32, contiguous "
-                       "and "
-                       f"one-dimensional{place}")
+                       f"and one-dimensional{place}")
 
 
 def _told(tensor: torch.Tensor) -> str:

@@ -142,8 +142,7 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
     if _read(server) != _read(node):
         raise InvalidInput("E-PLAN-BY-NODE",
                            f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their "
-                           "ratios "
-                           "may differ")
+                           "ratios may differ")
     if node.keeps != server.keeps:
         raise InvalidInput("E-PLAN-BY-NODE",
                            f"bucket {bucket.id}: by_node has {node} beside {server}, of which one keeps back what it does not "

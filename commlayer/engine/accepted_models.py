@@ -76,8 +76,7 @@ def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for optimizer in getattr(p, "_in_backward_optimizers", ()):
             raise InvalidInput("E-STEP-IN-BACKWARD",
                                f"{name} is stepped inside backward by {type(optimizer).__name__} "
-                               "(apply_optimizer_in_backward), "
-                               f"with what its own rank has: {STEP_AFTER_BACKWARD}")
+                               f"(apply_optimizer_in_backward), with what its own rank has: {STEP_AFTER_BACKWARD}")
 
 
 def check_dtypes(job: Job) -> None:

@@ -97,8 +97,7 @@ def check_local(optimizer: Any, said: str = "") -> None:
     if not hooked(optimizer):  # a wrapper that only pretends to be an Optimizer, such as Accelerate's
         raise InvalidInput("E-SYNC-OPTIMIZER",
                            f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the "
-                           "optimizer "
-                           "inside it")
+                           "optimizer inside it")
     if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
         raise InvalidInput("E-SYNC-OPTIMIZER",
                            f"{name}{SHARDED} steps each parameter on one rank alone, which would learn from its own batches "
@@ -114,8 +113,7 @@ def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimiz
     if isinstance(model, DistributedDataParallel):
         raise InvalidInput("E-SYNC-FORWARD",
                            "overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach "
-                           "the "
-                           "module inside it, and leave DistributedDataParallel out")
+                           "the module inside it, and leave DistributedDataParallel out")
     if optimizer is None:
         raise InvalidInput("E-SYNC-FORWARD",
                            "overlap='forward' steps with the optimizer when results come in: attach(model, optimizer, ...)")

@@ -49,8 +49,7 @@ class Clipping:
         if closure_of(args, kwargs) is not None:
             raise InvalidInput("E-CLIP",
                                "max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: "
-                               "clip "
-                               "with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
+                               "clip with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
         scale = getattr(optimizer, "grad_scale", None)  # set by a fused optimizer, which unscales inside its step
         nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
 

@@ -114,8 +114,7 @@ class ForwardOverlap:
                 if p.dtype != mark.dtype:
                     raise InvalidInput("E-MODEL-CHANGED",
                                        f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was "
-                                       "attached: "
-                                       "overlap='forward' needs it as it was; convert the model before attach()")
+                                       "attached: overlap='forward' needs it as it was; convert the model before attach()")
             # This may differ between ranks: a step completed here is observed at the same point as on the other ranks.
             finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
             self._shared = False

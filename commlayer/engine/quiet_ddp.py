@@ -53,8 +53,7 @@ def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise InvalidInput("E-DDP-LOCAL-STEPS",
                            f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without "
-                           "every "
-                           "and codes, or freeze it")
+                           "every and codes, or freeze it")
     if ddp.mixed_precision is not None:
         raise InvalidInput("E-DDP-LOCAL-STEPS",
                            "DistributedDataParallel(mixed_precision=...) swaps weights around its reductions, of which local "

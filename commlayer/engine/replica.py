@@ -122,8 +122,7 @@ class Replica:
         if transfer.optimizer != mine:
             raise InvalidInput("E-JOIN-STATE",
                                f"joins a running job: the optimizer here is {mine}, there {transfer.optimizer}; allowed: the "
-                               "same on "
-                               "all ranks")
+                               "same on all ranks")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
         targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}

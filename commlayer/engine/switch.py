@@ -174,8 +174,7 @@ def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int
         if not old.begins() and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",
                                f"step {old.step} is half announced: go over to another plan between two steps, behind "
-                               "backward() "
-                               "and ahead of the next")
+                               "backward() and ahead of the next")
         old.drain()
         exchange.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
                              stepped.digest() if stepped is not None and local is not None else 0,
@@ -198,8 +197,7 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
         raise InvalidInput("E-PLAN-SWITCH",
                            f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make "
-                           "it "
-                           f"without {'staleness' if late else 'overlap'}")
+                           f"it without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
     return in_updates(unpredicted), (
         "the ranks' optimizers are in different states since they stepped locally, so changes of weights are still what is "

@@ -41,8 +41,7 @@ class ToldLengths:
             elif connection.matched and not self._outer.matched:
                 raise InvalidInput("E-RANKS-DIFFER",
                                    "sync: the job that this home joins makes means as long as changes are "
-                                   "(Outer(matched=True)), "
-                                   "this home does not; allowed: the same on all ranks")
+                                   "(Outer(matched=True)), this home does not; allowed: the same on all ranks")
             connection.rows.allow(self._deadline_s * every)
             return connection.matched
         except CommError as error:

@@ -72,8 +72,7 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
     if fragments is not None and not _whole(fragments):
         raise InvalidInput("E-SYNC-FRAGMENTS",
                            f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment "
-                           "is "
-                           "exchanged every H / fragments steps")
+                           "is exchanged every H / fragments steps")
     if exact is not None and not isinstance(exact, bool):
         raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, allowed: True or False")
     request = Asked(every, codes, overlap, fragments, exact)
@@ -93,8 +92,7 @@ def stepping(plan: Plan, asked: Asked) -> Plan:
     if asked.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",
                            "plan: has results that are a step late, and updates are coded, which ranks step on: make it "
-                           "without "
-                           "staleness")
+                           "without staleness")
     if asked.every is not None and asked.every != plan.local_steps > 1:
         raise InvalidInput("E-SYNC-PLAN",
                            f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "

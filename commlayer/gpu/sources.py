@@ -20,8 +20,7 @@ def folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
     for candidate in candidates:
         if (candidate / "common.cuh").is_file():
             return candidate
-    raise InvalidInput("E-GPU-CODE",
-                       f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
+    raise InvalidInput("E-GPU-CODE", f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
 
 
 @cache

@@ -54,11 +54,11 @@ def read_comparison(path: Path) -> Comparison:
         document = json.loads(path.read_text("utf-8"))
         return msgspec.convert(document["otherData"][KEY], Comparison)
     except OSError as error:
-        raise RecordError(f"trace {path}: {error.strerror}", "E-TRACE") from None
+        raise RecordError("E-TRACE", f"trace {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         detail = f": {error}" if isinstance(error, msgspec.ValidationError) else ""
-        raise RecordError(f"trace {path}: not one that commlayer wrote{detail}; the setting `trace` makes one",
-                          "E-TRACE") from None
+        raise RecordError("E-TRACE",
+                          f"trace {path}: not one that commlayer wrote{detail}; the setting `trace` makes one") from None
 
 
 def _rows(events: Sequence[Event]) -> list[list[Event]]:

@@ -66,8 +66,9 @@ class Keys:
         try:
             self._listed = self._list()
         except (OSError, ValueError) as error:
-            raise RecordError(f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
-                              f"{ANEW}", "E-KEYS") from None
+            raise RecordError("E-KEYS",
+                              f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
+                              f"{ANEW}") from None
         self._contexts = self._made(self._listed)  # reports files that do not match now instead of at the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
@@ -81,7 +82,7 @@ class Keys:
                 remedy = f"this is the folder of the CA, a node's is one of {self.folder / 'nodes'}/*"
             else:
                 remedy = "`commlayer keys init` and `commlayer keys add NAME` make a folder for each node"
-            raise RecordError(f"keys: {path} cannot be read: {error.strerror}; {remedy}", "E-KEYS") from None
+            raise RecordError("E-KEYS", f"keys: {path} cannot be read: {error.strerror}; {remedy}") from None
 
     def _own(self) -> Certified:
         # Imported here and below: the import takes 0.1 s, and a job on loopback does not need it.
@@ -92,14 +93,14 @@ class Keys:
             try:
                 mine = x509.load_pem_x509_certificate(data)
             except ValueError:
-                raise RecordError(f"keys: {path} is no certificate: it is damaged, or another file; {ANEW}", "E-KEYS") from None
+                raise RecordError("E-KEYS", f"keys: {path} is no certificate: it is damaged, or another file; {ANEW}") from None
         name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
         now = datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
-            raise RecordError(f"keys: the certificate of {name} in {self.folder} is good from "
+            raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {name} in {self.folder} is good from "
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
                               f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
-                              "--again`", "E-CERTIFICATE-DATE")
+                              "--again`")
         own = certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
         self.dials_only = own.dials_only
         return own
@@ -167,9 +168,9 @@ class Keys:
                 context.load_verify_locations(trust)
                 context.load_cert_chain(certificate, key)
         except (ssl.SSLError, OSError) as error:
-            raise RecordError(f"keys: {self.folder} holds files that do not go together, or a damaged {KEY} "
+            raise RecordError("E-KEYS", f"keys: {self.folder} holds files that do not go together, or a damaged {KEY} "
                               f"({error.strerror or error}): copy the folder anew from where `commlayer keys` made "
-                              "it", "E-KEYS") from None
+                              "it") from None
         return context
 
 

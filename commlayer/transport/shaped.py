@@ -253,4 +253,4 @@ def parse_shape(setting: str) -> ShapedLinks:
         link = HostLink(**{name: float(value) for name, value in words.items()})
         return ShapedLinks(path, [link] * hosts)
     except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"shape: got {setting!r} ({error}), allowed: {ALLOWED}", "E-ARGUMENT") from None
+        raise RecordError("E-ARGUMENT", f"shape: got {setting!r} ({error}), allowed: {ALLOWED}") from None

@@ -47,8 +47,7 @@ def batches_of(source: Any) -> BatchOf:
             return source  # type: ignore[no-any-return]
         raise InvalidInput("E-USER-CODE",
                            f"profile: got {type(source).__name__} for batches, allowed: a DataLoader, or a function that gives "
-                           "a "
-                           "batch of so many samples")
+                           "a batch of so many samples")
     dataset, collate = source.dataset, source.collate_fn
     if isinstance(dataset, IterableDataset):
         raise InvalidInput("E-USER-CODE",

@@ -75,8 +75,7 @@ def _trained(way: Way, make: Make, steps: int) -> Sequence[float]:
     if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
         raise InvalidInput("E-USER-CODE",
                            f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
-                           "as "
-                           "parts of it: return one that stays above 0, or train for fewer steps")
+                           "as parts of it: return one that stays above 0, or train for fewer steps")
     return curve
 
 

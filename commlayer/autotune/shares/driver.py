@@ -234,8 +234,7 @@ def _check_plan(session: Session | None) -> None:
         how, remedy = "has overlap='round', allowed: updates that are waited for", "without overlap"
     raise InvalidInput("E-SHARES-ARGUMENT",
                        f"Controller: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
-                       "leave "
-                       "shares as they are: sampler.follow(loader, session)")
+                       "leave shares as they are: sampler.follow(loader, session)")
 
 
 def _lookahead(loader: Iterable[Any]) -> int:

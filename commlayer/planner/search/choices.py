@@ -187,8 +187,7 @@ class _Search:
         if not self.allowed(least):
             raise InvalidInput("E-PLAN-INPUT",
                                f"max_loss is {self.space.max_loss:g}, but no choice of these codecs keeps within it; the "
-                               "finest "
-                               f"loses {self.loss(least):.3g}: allow a little more than that, or finer codecs")
+                               f"finest loses {self.loss(least):.3g}: allow a little more than that, or finer codecs")
         if not starts:
             starts = [[min(option, n - 1) for n in self.counts] for option in range(max(self.counts, default=0))]
         distinct = dict.fromkeys([least, *map(tuple, starts)])

@@ -48,13 +48,13 @@ def read(path: Path) -> LearningTable:
     try:
         version = decode(data, _Version, what).version
         if version != VERSION:
-            raise RecordError(f"{what}: version {version}, this commlayer reads version {VERSION}", "E-LEARNING-TABLE")
+            raise RecordError("E-LEARNING-TABLE", f"{what}: version {version}, this commlayer reads version {VERSION}")
         table = decode(data, LearningTable, what)
     except RecordError as error:
-        raise RecordError(f"{error.what}; make it anew with {remedy}", "E-LEARNING-TABLE") from None
+        raise RecordError("E-LEARNING-TABLE", f"{error.what}; make it anew with {remedy}") from None
     for row in table.rows:
         if wrong := row_problem(row):
-            raise RecordError(f"{what}: {wrong}", "E-LEARNING-TABLE")
+            raise RecordError("E-LEARNING-TABLE", f"{what}: {wrong}")
     return table
 
 

@@ -160,14 +160,14 @@ def _read(text: str, what: str, toml: bool) -> Any:
     try:
         return tomllib.loads(text) if toml else msgspec.json.decode(text)
     except (tomllib.TOMLDecodeError, msgspec.MsgspecError) as error:
-        raise RecordError(f"{what}: {error}", "E-PLAN-INPUT") from None
+        raise RecordError("E-PLAN-INPUT", f"{what}: {error}") from None
 
 
 def _convert(data: Any, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.MsgspecError as error:
-        raise RecordError(f"{what}: {error}{remedy(error)}", "E-PLAN-INPUT") from None
+        raise RecordError("E-PLAN-INPUT", f"{what}: {error}{remedy(error)}") from None
 
 
 def remedy(error: Exception) -> str:
