@@ -244,7 +244,7 @@ def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_
     meeting.again()
     assert meeting.gathering.attend(home("f")).first == 5
     meeting.lost = {1: "died"}
-    assert meeting.ask("b", put=(("late", b""),)).error == "worker 1: died", "whom the others go on without says no more"
+    assert meeting.ask("b", put=(("late", b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
 
 
 def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:

@@ -181,7 +181,7 @@ def orderly_end(mesh: Mesh) -> None:
         for bucket in range(3):
             assert len(b.wait(b.recv(0, key(data(0, bucket))), soon()).body) == 100_000
         for handle in (b.recv(0), b.send(0, data(1))):
-            with pytest.raises(PeerLost, match="worker 0: .*E-PEER-LOST"):
+            with pytest.raises(PeerLost, match="worker 0: .*E-PEER-ENDED"):
                 b.wait(handle, soon())
         for handle in (own, a.recv(), a.send(1, data(0))):
             with pytest.raises(CommError, match="E-SESSION-CLOSED"):
