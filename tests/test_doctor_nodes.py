@@ -16,9 +16,10 @@ from ranks_kit import clean_environment
 
 from commlayer import plan_file
 from commlayer.config import Config
-from commlayer.doctor import looks, node_checks
-from commlayer.doctor.machine_facts import Software
-from commlayer.doctor.node_checks import Node
+from commlayer.doctor import checks
+from commlayer.doctor import nodes as comparison
+from commlayer.doctor.machine import Software
+from commlayer.doctor.nodes import Node
 from commlayer.records import Bucket, Plan, Slice
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ ALIKE: list[tuple[list[Node], list[tuple[str, str, str]]]] = [
     (nodes(), [("ok", "the same versions and the same plan on all 2", "")]),
     (nodes({"plan": ""}, {"plan": ""}), [("ok", "the same versions on all 2", "")]),
     (nodes(but(commlayer="0.2.0")),
-     [("fail", f"commlayer 0.1.0 .* on {A}, commlayer 0.2.0 .* on {B}; so links are not", "same version of commlayer")]),
+     [("fail", f"commlayer 0.1.0 .* on {A}, commlayer 0.2.0 .* on {B}; links are not", "same version of commlayer")]),
     (nodes(but(wire=5)), [("fail", f"wire format 4\\) on {A}, .*wire format 5\\) on {B}", "same version of commlayer")]),
     (nodes({"software": None}), [("fail", "another commlayer on", ""), ("fail", "another Python on", "")]),
     (nodes({"torch": "2.12.1"}), [("fail", f"torch 2.13.0 on {A}, torch 2.12.1 on {B}", "same version of torch")]),
@@ -61,13 +62,13 @@ ALIKE: list[tuple[list[Node], list[tuple[str, str, str]]]] = [
 ]
 CLOCKS: list[tuple[list[Node], bool, list[tuple[str, str]]]] = [
     (nodes(), False, [("ok", f"within 0.01 s of that of {A}")]),
-    (nodes(at((107.0, 107.5), (108.0, 108.01))), False, [("warn", f"{B} 7 s ahead of {A}: logs")]),
-    (nodes(at((92.0, 92.5), (93.0, 93.01))), False, [("warn", f"{A} 8 s ahead of {B}: logs")]),
-    (nodes(at((7300.0, 7300.5), (7301.0, 7301.01))), True, [("fail", f"{B} 2.0 hours ahead of {A}: certificates")]),
-    (nodes(at((7300.0, 7300.5), (7301.0, 7301.01))), False, [("warn", f"{B} 2.0 hours ahead of {A}: logs")]),
+    (nodes(at((107.0, 107.5), (108.0, 108.01))), False, [("warn", f"{B} 7 s ahead of {A}")]),
+    (nodes(at((92.0, 92.5), (93.0, 93.01))), False, [("warn", f"{A} 8 s ahead of {B}")]),
+    (nodes(at((7300.0, 7300.5), (7301.0, 7301.01))), True, [("fail", f"{B} 2.0 hours ahead of {A}")]),
+    (nodes(at((7300.0, 7300.5), (7301.0, 7301.01))), False, [("warn", f"{B} 2.0 hours ahead of {A}")]),
     # Of three the one that is alone is wrong, whichever is first.
     (nodes(*[at((7300.0, 7300.5), (7301.0, 7301.01))] * 2, count=3), False,
-     [("warn", f"clocks: {A} 2.0 hours behind {B}: logs")]),
+     [("warn", f"clocks: {A} 2.0 hours behind {B}")]),
     # Who was held up for 20 s in all meetings may be right: the moment of meeting was somewhere in them.
     (nodes(at((100.0, 120.0), (101.0, 121.0))), False, [("ok", "within")]),
     # One meeting that nothing held up is enough.
@@ -79,7 +80,7 @@ CLOCKS: list[tuple[list[Node], bool, list[tuple[str, str]]]] = [
 @pytest.mark.parametrize("number", range(len(ALIKE)))
 def test_nodes_that_differ_are_named(number: int) -> None:
     told, expected = ALIKE[number]
-    found = [*node_checks.alike(told)]
+    found = [*comparison.check_alike(told)]
     assert [one.verdict for one in found] == [verdict for verdict, _, _ in expected], found
     for one, (_, seen, remedy) in zip(found, expected, strict=True):
         assert re.search(seen, one.seen), one
@@ -90,7 +91,7 @@ def test_nodes_that_differ_are_named(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(CLOCKS)))
 def test_clocks_are_wrong_only_beyond_what_meeting_took(number: int) -> None:
     told, keys, expected = CLOCKS[number]
-    found = [*node_checks.clocks(told, keys=keys)]
+    found = [*comparison.check_clocks(told, keys=keys)]
     assert [one.verdict for one in found] == [verdict for verdict, _ in expected], found
     for one, (_, seen) in zip(found, expected, strict=True):
         assert re.search(seen, one.seen), one
@@ -133,7 +134,7 @@ def seen(told: dict[str, Any]) -> list[str]:
 
 def test_another_plan_another_python_and_a_wrong_clock_are_told_on_both(tmp_path: Path) -> None:
     odd = ("import platform, time; platform.python_version = lambda: '3.99.4'\n"
-           "import commlayer.doctor.node_facts as facts; from types import SimpleNamespace\n"
+           "import commlayer.doctor.nodes as facts; from types import SimpleNamespace\n"
            "facts.time = SimpleNamespace(time=lambda: time.time() - 7200.0, monotonic=time.monotonic)")
     told = of_both(tmp_path, odd, (0, 1))
     assert seen(told[0]) == seen(told[1])
@@ -158,18 +159,17 @@ def test_another_commlayer_is_told_and_nothing_is_measured(tmp_path: Path) -> No
 
 def test_all_looks_of_one_machine_are_over_in_time() -> None:
     config = Config(join="hub:7000", keys="keys", journal="journal", audit="audit/log")
-    made = [*looks.looks(looks.Asked(config, plan=Path("plan.json")), looks.Seen())]
-    server = looks.Seen()
-    server.facts["server"] = [looks.server_facts.Server("hub:7000", said=looks.messages.Told("0.1.0", 1, 4, 0.0, 2, 0))]
-    last = looks.link(looks.Asked(config), server)
+    doctor = checks.Doctor(checks.Options(config, plan=Path("plan.json")))
+    every = [*doctor.checks()]
+    doctor.facts["server"] = [checks.server.Server("hub:7000", status=checks.messages.Told("0.1.0", 1, 4, 0.0, 2, 0))]
+    last = doctor.link_check()
     assert last is not None
-    assert max(one.deadline_s for one in made) + last.deadline_s <= looks.ALONE_S
+    assert max(check.deadline_s for check in every) + last.deadline_s <= checks.ALONE_S
     page = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    assert f"over in {looks.ALONE_S:g} s" in " ".join(page.split())
+    assert f"over in {checks.ALONE_S:g} s" in " ".join(page.split())
 
 
 def test_the_look_at_other_nodes_has_a_deadline_too() -> None:
-    asked = looks.Asked(Config(join_deadline_s=60.0), nodes=4)
-    most_s = looks.between(asked, looks.Seen()).deadline_s
-    assert most_s >= node_checks.limit_s(4, 60.0), "what is late is named by who waits for it"
-    assert most_s + looks.ALONE_S <= 150.0, "docs/operations.md: two and a half minutes"
+    most_s = checks.Doctor(checks.Options(Config(join_deadline_s=60.0), nodes=4)).node_check().deadline_s
+    assert most_s >= comparison.limit_s(4, 60.0), "what is late is named by who waits for it"
+    assert most_s + checks.ALONE_S <= 150.0, "docs/operations.md: two and a half minutes"

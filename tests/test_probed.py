@@ -20,7 +20,7 @@ from commlayer.cluster import messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.serving import Serving
 from commlayer.config import host_port
-from commlayer.doctor import server_facts
+from commlayer.doctor import server
 from commlayer.errors import Unsaid
 from commlayer.transport import framing, tls
 from commlayer.transport.hello import Hello
@@ -61,10 +61,10 @@ def made_job(request: pytest.FixtureRequest, folders: Folders, tmp_path: Path) -
 def test_what_the_doctor_tries_is_no_refusal(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     keys = Keys(job.mine.keys) if job.mine.keys else None
     with caplog.at_level(logging.INFO, "commlayer"):
-        server_facts.server(job.mine, messages.version(), framing.VERSION)
-        assert server_facts.dialled(job.mine.join, keys, tls.CONTROL).answer == "open"
-        assert server_facts.dialled(job.serving.address, keys, tls.DATA).answer == "open"
-        assert server_facts._streams(job.serving.streams, keys) == "open"
+        server.query_server(job.mine, messages.version(), framing.VERSION)
+        assert server.dial_tls(job.mine.join, keys, tls.CONTROL).answer == "open"
+        assert server.dial_tls(job.serving.address, keys, tls.DATA).answer == "open"
+        assert server._streams(job.serving.streams, keys) == "open"
         until(lambda: len(job.lines()) >= 2, "both ways to the server are noted")
     where = "gpu-1 at 127.0.0.1:" if job.mine.keys else ("127.0.0.1:", "ipv4:127.0.0.1:")
     noted = [line for line in job.lines() if line["event"] != "started"]

@@ -12,41 +12,40 @@ from commlayer.config import Config, host_port, launcher_says, master, read_conf
 from commlayer.errors import InvalidInput, RecordError
 
 if TYPE_CHECKING:
-    from commlayer.doctor.finding import Finding
-    from commlayer.doctor.looks import Asked, Seen
+    from commlayer.doctor.checks import Doctor, Options
+    from commlayer.doctor.report import Finding
 
 PAGE = 80
 
 
 def doctor(
-    join: Annotated[str, typer.Option(help="host:port of the coordinator that the run is to join.", metavar="ADDR")] = "",
-    master_: Annotated[str, typer.Option("--master", help="host:port where ranks of a cluster meet, else MASTER_ADDR.",
+    join: Annotated[str, typer.Option(help="host:port of the coordinator to join.", metavar="ADDR")] = "",
+    master_: Annotated[str, typer.Option("--master", help="host:port of the rendezvous, else MASTER_ADDR.",
                                          metavar="ADDR")] = "",
-    nodes: Annotated[int, typer.Option(help="How many nodes look at once, each with the same line: compares them and links.",
+    nodes: Annotated[int, typer.Option(help="Compare N nodes that run this command at the same time, and their links.",
                                        min=0)] = 0,
-    plan: Annotated[Path | None, typer.Option(help="The plan file that the run is to use.", metavar="FILE")] = None,
+    plan: Annotated[Path | None, typer.Option(help="The plan file of the run.", metavar="FILE")] = None,
     save: Annotated[Path, typer.Option(help="The folder for checkpoints.", metavar="DIR")] = Path("."),
-    bind: Annotated[str, typer.Option(help="Address that this machine is to listen on.", metavar="HOST")] = "",
+    bind: Annotated[str, typer.Option(help="Address to listen on.", metavar="HOST")] = "",
     port: Annotated[int, typer.Option(help="Port for a coordinator here; its data port is the next one.")] = 0,
-    keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
+    keys: Annotated[str, typer.Option(help="This node's keys folder, else COMMLAYER_KEYS.", metavar="DIR")] = "",
     journal: Annotated[str, typer.Option(help="The folder for the journal of a server here.", metavar="DIR")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
-    no_bandwidth: Annotated[bool, typer.Option("--no-bandwidth", help="Do not measure the link, which takes 2 s.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Write findings and facts there, too.", metavar="FILE")] = None,
+    no_bandwidth: Annotated[bool, typer.Option("--no-bandwidth", help="Skip measuring the link (2 s).")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write findings and facts there.", metavar="FILE")] = None,
 ) -> None:
-    """Look for what stands in the way of a run on this machine. Exit code 2 if something has to be mended first."""
+    """Check this machine, its network and the server before a run. Exit code 2 if a check fails."""
     from commlayer.cli.plan_inputs import check_json
 
     check_json(json)
     given = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
-    options = _asked({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
+    options = _options({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
     # Imported late: checks load numpy, which --help does not need.
     from rich.console import Console
 
-    from commlayer.doctor import screen
-    from commlayer.doctor.examination import examine
-    from commlayer.doctor.finding import of_error, usable
-    from commlayer.doctor.looks import Seen, between, link, looks
+    from commlayer.doctor import report
+    from commlayer.doctor.checks import Doctor
+    from commlayer.doctor.report import of_error, run_checks, usable
 
     console = Console(highlight=False, markup=False)
     console = console if console.is_terminal else Console(highlight=False, markup=False, width=PAGE)
@@ -54,42 +53,44 @@ def doctor(
 
     def show(found: Finding) -> None:
         findings.append(found)
-        screen.show(console, found)
+        report.show(console, found)
 
     if options.problem:
         show(of_error("settings", options.problem))
-    seen = Seen()
-    for finding in examine([*looks(options, seen)]):
+    examination = Doctor(options)
+    for finding in run_checks([*examination.checks()]):
         show(finding)
-    if not no_bandwidth and (last := link(options, seen)) is not None:
-        for finding in examine([last]):
+    if not no_bandwidth and (link := examination.link_check()) is not None:
+        for finding in run_checks([link]):
             show(finding)
     if nodes > 1:
-        for finding in examine([between(options, seen)]):
+        for finding in run_checks([examination.node_check()]):
             show(finding)
-        if seen.pairs:
-            console.print("\n".join(screen.table(seen.nodes, seen.pairs)))
-    console.print(screen.summary(findings))
-    _write(json, findings, seen)
+        if examination.pairs:
+            from commlayer.doctor.nodes import table
+
+            console.print("\n".join(table(examination.nodes, examination.pairs)))
+    console.print(report.summary(findings))
+    _write(json, findings, examination)
     if not usable(findings):
         raise typer.Exit(2)
 
 
-def _asked(given: dict[str, Any], where: str, nodes: int, plan: Path | None, save: Path) -> Asked:
-    from commlayer.doctor.looks import Asked
+def _options(given: dict[str, Any], where: str, nodes: int, plan: Path | None, save: Path) -> Options:
+    from commlayer.doctor.checks import Options
 
     port = launcher_says("MASTER_PORT")
     try:
-        meet = host_port(where) if where else (master(), int(port) if port.isdecimal() else 0)
+        address = host_port(where) if where else (master(), int(port) if port.isdecimal() else 0)
     except ValueError as error:
         raise InvalidInput("E-CLI-OPTION", f"--master: {error}") from None
-    launched = bool(meet[1]) and read_launch().world > 1 and not where
+    launched = bool(address[1]) and read_launch().world > 1 and not where
     problem = ""
     try:
         config = read_config(given)
     except RecordError as error:
         problem, config = str(error), _without_checks(given)
-    return Asked(config, problem, meet, launched, nodes, plan, save)
+    return Options(config, problem, address, launched, nodes, plan, save)
 
 
 def _without_checks(given: dict[str, Any]) -> Config:
@@ -103,12 +104,12 @@ def _without_checks(given: dict[str, Any]) -> Config:
     return Config()
 
 
-def _write(json: Path | None, findings: list[Finding], seen: Seen) -> None:
+def _write(json: Path | None, findings: list[Finding], examination: Doctor) -> None:
     import msgspec
 
     from commlayer.cli.plan_inputs import write_json
-    from commlayer.doctor.finding import usable
+    from commlayer.doctor.report import usable
 
-    data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": seen.facts,
-            "nodes": seen.nodes, "links": seen.pairs}
+    data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": examination.facts,
+            "nodes": examination.nodes, "links": examination.pairs}
     write_json(json, msgspec.json.encode(data).decode())
