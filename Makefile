@@ -78,10 +78,10 @@ fuzz: setup
 	$(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=new
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
 
-# the table in docs/codecs.md, and docs/reference/errors.md
+# the pages in docs/reference that come from the code
 docs: setup
 	$(BIN)/python -m commlayer.compressors.catalogue docs/codecs.md
-	$(BIN)/python -c "from commlayer.errors import page; print(page(), end='')" > docs/reference/errors.md
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf build .venv .rivals .mypy_cache .ruff_cache .hypothesis

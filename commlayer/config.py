@@ -27,27 +27,30 @@ class Config(Record, frozen=True):
     """Settings of one process. The first source that names a field wins: argument, environment, TOML file, default."""
 
     join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
+    """Address of `commlayer serve`. Empty: rank 0 starts the coordinator and the servers."""
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
-    """The servers of a multi-machine job ignore this default: they listen on the address that leads to MASTER_ADDR."""
+    """Where coordinator and servers listen. In a job of several machines the default is the address that leads to
+    MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
+    """Set it if others use another name or address than `bind`, as behind a router or in a cloud."""
     port: kinds.Port = 0
-    """The coordinator's port. A summation server in the same process takes the next port; a server with `join` takes this
-    one.
-
-    Further servers that training processes start take any free port.
-    """
+    """Port of the coordinator. A summation server in the same process uses the next port, and a server with `join` uses this
+    one. Further servers that training processes start use any free port."""
     carrier: kinds.Carrier = "auto"
     """What data travels on. gRPC is for networks that pass only HTTP/2. With "auto" a worker uses gRPC where TCP fails,
     and a server accepts both."""
     insecure: kinds.Flag = False
+    """Allows unencrypted traffic to other machines."""
     token: kinds.Secret = ""
     """The job's secret; peers without it are refused. Processes of one torchrun agree on one by themselves."""
     token_file: kinds.Text = ""
+    """File that contains the token."""
     keys: kinds.Text = ""
     """This node's folder from `commlayer keys`. With keys all connections use mutual TLS."""
     audit: kinds.Text = ""
     """Coordinator and servers append a JSON line to this file for each join, refusal, departure and plan."""
     servers: kinds.Servers = "one"
+    """Number of summation servers that a job starts, unless its plan says so."""
     node: kinds.Node = -1
     """Number of the machine that a server in this process shares. -1: the machine with the same host name, else one of its
     own. Workers under torchrun derive theirs."""
@@ -55,15 +58,19 @@ class Config(Record, frozen=True):
     """Set by `commlayer launch`: the coordinator's name for this site. Its ranks reach other sites only through the
     coordinator."""
     batch: kinds.Weight = 1.0
-    """The batch size that `session.weight(n)` counts as weight one: the planned batch per worker. The same on all workers."""
+    """The batch size that `session.weight(n)` counts as weight one: the planned batch per worker."""
     ranks_per_node: kinds.Count = 0
-    """0: derived from shared machines, and from torchrun's agents where torchrun started the ranks."""
+    """Ranks that form a node. 0: those that share a machine and a torchrun agent."""
     deadline_s: kinds.Seconds = 600.0
-    """For peers that are alive but slow (evaluating, compiling). Heartbeats detect dead peers much earlier."""
+    """How long to wait for a peer that is alive but slow. After that the job ends, or with `min_workers` continues without
+    the peer."""
     join_deadline_s: kinds.Seconds = 60.0
+    """How long ranks wait for each other at the start."""
     heartbeat_s: kinds.Seconds = 1.0
+    """Interval between heartbeats of a process."""
     dead_after_s: kinds.Seconds = 10.0
-    """Silence after which a peer counts as dead. A training thread can hold the GIL, and so delay heartbeats, for seconds."""
+    """Silence after which a process counts as dead, unless its connection may only be broken (`reconnect_s`). At least two
+    heartbeats."""
     reconnect_s: kinds.Window = 60.0
     """How long a broken connection is retried before its peer counts as lost; at most deadline_s."""
     min_workers: kinds.Count = 0
@@ -75,13 +82,16 @@ class Config(Record, frozen=True):
     """Without disk space for its journal, a server refuses to serve if this is true; otherwise it logs a warning and
     continues."""
     fuse_nbytes: kinds.Bytes = 1 << 20
+    """Small tensors share a bucket up to this size."""
     cut_nbytes: kinds.CutBytes = 4 << 20
+    """Larger tensors are cut into buckets of this size."""
     ratio_over: kinds.RatioOver = "bucket"
     """Whether a sparse codec's ratio applies per bucket, or to the whole plan with one threshold for all buckets. "bucket"
     leaves the choice to the plan."""
     warmup: kinds.Count = 0
     """Steps over which the ratios of sparse codecs decrease from 25 %. 0 leaves it to the plan."""
     backend: kinds.Backend = "auto"
+    """Implementation of codecs on CPUs. "auto" uses the native one if it was compiled."""
     codec_threads: kinds.Threads = 0
     """Threads that share the coding of a large bucket. 0: this machine's cores divided by its ranks, at most 4."""
     trace: kinds.Text = ""
@@ -94,10 +104,9 @@ class Config(Record, frozen=True):
     there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
     drift: kinds.DriftMode = "resync"
     """What happens when parameters differ between ranks: "resync" copies them and their optimizer state from rank 0, "end"
-    ends the job, "warn" logs it. The same on all ranks."""
+    ends the job, "warn" logs it."""
     drift_steps: kinds.Spacing = -1
-    """Steps over which every parameter is compared once. 0: never. -1: as many as keep the cost below 0.1 % of the time.
-    The same on all ranks."""
+    """Steps over which every parameter is compared once. 0: never. -1: as many as keep the cost below 0.1 % of the time."""
     loss: kinds.Text = ""
     """A loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto"."""
     learning: kinds.Text = ""

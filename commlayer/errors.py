@@ -170,7 +170,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-OPTIM-STATE": ("A saved optimizer state does not fit.", "The message says which part of it."),
     "E-OPTIM-PARAMETER": ("An optimizer does not support a parameter.", "Give it to another optimizer."),
 }
-"""By code: what it means, and what a user can do. docs/reference/errors.md is made from it (`page`)."""
+"""By code: what it means, and what a user can do. docs/generate.py writes docs/reference/errors.md from it."""
 
 _CODE = re.compile(rf" ?\[({'|'.join(CODES)})\]")
 GENERIC = ("", "E-RECORD")
@@ -352,15 +352,3 @@ def without_code(text: object) -> str:
     'peer: no answer'
     """
     return _CODE.sub("", str(text))
-
-
-def page() -> str:
-    """docs/reference/errors.md."""
-    rows = [f"| `{code}` | {meaning} | {remedy} |" for code, (meaning, remedy) in CODES.items()]
-    return "\n".join((
-        "# Error codes", "",
-        "Every error message ends with a code in brackets, such as `[E-DEADLINE]`. Messages may change; codes do not.", "",
-        "In Python, `error.code` holds the code. Errors of the network are `commlayer.errors.CommError`. Errors of arguments,",
-        "files and settings are `ValueError`. Calls at the wrong time are `RuntimeError`. A command that fails with one of",
-        "them prints one line and ends with exit code 2.", "",
-        "| code | meaning | remedy |", "| --- | --- | --- |", *rows, ""))

@@ -204,7 +204,7 @@ class Session:
           as a ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
         - `encode_s`, `decode_s`: seconds in codecs.
         - `exposed_s`: seconds that training waited for results after backward passes.
-        - `guard_s`: seconds of comparing with exact gradients (docs/tuning.md).
+        - `guard_s`: seconds of comparing with exact gradients, for the quality guard.
         - `reconnects`, `resent_nbytes`, `kept_nbytes`: reconnections, bytes sent again over them, bytes kept for that.
         """
         return self._driver.connection.stats()
