@@ -18,9 +18,8 @@ from autoplan_kit import (
 from commlayer.autotune.plan.actions import StartPlanning, Word
 from commlayer.autotune.plan.decide_rank0 import SHARES_WORTH, TO_WIN, TRIED, to_win
 from commlayer.autotune.plan.facts import Meanwhile, Measured, Planned, SharesMoved
-from commlayer.observe.link_watch import SETTLED
+from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
 from commlayer.observe.prediction_check import PATIENCE
-from commlayer.observe.reprobe_schedule import COST_MOST, EXPECTED_S, FIRST_S
 
 DOUBTED_S = EXPECTED_S / COST_MOST
 BY_PACE = TRIED + 1

@@ -32,7 +32,7 @@ from commlayer.autotune.plan.decide import LINKS_HOLD, MEASURED_STEPS, SOON_S, W
 from commlayer.autotune.plan.facts import Awaited, Due, Meanwhile, Measured, PaceTold, Planned, Probed, StepOver
 from commlayer.autotune.plan.state import Proposing, Warming, Watching
 from commlayer.observe import Rates
-from commlayer.observe.link_watch import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
+from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Link
 
 QUICK = (row(0.4, bps=6e7, share=0.1), row(0.4, bps=6e7, share=0.1))

@@ -21,7 +21,7 @@ from commlayer.autotune.plan.actions import Describe, StartPlanning, Word
 from commlayer.autotune.plan.decide_rank0 import TRIED
 from commlayer.autotune.plan.facts import Measured, Planned
 from commlayer.autotune.plan.state import Planning
-from commlayer.observe.link_watch import IN_A_ROW
+from commlayer.observe.link_monitor import IN_A_ROW
 from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.machines import profile_from_tables

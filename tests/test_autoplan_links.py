@@ -23,7 +23,7 @@ from commlayer.autotune.plan import link_probes
 from commlayer.autotune.plan.step_reports import StepReports
 from commlayer.cluster.members import Members
 from commlayer.cluster.rank_rows import RowChannel
-from commlayer.observe.link_watch import PAYLOAD, SETTLED
+from commlayer.observe.link_monitor import PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Line
 from commlayer.records import digest
 

@@ -17,7 +17,7 @@ from commlayer.autotune.plan.driver import AutoPlan
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler
 from commlayer.engine.observers import Place
-from commlayer.observe import link_watch
+from commlayer.observe import link_monitor
 
 WORLD, BATCH = 2, 24
 SLOW_FROM, STEPS = 40, 70
@@ -37,7 +37,7 @@ def train(run: Run) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         # What steps take, and links carry, on a loaded machine is no part of this.
         patch.setattr(decide_rank0, "STALE", math.inf)
-        patch.setattr(link_watch, "FACTOR", math.inf)
+        patch.setattr(link_monitor, "FACTOR", math.inf)
         return balanced(run)
 
 

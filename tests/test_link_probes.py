@@ -15,7 +15,7 @@ from commlayer.autotune.plan import link_probes
 from commlayer.autotune.plan.link_probes import BUSY, DRAINED, LONGEST_S, OPENING, TOLD_BPS, Seen, probed, sustained, turns_of
 from commlayer.autotune.plan.measuring import held_up
 from commlayer.observe import Direction, Rates, RecordedStep, Throughput
-from commlayer.observe.link_watch import PAYLOAD
+from commlayer.observe.link_monitor import PAYLOAD
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
 _ranks = pool_kit.ranks_first(WORLD)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from commlayer.observe import Direction, LinkWatch, Rates, SeenStep, Throughput, differ, slower
-from commlayer.observe.link_watch import COST_S, FACTOR, IN_A_ROW, LONGER, MORE, PAYLOAD, SETTLED, USUAL
+from commlayer.observe.link_monitor import COST_S, FACTOR, IN_A_ROW, LONGER, MORE, PAYLOAD, SETTLED, USUAL
 
 PLANNED = (Rates(95e6, 95e6),) * 3
 COMPUTE_S = 0.3

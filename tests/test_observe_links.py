@@ -9,11 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commlayer.observe import Direction, ReprobeSchedule, Throughput
-from commlayer.observe import interface_counters as meter_module
-from commlayer.observe import reprobe_schedule as again_module
-from commlayer.observe.interface_counters import InterfaceCounters, counters_towards
-from commlayer.observe.link_throughput import Reading, throughput
+from commlayer.observe import Direction, ReprobeSchedule, Throughput, link_monitor
+from commlayer.observe.link_monitor import InterfaceCounters, Reading, counters_towards, throughput
 
 BIN_S = 0.05
 
@@ -100,12 +97,12 @@ def test_gaps_between_probes_grow_until_one_finds_something() -> None:
         again = again.probed(now, 0.1, found=False)
     assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
     again = again.probed(now, 0.1, found=True)
-    assert due(again, now + again_module.FIRST_S, lost=True)
+    assert due(again, now + link_monitor.FIRST_S, lost=True)
 
 
 def test_links_that_were_never_known_to_be_faster_may_have_been_taken_for_slower_than_they_are() -> None:
     first = ReprobeSchedule().changed(0.0)
-    from_s = again_module.EXPECTED_S / again_module.COST_MOST
+    from_s = link_monitor.EXPECTED_S / link_monitor.COST_MOST
     assert not due(first, 0.99 * from_s)
     assert due(first, from_s)
     assert not due(first, from_s, to_win=0.0)
@@ -168,17 +165,17 @@ def test_without_linuxs_files_no_interface_is_looked_for(monkeypatch: pytest.Mon
     def reads(address: str) -> str:
         raise FileNotFoundError("/proc/net/if_inet6")
 
-    monkeypatch.setattr(meter_module, "COUNTERS", tmp_path / "dev")
-    monkeypatch.setattr(meter_module, "_source", lambda host, port: host)
-    monkeypatch.setattr(meter_module, "_interface", reads)
+    monkeypatch.setattr(link_monitor, "COUNTERS", tmp_path / "dev")
+    monkeypatch.setattr(link_monitor, "_source", lambda host, port: host)
+    monkeypatch.setattr(link_monitor, "_interface", reads)
     assert counters_towards([("2001:db8::1", 1)]) is None
 
 
-@pytest.mark.skipif(not meter_module.COUNTERS.exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not link_monitor.COUNTERS.exists(), reason="needs Linux's /proc")
 def test_counters_of_an_interface_are_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter_module, "_source", lambda host, port: host)
-    assert meter_module._interface("127.0.0.1") == "lo"
-    up, down = meter_module._counters("lo")
+    monkeypatch.setattr(link_monitor, "_source", lambda host, port: host)
+    assert link_monitor._interface("127.0.0.1") == "lo"
+    up, down = link_monitor._counters("lo")
     assert up == down >= 0
     with pytest.raises(ValueError, match="nothere.*E-ARGUMENT"):
-        meter_module._counters("nothere")
+        link_monitor._counters("nothere")

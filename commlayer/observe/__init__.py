@@ -1,13 +1,34 @@
 """Observability: events, traces, link monitoring, and comparison with predictions. Pure values; callers supply measurements."""
 
-from commlayer.observe.deviation import STEP, Comparison, OpDeviation, Seen, rows_of
-from commlayer.observe.events import EXCHANGE, NO_BUCKET, Event, RecordedStep, Recorder
-from commlayer.observe.interface_counters import InterfaceCounters, counters_towards
-from commlayer.observe.link_throughput import Direction, Throughput
-from commlayer.observe.link_watch import LinkWatch, Rates, SeenStep, differ, slower, spelled
+from commlayer.observe.link_monitor import (
+    Direction,
+    InterfaceCounters,
+    LinkWatch,
+    Rates,
+    ReprobeSchedule,
+    SeenStep,
+    Throughput,
+    counters_towards,
+    differ,
+    slower,
+    spelled,
+)
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
-from commlayer.observe.reprobe_schedule import ReprobeSchedule
-from commlayer.observe.trace_file import by_lane, read_comparison, write_trace
+from commlayer.observe.step_trace import (
+    EXCHANGE,
+    NO_BUCKET,
+    STEP,
+    Comparison,
+    Event,
+    OpDeviation,
+    RecordedStep,
+    Recorder,
+    Seen,
+    by_lane,
+    read_comparison,
+    rows_of,
+    write_trace,
+)
 
 __all__ = [
     "EXCHANGE",

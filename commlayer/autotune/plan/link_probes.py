@@ -13,7 +13,7 @@ from commlayer.cluster.groups import Groups
 from commlayer.config import host_port
 from commlayer.engine.connection import Connection
 from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_towards
-from commlayer.observe.link_watch import PAYLOAD
+from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.planner.model.cluster import Link
 
 

@@ -1,0 +1,299 @@
+"""Records the events of steps, compares them with the prediction, and writes trace files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from commlayer.errors import RecordError
+from commlayer.files import write_whole
+from commlayer.records import Record
+
+NO_BUCKET = -1
+EXCHANGE = "exchange"
+STEPS_KEPT = 64
+"""Steps kept: enough for a median."""
+LANES = {"node": "intra", "net": "network", "all": "network", EXCHANGE: "network"}
+
+
+class Event(NamedTuple):
+    """An activity from start_s to end_s, in seconds since the step began."""
+
+    op: str
+    """As paths spell it: "encode@cpu", "net.allgather"; EXCHANGE for a server's push, sum and result together."""
+    bucket: int
+    """NO_BUCKET if it belongs to no bucket."""
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def lane(self) -> str:
+        """The track in which viewers show it."""
+        scope, _, _ = self.op.partition(".")
+        coding, _, device = self.op.partition("@")
+        return coding if device else LANES.get(scope, "compute")
+
+
+class RecordedStep(NamedTuple):
+    """The record from the end of one step's averaging to the end of the next."""
+
+    ready: dict[int, float]
+    """When each tensor's gradient became final."""
+    marks: dict[str, float]
+    """Points in time: "backward" (its end), "summed" (all buckets received), "end"."""
+    events: list[Event]
+
+
+class Recorder:
+    """Collects the events of one step at a time. Any thread may add marks: one test when off, one append when on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.steps: list[RecordedStep] = []
+        """The latest complete steps since it was switched on."""
+        self._keeps = False
+        self._followers: list[Callable[[RecordedStep], None]] = []
+        self._begun = False
+        self._begin = 0.0
+        self._raw: list[tuple[str, int, float, float, int]] = []
+        self.ready: dict[int, float] = {}
+        self.marks: dict[str, float] = {}
+
+    def switch(self, *, on: bool) -> None:
+        """When switched on, it records from the beginning of the next step and drops earlier steps."""
+        self._keeps = on
+        if on:
+            self.steps = []
+        self._turn()
+
+    def follow(self, take: Callable[[RecordedStep], None]) -> None:
+        """Also passes every complete step to `take`, from the next step on and independently of `switch`."""
+        self._followers.append(take)
+        self._turn()
+
+    def unfollow(self, take: Callable[[RecordedStep], None]) -> None:
+        self._followers.remove(take)
+        self._turn()
+
+    def _turn(self) -> None:
+        wanted = self._keeps or bool(self._followers)
+        self._begun = self._begun and self.on and wanted
+        self.on = wanted
+
+    def next(self) -> None:
+        """Ends a step: later events belong to the next step."""
+        if not self.on:
+            return
+        self.mark("end")
+        if self._begun:
+            step = RecordedStep(self.ready, self.marks, self.events())
+            if self._keeps:
+                self.steps = [*self.steps[1 - STEPS_KEPT :], step]
+            for take in self._followers:
+                take(step)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a step now and discards events recorded since the last step."""
+        if not self.on:
+            return
+        self._begun = True
+        self._begin = time.perf_counter()
+        self._raw, self.ready, self.marks = [], {}, {}
+
+    def mark(self, name: str) -> None:
+        if self.on:
+            self.marks[name] = time.perf_counter() - self._begin
+
+    def tensor(self, number: int) -> None:
+        if self.on:
+            self.ready[number] = time.perf_counter() - self._begin
+
+    def add(self, op: str, bucket: int, start: float, nbytes: int = 0) -> None:
+        """Adds an event from `start` (time.perf_counter()) to now."""
+        if self.on:
+            self._raw.append((op, bucket, start, time.perf_counter(), nbytes))
+
+    def events(self) -> list[Event]:
+        """Events of the present step, in order of their start."""
+        events = [Event(op, bucket, start - self._begin, end - self._begin, nbytes)
+                 for op, bucket, start, end, nbytes in self._raw]
+        return sorted(events, key=lambda e: e.start_s)
+
+
+# ---- measured against predicted times, per operation
+
+STEP = "step"
+
+
+class Seen(NamedTuple):
+    """Recorded steps of one rank."""
+
+    node: int
+    steps: Sequence[Sequence[Event]]
+
+
+class OpDeviation(Record, frozen=True):
+    """One operation: seconds per step for all its buckets, whether or not they overlap; the mean over nodes."""
+
+    op: str
+    buckets: int
+    """On the node with the most; 0 for operations without a bucket."""
+    measured_s: float
+    predicted_s: float | None = None
+    worst: int | None = None
+    """The bucket with the largest difference."""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error; positive if it took longer than predicted."""
+        return self.measured_s / self.predicted_s - 1.0 if self.predicted_s else None
+
+
+class Comparison(Record, frozen=True):
+    """A trace's comparison of measured and predicted times."""
+
+    plan: str
+    """Digest of the active plan."""
+    first_step: int
+    steps: int
+    ranks: int
+    nodes: int
+    rows: tuple[OpDeviation, ...]
+    note: str = ""
+    """Why there is no prediction, if so."""
+
+
+Cell = dict[tuple[str, int], float]
+"""Seconds of (op, bucket) on one node."""
+
+
+def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[OpDeviation, ...]:
+    """One row per measured operation; `predicted` by node, empty without a prediction.
+
+    The slowest of a node's ranks counts, since the node waits for it; of the steps the median counts.
+    """
+    nodes = sorted({s.node for s in seen})
+    measured = {node: _slowest([_of_rank(s.steps) for s in seen if s.node == node]) for node in nodes}
+    foreseen = {node: _totals(predicted.get(node, ())) for node in nodes}
+    return tuple(_row(op, measured, foreseen, known=bool(predicted)) for op in _ops(measured, foreseen))
+
+
+def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *, known: bool) -> OpDeviation:
+    measured_by_node = [{b: s for (o, b), s in cell.items() if o == op} for cell in measured.values()]
+    predicted_by_node = [{b: s for (o, b), s in cell.items() if o == op} for cell in foreseen.values()]
+    differences: dict[int, float] = {}
+    for mine, its in zip(measured_by_node, predicted_by_node, strict=True):
+        for bucket in {*mine, *its} - {NO_BUCKET}:
+            differences[bucket] = max(differences.get(bucket, 0.0), abs(mine.get(bucket, 0.0) - its.get(bucket, 0.0)))
+    predicted_s = mean(sum(each.values()) for each in predicted_by_node)
+    return OpDeviation(
+        op, max(len({*each} - {NO_BUCKET}) for each in measured_by_node), mean(sum(each.values()) for each in measured_by_node),
+        predicted_s if known else None, max(differences, key=lambda b: (differences[b], -b)) if differences and known else None,
+    )
+
+
+def _ops(measured: Mapping[int, Cell], foreseen: Mapping[int, Cell]) -> list[str]:
+    """In the order of a step; the step itself comes last."""
+    ops = dict.fromkeys(op for cells in (measured, foreseen) for cell in cells.values() for op, _ in cell)
+    return sorted(ops, key=lambda op: op == STEP)
+
+
+def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
+    totals = [_totals(sorted(events, key=lambda e: e.start_s)) for events in steps]
+    return {key: median(total.get(key, 0.0) for total in totals) for key in dict.fromkeys(k for t in totals for k in t)}
+
+
+def _totals(events: Iterable[Event]) -> Cell:
+    """Sums over repetitions: a bucket may repeat an operation in rounds, or in both directions."""
+    total: Cell = {}
+    for event in events:
+        total[event.op, event.bucket] = total.get((event.op, event.bucket), 0.0) + event.seconds
+    return total
+
+
+def _slowest(ranks: Sequence[Cell]) -> Cell:
+    return {key: max(rank.get(key, 0.0) for rank in ranks) for key in dict.fromkeys(k for r in ranks for k in r)}
+
+
+# ---- trace files for Perfetto and Chrome
+
+Lanes = Mapping[str, Sequence[Event]]
+KEY = "commlayer"
+"""Key of the comparison in a trace's `otherData`, which viewers ignore."""
+
+
+def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """In the order in which lanes are first used."""
+    lanes: dict[str, list[Event]] = {}
+    for event in sorted(events, key=lambda e: e.start_s):
+        lanes.setdefault(event.lane, []).append(event)
+    return lanes
+
+
+def write_trace(path: Path, tracks: Mapping[str, Lanes], comparison: Comparison | None = None) -> None:
+    """Writes one process per track and one thread per lane, in the trace event format. The write is atomic.
+
+    Viewers nest overlapping events of a thread, so a lane with concurrent events gets several threads.
+    """
+    entries: list[dict[str, Any]] = []
+    for process, (track, lanes) in enumerate(tracks.items()):
+        entries += [_name("process_name", process, 0, name=track), _name("process_sort_index", process, 0, sort_index=process)]
+        thread = 0
+        for lane, events in lanes.items():
+            for number, row in enumerate(_rows(events)):
+                thread += 1
+                entries.append(_name("thread_name", process, thread, name=f"{lane} {number + 1}" if number else lane))
+                entries.append(_name("thread_sort_index", process, thread, sort_index=thread))
+                entries += [_span(event, process, thread) for event in row]
+    document: dict[str, Any] = {"traceEvents": entries, "displayTimeUnit": "ms"}
+    if comparison is not None:
+        document["otherData"] = {KEY: msgspec.to_builtins(comparison)}
+    write_whole({path: json.dumps(document).encode()})
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Reads the comparison that `write_trace` has stored."""
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        return msgspec.convert(document["otherData"][KEY], Comparison)
+    except OSError as error:
+        raise RecordError("E-TRACE", f"trace {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        detail = f": {error}" if isinstance(error, msgspec.ValidationError) else ""
+        raise RecordError("E-TRACE",
+                          f"trace {path}: not one that commlayer wrote{detail}; the setting `trace` makes one") from None
+
+
+def _rows(events: Sequence[Event]) -> list[list[Event]]:
+    """As few rows as possible, without overlapping events in a row."""
+    rows: list[list[Event]] = []
+    for event in sorted(events, key=lambda e: (e.start_s, e.end_s)):
+        free = next((row for row in rows if row[-1].end_s <= event.start_s), None)
+        if free is None:
+            rows.append([event])
+        else:
+            free.append(event)
+    return rows
+
+
+def _span(event: Event, process: int, thread: int) -> dict[str, Any]:
+    whose = {} if event.bucket == NO_BUCKET else {"bucket": event.bucket, "nbytes": event.nbytes}
+    name = event.op if event.bucket == NO_BUCKET else f"{event.op} {event.bucket}"
+    return {"name": name, "cat": event.op, "ph": "X", "pid": process, "tid": thread,
+            "ts": round(event.start_s * 1e6, 3), "dur": round(event.seconds * 1e6, 3), "args": whose}
+
+
+def _name(kind: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": args}
