@@ -16,7 +16,7 @@ from torch import nn
 from bench import report
 from commlayer.autotune.measure.virtual_workers import VirtualWorkers
 from commlayer.compressors import parse, wrap
-from commlayer.demo import proxies
+from commlayer.demo import tuning_tasks
 from commlayer.engine.model_job import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
@@ -32,7 +32,7 @@ WITHIN_PCT, FEWER = 0.5, 20.0
 class Case(NamedTuple):
     """A task, how long it is trained, and the rates to try."""
 
-    task: Callable[[int], proxies.Task]
+    task: Callable[[int], tuning_tasks.Task]
     steps: int
     rates: tuple[float, ...]
 
@@ -53,8 +53,8 @@ class Trained(NamedTuple):
 
 
 CASES = {
-    "digits": Case(proxies.digits_task, 800, (0.005, 0.01, 0.02)),
-    "chars": Case(proxies.chars_task, 800, (0.014, 0.02, 0.028)),
+    "digits": Case(tuning_tasks.digits_task, 800, (0.005, 0.01, 0.02)),
+    "chars": Case(tuning_tasks.chars_task, 800, (0.014, 0.02, 0.028)),
 }
 UNCODED = Way(LANS, "identity()"), Way(CLAN, "identity()")
 CODED = Way(CLAN, "onebit()"), Way(CLAN, "topk(ratio=0.1)")
@@ -77,7 +77,7 @@ def run(quick: bool) -> report.Result:
     }}
 
 
-def train(task: proxies.Task, way: Way, rate: float, steps: int, seed: int) -> Trained:
+def train(task: tuning_tasks.Task, way: Way, rate: float, steps: int, seed: int) -> Trained:
     """The same samples for equal seeds, whatever codes the gradients."""
     job, parameters = job_of(task.model), list(task.model.parameters())
     plan = default_plan(job, codec=str(wrap(parse(way.codec))), path="service", servers=1, ranks_per_node=1,

@@ -13,9 +13,9 @@ from commlayer.balance import tuner
 from commlayer.balance.tuner_engine import Engine
 from commlayer.balance.tuner_space import SearchSpace, Settings, default_space
 from commlayer.balance.tuner_store import Search, Store, TuningTrial
-from commlayer.demo import proxies
+from commlayer.demo import tuning_tasks
 
-TASKS = {"digits": proxies.digits, "chars": proxies.chars}
+TASKS = {"digits": tuning_tasks.digits, "chars": tuning_tasks.chars}
 TRIALS, SEEDS = 30, 3
 BUDGET = 0.02
 RATIOS, RATIOS_QUICK = 16, 6

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from commlayer.demo.problem import Digits, digits, mlp
-from commlayer.demo.proxies import Batch, Cluster, Task, picker, train
+from commlayer.demo.tuning_tasks import Batch, Cluster, Task, picker, train
 
 
 @functools.cache

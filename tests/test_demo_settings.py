@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from commlayer.demo.events import Began, Ended, Progress, read
-from commlayer.demo.figures import results, ring_bound_s
-from commlayer.demo.report import notes, table
-from commlayer.demo.screen import Standing, line, size, span
+from commlayer.demo.fleet import Began, Ended, Progress, read
+from commlayer.demo.report import DemoProgress, line, notes, results, ring_bound_s, size, span, table
 from commlayer.demo.settings import CODEC, Settings, parse_link, parse_rtt, read_settings
 from commlayer.records import encode
 from commlayer.transport.shaped import parse_shape
@@ -126,19 +124,19 @@ def test_the_table_fits_a_terminal_of_80_columns(reached: bool, steps: int) -> N
 
 
 def test_what_is_told_is_read_and_what_others_print_is_not() -> None:
-    told = [Began(0, 7, True), DENSE, Ended(0, True)]
-    assert [read(encode(event) + b"\n") for event in told] == told
+    stream = [Began(0, 7, True), DENSE, Ended(0, True)]
+    assert [read(encode(event) + b"\n") for event in stream] == stream
     assert [read(text) for text in (b"", b"hello\n", b'{"type":"other"}\n', encode(DENSE)[:-1])] == [None] * 4
 
 
 def test_a_demo_under_way_says_where_it_stands() -> None:
-    standing = Standing(settings())
-    seen = [line(standing)]
+    progress = DemoProgress(settings())
+    seen = [line(progress)]
     for event in (Began(0, 7, True), DENSE, Ended(0, True), Began(1, 7, True), SPARSE, Ended(1, True)):
-        assert not standing.over
-        standing.take(event)
-        seen.append(line(standing))
-    assert standing.over
+        assert not progress.over
+        progress.take(event)
+        seen.append(line(progress))
+    assert progress.over
     said = [("starting 4 workers",), ("dense", "begins"), ("step 100", "97.0%", "400 ms", "2 MB"), ("fresh",),
             ("compressed", "begins"), ("step 120", "98.0%", "25 kB"), ("leaving",)]
     for text, words in zip(seen, said, strict=True):

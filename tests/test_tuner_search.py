@@ -24,7 +24,7 @@ from commlayer.balance.tuner_space import DENSE, Dimension, SearchSpace, Setting
 from commlayer.balance.tuner_store import Search, Store, TuningTrial
 from commlayer.cli import main
 from commlayer.cli.tune import load, read_space
-from commlayer.demo import problem, proxies
+from commlayer.demo import problem, tuning_tasks
 
 SPACE = default_space()
 BUDGET = 0.01
@@ -328,7 +328,10 @@ def test_proxies_step_locally_and_use_late_results() -> None:
 @pytest.mark.parametrize("steps", [4, 7])
 def test_local_steps_of_a_worker_alone_are_steps(steps: int) -> None:
     task, data = problem.mlp(8, 0), problem.digits(0)
-    found = [proxies.train(proxies.Task(deepcopy(task), proxies.picker(*data.train), data.test, 640, 0.1),
-                           {"codec": DENSE, "batch": 32, "local_steps": n}, proxies.Cluster(workers=1)) for n in (1, steps)]
+    found = [
+        tuning_tasks.train(tuning_tasks.Task(deepcopy(task), tuning_tasks.picker(*data.train), data.test, 640, 0.1),
+                           {"codec": DENSE, "batch": 32, "local_steps": n}, tuning_tasks.Cluster(workers=1))
+        for n in (1, steps)
+    ]
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
     assert found[1]["seconds"] < found[0]["seconds"]

@@ -17,8 +17,8 @@ from commlayer.errors import CommError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from commlayer.demo.events import Event
-    from commlayer.demo.screen import Standing
+    from commlayer.demo.fleet import Event
+    from commlayer.demo.report import DemoProgress
 
 TICK_S = 0.25
 LINE_S = 2.0
@@ -55,22 +55,21 @@ def _run(settings: Settings, path: Path | None) -> None:
     from rich.console import Console
 
     from commlayer.demo import report
-    from commlayer.demo.figures import results
     from commlayer.demo.fleet import Fleet
-    from commlayer.demo.screen import Standing
+    from commlayer.demo.report import DemoProgress, results
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
     begin = time.monotonic()
-    standing = Standing(settings)
+    progress = DemoProgress(settings)
     with Fleet(settings) as fleet:
         stream = fleet.events(TICK_S)
-        _watch(stream, standing, console, begin)
-        if not standing.over:
-            raise CommError("its workers ended without a result")
-        numel, native = standing.began[0].numel, standing.began[0].native
-        figures = results(settings, numel, standing.progress, standing.reached)
+        _watch(stream, progress, console, begin)
+        if not progress.over:
+            raise CommError("the workers ended without a result")
+        numel, native = progress.began[0].numel, progress.began[0].native
+        figures = results(settings, numel, progress.latest, progress.reached)
         console.print(report.table(settings, figures))
         console.print(report.notes(settings, figures, native=native), markup=False)
         if path is not None:
@@ -80,24 +79,24 @@ def _run(settings: Settings, path: Path | None) -> None:
     console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
 
 
-def _watch(told: Iterable[Event | None], standing: Standing, console: Console, begin: float) -> None:
+def _watch(stream: Iterable[Event | None], progress: DemoProgress, console: Console, begin: float) -> None:
     """Shows progress until both runs are over: a panel updated in place, or lines if there is no terminal."""
     from rich.live import Live
 
-    from commlayer.demo.screen import line, panel
+    from commlayer.demo.report import line, panel
 
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     due, last_line = begin, ""
     with live or contextlib.nullcontext():
-        for event in told:
+        for event in stream:
             now = time.monotonic()
             if event is not None:
-                standing.take(event)
-            if live is not None and (now >= due or standing.over):
-                live.update(panel(standing, now - begin), refresh=True)
+                progress.take(event)
+            if live is not None and (now >= due or progress.over):
+                live.update(panel(progress, now - begin), refresh=True)
                 due = now + TICK_S
-            elif live is None and now >= due and last_line != (last_line := line(standing)):
+            elif live is None and now >= due and last_line != (last_line := line(progress)):
                 console.print(f"{now - begin:4.0f} s  {last_line}")
                 due = now + LINE_S
-            if standing.over:
+            if progress.over:
                 return

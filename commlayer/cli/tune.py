@@ -17,7 +17,7 @@ from commlayer.cli.loss_part import loss_part
 from commlayer.cli.user_code import function_of
 from commlayer.errors import InvalidInput
 
-BUILT_IN = {"digits": "commlayer.demo.proxies:digits", "chars": "commlayer.demo.proxies:chars"}
+BUILT_IN = {"digits": "commlayer.demo.tuning_tasks:digits", "chars": "commlayer.demo.tuning_tasks:chars"}
 
 
 def tune(

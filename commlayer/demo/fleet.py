@@ -1,4 +1,4 @@
-"""Starts the demo's workers under torchrun, reads their events, and ends them all."""
+"""The demo's worker processes: starts them under torchrun, reads the events that they report, and ends them all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from types import TracebackType
 import msgspec
 
 from commlayer.config import Config, child_environment
-from commlayer.demo import events
-from commlayer.demo.events import Event
 from commlayer.demo.settings import Settings
 from commlayer.errors import CommError, DeadlineExceeded
-from commlayer.records import encode
+from commlayer.records import Record, encode
 
 ROOT = Path(__file__).parents[2]
 SILENCE_S = 120.0
@@ -72,14 +70,14 @@ class Fleet:
             except queue.Empty:
                 quiet_s += tick_s
                 if quiet_s > limit_s:
-                    raise DeadlineExceeded(f"told nothing for {limit_s:g} s", peer="its workers") from None
+                    raise DeadlineExceeded(f"sent nothing for {limit_s:g} s", peer="the demo's workers") from None
                 if self._process.poll() is not None:
                     break
                 yield None
                 continue
             if not line:
                 break
-            if (event := events.read(line)) is not None:
+            if (event := read(line)) is not None:
                 quiet_s = 0.0
                 yield event
         if self._process.wait():
@@ -99,7 +97,7 @@ class Fleet:
         for log in sorted(Path(self._folder.name).rglob("stderr.log"), key=lambda path: int(path.parent.name)):
             lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
             lines_ += [f"worker {log.parent.name}: {line}" for line in lines[-TAIL_LINES:]]
-        return "\n".join(["its workers ended early", *lines_])
+        return "\n".join(["the workers ended early", *lines_])
 
     def _end(self) -> None:
         """Ends the workers by closing their standard input and terminating torchrun; each worker ends its own servers."""
@@ -124,3 +122,66 @@ def environment() -> dict[str, str]:
     variables |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
     return variables
+
+
+# ---- events: one line of JSON each, on a worker's standard output
+
+class Began(Record, frozen=True, tag="began"):
+    """The workers and servers of a run are up, and training starts."""
+
+    run: int
+    numel: int
+    """Parameters of the model."""
+    native: bool
+
+
+class Progress(Record, frozen=True, tag="progress"):
+    """Progress of a run; the sums are those of rank 0 since the run began."""
+
+    run: int
+    step: int
+    loss: float
+    accuracy: float
+    """On the test set, at the last evaluation."""
+    train_s: float
+    """Training time, without evaluations."""
+    exposed_s: float
+    """The part of train_s spent waiting for communication."""
+    sent_nbytes: int
+    """Payload bytes that this worker sent."""
+
+    @property
+    def step_s(self) -> float:
+        return self.train_s / max(1, self.step)
+
+    @property
+    def step_nbytes(self) -> float:
+        return self.sent_nbytes / max(1, self.step)
+
+    @property
+    def exposed(self) -> float:
+        return self.exposed_s / self.train_s if self.train_s else 0.0
+
+
+class Ended(Record, frozen=True, tag="ended"):
+    """A run is over. Its last Progress holds the result."""
+
+    run: int
+    reached: bool
+
+
+Event = Began | Progress | Ended
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+def report(event: Event) -> None:
+    """Writes an event, in a worker. One write per event, so that lines of several processes do not mix."""
+    os.write(1, encode(event) + b"\n")
+
+
+def read(line: bytes) -> Event | None:
+    """The event on that line, or None if other code printed the line."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError:
+        return None

@@ -1,20 +1,25 @@
-"""The demo's report: the results as a table with notes, and as JSON."""
+"""The demo's output: progress while it runs, then a table with notes, and JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-from commlayer.demo.screen import link, size, span
-from commlayer.demo.settings import Settings
+from commlayer.demo.fleet import Began, Ended, Event, Progress
+from commlayer.demo.settings import DENSE, Settings
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 
@@ -56,16 +61,15 @@ def notes(settings: Settings, results: Mapping[str, Any], *, native: bool) -> st
         f"2(n-1)/n x bytes x 8 / rate + 2(n-1) x one-way delay with n = {n}."
     ]
     if summary["speedup_over_bound"] is not None:
-        text[0] += f" The compressed run is {summary['speedup_over_bound']:.2f}x as fast to the target as that."
+        text[0] += f" The compressed run reaches the target {summary['speedup_over_bound']:.2f}x as fast."
     text += [
-        f"Links are shaped inside the processes, without root: every worker is a host of its own ({link(settings)}), and its "
-        "summation server shares its link. Underneath is this machine's loopback; what PyTorch's Gloo sends (at the start, and "
-        "when to stop) is not shaped.",
-        "Both runs start from the same weights and see the same batches; the clock stands still while the test set is looked "
-        "at. Sent is what one worker pushes.",
+        f"Links are simulated inside the processes, without root: each worker is a host ({link_text(settings)}) that shares "
+        "its link with its summation server. Data crosses loopback; the little that PyTorch's Gloo sends is not shaped.",
+        "Both runs start from the same weights and use the same batches; the clock is stopped during evaluation. 'Sent' is "
+        "what one worker pushes.",
     ]
     if not native:
-        text.append("The native core is missing here: codecs ran on the reference backend, which is correct but slow.")
+        text.append("The native core is missing: codecs ran on the slow reference backend.")
     return "\n".join(text)
 
 
@@ -83,3 +87,162 @@ def write_json(path: Path, results: Mapping[str, Any], *, native: bool) -> None:
         "backend": "native" if native else "reference",
     }
     write_whole({path: (json.dumps({"name": "demo", "machine": machine, **results}, indent=1) + "\n").encode()})
+
+
+# ---- figures
+
+HALF_NBYTES = 2
+
+
+def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> float:
+    """The least time of a ring all-reduce of `nbytes`: in each of its 2(n-1) turns every host sends 1/n of the bytes.
+
+    >>> round(ring_bound_s(4, 2_252_820, 100e6, 0.015), 3)
+    0.36
+    """
+    turns = 2 * (workers - 1)
+    return turns * (nbytes / workers * 8 / bps + one_way_s)
+
+
+def results(settings: Settings, numel: int, ends: Sequence[Progress], reached: Sequence[bool]) -> dict[str, Any]:
+    """{"rows", "summary"}: the dense run, the same run at the ring's bound, and the compressed run."""
+    dense, compressed = (
+        _row(name, codec, end, whole)
+        for name, codec, end, whole in zip(("dense", "compressed"), (DENSE, settings.codec), ends, reached, strict=True)
+    )
+    bound_s = ring_bound_s(settings.workers, HALF_NBYTES * numel, settings.bps, settings.one_way_s)
+    bound = {"run": "bound", "codec": DENSE, "reached": reached[0], "steps": ends[0].step, "step_s": bound_s,
+             "train_s": ends[0].step * bound_s}
+    rows = [dense, bound, compressed]
+    for row in rows:
+        row["speedup"] = _ratio(dense, row)
+    summary = {
+        "workers": settings.workers, "link_bps": settings.bps, "rtt_s": settings.rtt_s, "target": settings.target,
+        "parameters": numel, "speedup": compressed["speedup"], "speedup_over_bound": _ratio(bound, compressed),
+        "step_speedup": dense["step_s"] / compressed["step_s"], "sent_ratio": dense["step_nbytes"] / compressed["step_nbytes"],
+    }
+    return {"rows": rows, "summary": summary}
+
+
+def _row(name: str, codec: str, end: Progress, reached: bool) -> dict[str, Any]:
+    return {
+        "run": name, "codec": codec, "reached": reached, "train_s": end.train_s, "steps": end.step, "step_s": end.step_s,
+        "sent_nbytes": end.sent_nbytes, "step_nbytes": end.step_nbytes, "accuracy": end.accuracy, "loss": end.loss,
+        "exposed": end.exposed,
+    }
+
+
+def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
+    """The speedup, or None unless both runs reached the target."""
+    return slow["train_s"] / fast["train_s"] if slow["reached"] and fast["reached"] else None
+
+
+# ---- progress: a panel on a terminal, a line anywhere else
+
+NAMES = ("dense", "compressed")
+PANEL_WIDTH = 80
+
+
+@dataclasses.dataclass
+class DemoProgress:
+    """The progress that workers have reported so far."""
+
+    settings: Settings
+    began: list[Began] = dataclasses.field(default_factory=list)
+    latest: list[Progress] = dataclasses.field(default_factory=list)
+    """The latest report of each run."""
+    reached: list[bool] = dataclasses.field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Began):
+            self.began.append(event)
+            self.latest.append(Progress(event.run, 0, float("nan"), 0.0, 0.0, 0.0, 0))
+        elif isinstance(event, Progress):
+            self.latest[event.run] = event
+        elif isinstance(event, Ended):
+            self.reached.append(event.reached)
+
+    @property
+    def over(self) -> bool:
+        return len(self.reached) == len(NAMES)
+
+    @property
+    def training(self) -> Progress | None:
+        """The progress of the current run; None while one starts or after all are over."""
+        return self.latest[-1] if len(self.latest) > len(self.reached) else None
+
+
+def panel(progress: DemoProgress, wall_s: float) -> Panel:
+    settings = progress.settings
+    parts: list[Text | Table] = []
+    for run, name in enumerate(NAMES):
+        codec = (DENSE, settings.codec)[run]
+        parts.append(Text.assemble((f"{run + 1}  {name}  ", "bold"), (codec, "cyan")))
+        if run < len(progress.latest):
+            now = progress.latest[run]
+            texts = (_counts(now), _costs(now)) if now.step else ("begins",)
+            parts += [_bar(now, settings.target), *(Text(f"   {text}") for text in texts)]
+        else:
+            parts.append(Text(f"   {waiting(progress)}" if run == len(progress.reached) else "   to come", style="dim"))
+    title = f"commlayer demo: {settings.workers} workers, {link_text(settings)}"
+    return Panel(Group(*parts), title=title, subtitle=f"{wall_s:.0f} s", title_align="left", subtitle_align="right",
+                 width=PANEL_WIDTH, padding=(0, 1))
+
+
+def line(progress: DemoProgress) -> str:
+    now = progress.training
+    if now is None:
+        return waiting(progress)
+    if not now.step:
+        return f"{NAMES[now.run]:10}  begins"
+    costs = f"{span(now.step_s)}, {size(now.step_nbytes)} a step"
+    return f"{NAMES[now.run]:10}  {_counts(now)}  accuracy {now.accuracy:5.1%}  {costs}"
+
+
+def waiting(progress: DemoProgress) -> str:
+    if progress.over:
+        return "all runs are over; the workers and servers are leaving"
+    n = progress.settings.workers
+    if progress.reached:
+        return f"starting {n} fresh servers"
+    return f"starting {n} workers and {n} servers; each loads PyTorch"
+
+
+def link_text(settings: Settings) -> str:
+    return f"{rate(settings.bps)} up and down per host, round trip {span(settings.rtt_s)}"
+
+
+def rate(bps: float) -> str:
+    return f"{bps / 1e9:g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:g} Mb/s"
+
+
+def span(seconds: float) -> str:
+    """Three significant digits, in a suitable unit."""
+    return f"{_figures(seconds * 1e3)} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def size(nbytes: float) -> str:
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= factor:
+            return f"{_figures(nbytes / factor)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _figures(number: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"
+
+
+def _bar(now: Progress, target: float) -> Table:
+    row = Table.grid(padding=(0, 1))
+    row.add_row("   test accuracy", ProgressBar(total=target, completed=min(now.accuracy, target), width=32),
+                f"{now.accuracy:.1%}, to reach {target:.1%}")
+    return row
+
+
+def _counts(now: Progress) -> str:
+    return f"step {now.step:<4} loss {now.loss:5.3f}   training {now.train_s:4.1f} s"
+
+
+def _costs(now: Progress) -> str:
+    return f"a step: {span(now.step_s)}, {size(now.step_nbytes)} sent; {now.exposed:.0%} of the time waiting for communication"

@@ -18,7 +18,7 @@ from torch import nn
 
 import commlayer
 from commlayer import native, records
-from commlayer.demo import events, problem
+from commlayer.demo import fleet, problem
 from commlayer.demo.settings import DENSE, Settings
 
 LOST = 130
@@ -41,7 +41,7 @@ def run(number: int, settings: Settings, data: problem.Digits) -> None:
         dist.barrier()
         if rank == 0:
             numel = sum(p.numel() for p in model.parameters())
-            events.tell(events.Began(number, numel, native.core is not None))
+            fleet.report(fleet.Began(number, numel, native.core is not None))
         train_s, accuracy, reached = 0.0, 0.0, False
         for step in range(1, settings.max_steps + 1):
             begin = time.perf_counter()
@@ -53,11 +53,11 @@ def run(number: int, settings: Settings, data: problem.Digits) -> None:
             if rank == 0:
                 stats = session.stats()
                 sent_nbytes = int(stats["sent_nbytes"])
-                events.tell(events.Progress(number, step, loss, accuracy, train_s, stats["exposed_s"], sent_nbytes))
+                fleet.report(fleet.Progress(number, step, loss, accuracy, train_s, stats["exposed_s"], sent_nbytes))
             if reached:
                 break
         if rank == 0:
-            events.tell(events.Ended(number, reached))
+            fleet.report(fleet.Ended(number, reached))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: problem.Batch) -> float:
@@ -91,7 +91,7 @@ def end_when_told() -> None:
     The main thread gets GRACE_S seconds to end its servers.
     """
 
-    def told(_number: int, _frame: object) -> None:
+    def interrupt(_number: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Thread(target=insist, daemon=True).start()
         raise KeyboardInterrupt
@@ -105,7 +105,7 @@ def end_when_told() -> None:
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, interrupt)
     threading.Thread(target=follow, name="demo-parent", daemon=True).start()
 
 
