@@ -17,7 +17,7 @@ Price = tuple[float, float]
 
 LEAVES = 0.85
 """Averaged gradients are given up if the time to a loss falls to this fraction or below. (With three quarters, links of 50
-Mb/s reached a loss later than links of 10 Mb/s: decision 0126.)"""
+Mb/s reached a loss later than links of 10 Mb/s.)"""
 MOST_STEPS = 3.0
 """Plans with a convergence factor above this are never chosen: no predicted step time is accurate enough to justify them."""
 WAY = ("codes", "overlap", "local_steps", "fragments")

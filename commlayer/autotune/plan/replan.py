@@ -35,7 +35,7 @@ from commlayer.records import Plan
 T = TypeVar("T")
 
 OBSERVED = "topk"
-"""Codec family whose measured cosine predicts its cost in steps; none was fitted for other families (decision 0127)."""
+"""Codec family whose measured cosine predicts its cost in steps; none was fitted for other families."""
 
 
 class Replanner:

@@ -7,7 +7,7 @@ values are interpolated over log(ratio) and log2(every). An unmeasured combinati
 that is related to it.
 
 Rows are for whole exchanges: waited for, or merged a round late. With F fragments, merged H / F steps late, the cost is
-interpolated between the two; measured lags of 3 and 5 of 16 steps confirm it (docs/decisions/0223-lag-of-a-fragment.md).
+interpolated between the two; measured lags of 3 and 5 of 16 steps confirm it.
 """
 
 from __future__ import annotations
