@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bench import report
-from commlayer.autotune.measure.virtual_workers import VirtualWorkers
+from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo import tuning_tasks
 from commlayer.engine.model_job import job_of

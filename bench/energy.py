@@ -16,7 +16,7 @@ from msgspec import structs
 
 from bench import energy_models, report
 from commlayer import planner
-from commlayer.autotune.measure.virtual_workers import VirtualWorkers
+from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import payload
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.engine.bucket import WorkerBucket

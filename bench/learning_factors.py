@@ -11,8 +11,8 @@ from msgspec import structs
 
 from bench import Unmeasurable
 from bench.learning_run import Way
-from commlayer.autotune.measure import learning_costs
-from commlayer.autotune.measure.learning_costs import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
+from commlayer.autotune.measure import convergence
+from commlayer.autotune.measure.convergence import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 
 __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",
@@ -27,14 +27,14 @@ LEAST_TASKS = 3
 def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
     """Of all runs whose dense one is there, too."""
     try:
-        return learning_costs.costs(curves)
+        return convergence.costs(curves)
     except ValueError as error:
         raise Unmeasurable(str(error)) from None
 
 
 def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
     """Of all that was measured on all tasks."""
-    return learning_costs.rows(found, least_tasks=LEAST_TASKS)
+    return convergence.rows_of(found, least_tasks=LEAST_TASKS)
 
 
 def with_outer(found: Mapping[Way, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
@@ -64,7 +64,7 @@ def by_phase(curves: Mapping[Way, Curve]) -> list[Phases]:
     found = costs(mine)
     early: dict[tuple[object, ...], dict[str, list[float]]] = {}
     for way in found:
-        early.setdefault(key_of(way), {}).setdefault(way.task, []).append(learning_costs.early(mine[way], mine[way.dense]))
+        early.setdefault(key_of(way), {}).setdefault(way.task, []).append(convergence.early(mine[way], mine[way.dense]))
     return [Phases(row, max(1.0, median(fmean(each) for each in early[_key(row)].values()))) for row in rows(found)]
 
 

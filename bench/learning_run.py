@@ -1,4 +1,4 @@
-"""One training of `bench learning`: the package's method (autotune/measure/learning.py) on the bench's tasks."""
+"""One training of `bench learning`: the package's method (autotune/measure/virtual_training.py) on the bench's tasks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import nn
 
 from bench import Unmeasurable
 from bench.learning_tasks import TASKS, Task
-from commlayer.autotune.measure import learning
-from commlayer.autotune.measure.learning import LOOKS, OUTERS, STEPS, WARMUP, Way, plan_of
+from commlayer.autotune.measure import virtual_training
+from commlayer.autotune.measure.virtual_training import LOOKS, OUTERS, STEPS, WARMUP, Way, plan_of
 
 __all__ = ["LOOKS", "OUTERS", "STEPS", "WARMUP", "Task", "Way", "optimizer_of", "plan_of", "train"]
 
@@ -20,13 +20,14 @@ def train(way: Way, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
     if way.task not in TASKS:
         raise Unmeasurable(f"no task is called {way.task!r}; there are: {', '.join(TASKS)}")
 
-    def make(seed: int) -> learning.Task:
+    def make(seed: int) -> virtual_training.Task:
         task = TASKS[way.task](seed)
         rate = way.rate or task.rates[way.optimizer]
-        return learning.Task(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss, task.validation)
+        return virtual_training.Task(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss,
+                                     task.validation)
 
     try:
-        return learning.train(way, make, steps=steps, looks=looks)
+        return virtual_training.train(way, make, steps=steps, looks=looks)
     except ValueError as error:
         raise Unmeasurable(str(error)) from None
 

@@ -17,8 +17,8 @@ from bench import Unmeasurable, learning, learning_factors, report
 from bench.learning_factors import Cost, Foretold
 from bench.learning_run import STEPS, Way
 from bench.learning_store import Store
-from commlayer.autotune.measure import learning_costs
-from commlayer.autotune.measure.learning_costs import EARLY, Curve
+from commlayer.autotune.measure import convergence
+from commlayer.autotune.measure.convergence import EARLY, Curve
 from commlayer.files import between, write_whole
 from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
@@ -35,7 +35,7 @@ def table(store: Store, date: str) -> LearningTable:
     curves = learning.current(store)
     found = learning_factors.costs(curves)
     rows = learning_factors.rows(found)
-    rows += learning_costs.alone_rows(curves, least_tasks=learning_factors.LEAST_TASKS)
+    rows += convergence.alone_rows(curves, least_tasks=learning_factors.LEAST_TASKS)
     if not rows:
         raise Unmeasurable(f"{store.path} has no combination that was measured on {learning_factors.LEAST_TASKS} tasks: "
                            "run python -m bench learning first")

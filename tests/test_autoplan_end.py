@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan_kit import JOB, LINKS, START
 
-from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.measure.calibration import Grouped
 from commlayer.autotune.plan.actions import StartPlanning
 from commlayer.autotune.plan.driver import AutoPlan
 from commlayer.autotune.plan.measuring import Measurements

@@ -26,7 +26,7 @@ from autoplan_kit import (
 )
 from msgspec import structs
 
-from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.measure.calibration import Grouped
 from commlayer.autotune.plan.actions import Describe, Measure, Report, Say, StartPlanning, Suggest, Switch, TellPace, Word
 from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, ReplanVerdict
 from commlayer.autotune.plan.decide import begin, decide

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
-from commlayer.autotune.measure import memory
-from commlayer.autotune.measure.batch_trials import Trial, batches_of, out_of_memory
+from commlayer.autotune.measure import step_times
+from commlayer.autotune.measure.step_times import Trial, batches_of, out_of_memory
 from commlayer.balance import Decision, Sampler
 from commlayer.balance.profiling import profile
 
@@ -206,7 +206,7 @@ def takes(nbytes: int) -> Any:
 def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
     room: int, sharing: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "room_nbytes", lambda: float(room))
+    monkeypatch.setattr(step_times, "room_nbytes", lambda: float(room))
     trial = Trial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
     found = profile(trial, 64, repeats=1)
     assert found.ended == (most < 64)
@@ -214,4 +214,4 @@ def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
 
 
 def test_room_is_known_on_linux_and_not_short_here() -> None:
-    assert memory.room_nbytes() > 1 << 20
+    assert step_times.room_nbytes() > 1 << 20

@@ -20,8 +20,8 @@ from bench import Unmeasurable, learning, learning_campaign, learning_run
 from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
-from commlayer.autotune.measure import learning as learning_steps
-from commlayer.autotune.measure.learning import Task, outer_of
+from commlayer.autotune.measure import virtual_training as learning_steps
+from commlayer.autotune.measure.virtual_training import Task, outer_of
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.engine.model_job import job_of
 

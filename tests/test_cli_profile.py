@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from commlayer.autotune.measure.model_times import timed_job
+from commlayer.autotune.measure.step_times import timed_job
 
 MODEL = '''
 import torch

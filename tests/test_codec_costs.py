@@ -11,7 +11,7 @@ from msgspec import structs
 from planner_kit import DENSE, PROFILE, SHARED, flat, tall
 from pool_kit import pool
 
-from commlayer.autotune.measure import bucket_overheads, codec_costs, collective_costs
+from commlayer.autotune.measure import calibration
 from commlayer.cluster.groups import Groups
 from commlayer.planner.model.cluster import Line, Profile
 from commlayer.planner.pricing.collectives import moves
@@ -20,10 +20,10 @@ from commlayer.planner.pricing.path_cost import Prices
 BUDGET_S = 0.2
 
 
-def measured(rank: int, per_node: int, budget_s: float) -> collective_costs.Grouped:
+def measured(rank: int, per_node: int, budget_s: float) -> calibration.Grouped:
     groups = Groups(per_node, 30.0, torch.device("cpu"))
     try:
-        return collective_costs.measure(groups, budget_s)
+        return calibration.measure_collectives(groups, budget_s)
     finally:
         groups.close()
 
@@ -36,18 +36,18 @@ def test_collectives_are_measured_alike_on_all_ranks(world: int, per_node: int, 
     assert all(found == results[0] for found in results)
     for line, there in zip(results[0], (inside, across), strict=True):
         assert (line.slope_s > 0) == there
-        assert line == collective_costs.NONE or line.floor_s < 1.0, "a message inside a machine takes no second"
+        assert line == calibration.NO_COLLECTIVES or line.floor_s < 1.0, "a message inside a machine takes no second"
 
 
 def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> None:
     line = pool(2).call(measured, 1, 0.0)[0].across
     assert line.floor_s > 0
-    assert (line.slope_s, line.error) == (collective_costs.LEAST_BYTE_S, 0.0)
+    assert (line.slope_s, line.error) == (calibration.LEAST_BYTE_S, 0.0)
 
 
 def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:
     before = threading.active_count()
-    found = bucket_overheads.measure(sizes=(16, 1 << 14), steps=2)
+    found = calibration.measure_overheads(sizes=(16, 1 << 14), steps=2)
     for line in found:
         assert 0 < line(16) < 0.1
         assert line(1 << 14) >= line(16)
@@ -59,7 +59,7 @@ def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to copy from")
 def test_copies_to_a_gpu_take_time() -> None:
-    line = codec_costs.copies()
+    line = calibration.measure_copies()
     assert line is not None
     assert 1e-7 < line(1 << 20) < 1e-2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.autotune.measure.coding_slowdown import Load, load_of, under
+from commlayer.autotune.measure.calibration import Load, load_of, under
 from commlayer.observe import Event, RecordedStep
 from commlayer.planner.model.cluster import CodecCost, Line
 from commlayer.records import Bucket, Plan, Slice

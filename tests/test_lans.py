@@ -16,7 +16,7 @@ import torch
 from ranks_kit import ROOT, clean_environment
 from torch import nn
 
-from commlayer.autotune.measure.virtual_workers import VirtualWorkers
+from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo.problem import batches, digits, mlp
 from commlayer.engine.model_job import job_of

@@ -28,7 +28,7 @@ from bench.learning_factors import (
 )
 from bench.learning_run import LOOKS, STEPS, Way
 from bench.learning_store import Run, Store
-from commlayer.autotune.measure.learning_costs import alone_rows
+from commlayer.autotune.measure.convergence import alone_rows
 from commlayer.codec_name import named
 from commlayer.errors import RecordError
 from commlayer.planner.model.learning import ALONE, Recipe, excess

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_kit import Rig
 
-from commlayer.autotune.measure import codec_costs, link_rates
-from commlayer.autotune.measure.model_times import timing_of
+from commlayer.autotune.measure import calibration, link_rates
+from commlayer.autotune.measure.step_times import timing_of
 from commlayer.cluster import summation_server
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
@@ -44,7 +44,7 @@ def test_without_a_step_there_are_no_times() -> None:
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6))
 def test_a_line_is_found_again(floor: float, slope: float) -> None:
     sizes = [1 << 12, 1 << 16, 1 << 20]
-    line = codec_costs.fit(sizes, [floor + slope * n for n in sizes])
+    line = calibration.fit(sizes, [floor + slope * n for n in sizes])
     assert line.error < 1e-6
     assert all(line(n) == pytest.approx(floor + slope * n, rel=1e-6) for n in sizes)
 
@@ -52,14 +52,14 @@ def test_a_line_is_found_again(floor: float, slope: float) -> None:
 @pytest.mark.parametrize("values", [[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1e-5, 1e-3, 1.0]])
 def test_no_line_falls_below_nothing_and_its_error_is_told(values: list[float]) -> None:
     sizes = [10, 100, 1000]
-    line = codec_costs.fit(sizes, values)
+    line = calibration.fit(sizes, values)
     assert line.floor_s >= 0
     assert line.slope_s >= 0
     assert line.error == pytest.approx(max(abs(line(n) / v - 1) for n, v in zip(sizes, values, strict=True)))
 
 
 def test_codecs_are_measured_as_a_plan_runs_them() -> None:
-    dense, sparse = codec_costs.measure(("identity()", "topk(ratio=0.01)"), sizes=(1000, 50_000), repeats=2)
+    dense, sparse = calibration.measure_codecs(("identity()", "topk(ratio=0.01)"), sizes=(1000, 50_000), repeats=2)
     assert dense.nbytes(50_000) == pytest.approx(16 + 4 * 50_000, rel=0.01)
     assert sparse.nbytes(50_000) < 0.1 * dense.nbytes(50_000)
     assert min(dense.encode(1000), dense.decode(1000), sparse.encode(1000), sparse.decode(1000)) > 0

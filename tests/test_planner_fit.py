@@ -10,7 +10,7 @@ from codecs_kit import NAMED
 from msgspec import structs
 from plan_kit import toy_job
 
-from commlayer.autotune.measure import codec_costs
+from commlayer.autotune.measure import calibration
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.plan_check import promise_of, unsuited
@@ -34,7 +34,7 @@ FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "power
 def measured() -> Profile:
     texts = [text for text in (*NAMED.values(), *FAMILIES) if not text.startswith("error_feedback")]
     names = sorted({str(parse(text)) for text in texts})
-    return Profile(codec_costs.measure(names, sizes=(64, 1024), repeats=1), Line(0.0, 1e-10), source="measured")
+    return Profile(calibration.measure_codecs(names, sizes=(64, 1024), repeats=1), Line(0.0, 1e-10), source="measured")
 
 
 def drawn_cluster(rng: random.Random) -> Cluster:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from commlayer import planner
-from commlayer.autotune.measure import collective_costs
+from commlayer.autotune.measure import calibration
 from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
 from commlayer.autotune.plan.plan_search import on_hosts, on_servers
 from commlayer.autotune.plan.replan import cluster_of
@@ -20,7 +20,7 @@ from commlayer.records import ServerInfo, View
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
-INSIDE = collective_costs.Grouped(collective_costs.NONE, collective_costs.NONE)
+INSIDE = calibration.Grouped(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
 JOB = published("resnet50")
 
 

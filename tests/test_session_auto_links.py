@@ -18,8 +18,8 @@ from attach_kit import Run, Setting, data, mlp, play
 from pool_kit import pool
 from torch import nn
 
-from commlayer.autotune.measure import collective_costs
-from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.measure import calibration
+from commlayer.autotune.measure.calibration import Grouped
 from commlayer.codec_name import named
 from commlayer.planner.model.cluster import Line
 
@@ -33,7 +33,7 @@ COMPUTING_S = 0.03
 def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if slow:
-            patch.setattr(collective_costs, "measure", lambda _groups, _budget_s: Grouped(Line(1.0), Line(1.0)))
+            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: Grouped(Line(1.0), Line(1.0)))
         model = mlp(width=128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.wrap(model, optimizer=optimizer, exact=exact)

@@ -36,7 +36,7 @@ def profile(
         check_out(file)
     make = made_by(model) if model else None
     # Imported late: it loads torch, which --help does not need.
-    from commlayer.autotune.measure import bucket_overheads, codec_costs
+    from commlayer.autotune.measure import calibration
     from commlayer.compressors import kernels, parse
 
     # Always included: every codec is compared with no compression.
@@ -47,8 +47,8 @@ def profile(
         return  # the rest is rank 0's
     # Measured first: the user's code may fail, and measuring codecs takes longest.
     timed = job_made_by(make, model, batch or None) if make is not None else None
-    costs = codec_costs.measure(names)
-    overheads, copy = bucket_overheads.measure(), codec_costs.copies() or PCIE_COPY
+    costs = calibration.measure_codecs(names)
+    overheads, copy = calibration.measure_overheads(), calibration.measure_copies() or PCIE_COPY
     measured = Profile(costs, overheads.server, overheads.bucket.floor_s, copy, *collectives, source="measured")
     files: dict[Path, Record] = {out: measured} if timed is None else {out: measured, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
@@ -72,13 +72,13 @@ def _among_ranks() -> tuple[Line, Line] | None:
     import torch
     import torch.distributed as dist
 
-    from commlayer.autotune.measure import collective_costs
+    from commlayer.autotune.measure import calibration
     from commlayer.cluster.groups import Groups
 
     dist.init_process_group("gloo")
     groups = Groups(launch.local_world, GROUPS_DEADLINE_S, torch.device("cpu"))
     try:
-        inside, across = collective_costs.measure(groups, GROUPS_S)
+        inside, across = calibration.measure_collectives(groups, GROUPS_S)
     finally:
         groups.close()
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from commlayer.files import write_whole
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG
 
 if TYPE_CHECKING:
-    from commlayer.autotune.measure.learning import Task, Way
+    from commlayer.autotune.measure.virtual_training import Task, Way
     from commlayer.planner.tables.learning import LearningTable
 
 CODECS = ("int4()", "topk(ratio={ratio})")
@@ -38,7 +38,7 @@ def run(
     if not out.absolute().parent.is_dir():
         raise InvalidInput("E-CLI-OPTION", f"{out}: the folder {out.absolute().parent} does not exist")
     make = maker(name)
-    from commlayer.autotune.measure.own_learning import measured, ways_of
+    from commlayer.autotune.measure.convergence import measured, ways_of
     from commlayer.planner.tables.learning import written
 
     count = 0
@@ -107,7 +107,7 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 
 def _guarded(name: str, made: dict[str, Any]) -> Task:
     """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
-    from commlayer.autotune.measure.learning import Task
+    from commlayer.autotune.measure.virtual_training import Task
 
     def of(field: str) -> Callable[..., Any]:
         return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))

@@ -135,7 +135,7 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     """Times one step of the model that `make` returns. `text` is the user's name for `make`, for errors."""
     from torch import nn
 
-    from commlayer.autotune.measure.model_times import timed_job
+    from commlayer.autotune.measure.step_times import timed_job
 
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"batch of {text}: got {batch}, allowed: at least 1")

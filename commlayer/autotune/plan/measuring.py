@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from commlayer.autotune.measure import collective_costs
-from commlayer.autotune.measure.collective_costs import Grouped
-from commlayer.autotune.measure.model_times import timing_of
+from commlayer.autotune.measure import calibration
+from commlayer.autotune.measure.calibration import Grouped
+from commlayer.autotune.measure.step_times import timing_of
 from commlayer.autotune.plan.link_probes import UNKNOWN, RankMeasurement, Seen, at_least, gathered, probed
 from commlayer.engine.connection import Connection
 from commlayer.engine.worker import Worker
@@ -75,9 +75,9 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, busy_seen, steps_s, expected=expected), carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
     rows = gathered(connection, row)
-    collectives = Grouped(collective_costs.NONE, collective_costs.NONE)
+    collectives = Grouped(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
-        collectives = collective_costs.measure(groups, GROUPS_SHARE * probe_s)
+        collectives = calibration.measure_collectives(groups, GROUPS_SHARE * probe_s)
     if groups.ranks_per_node == 1:
         timing = structs.replace(timing, filled=filled_of(worker, groups.world))
     return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives,

@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from commlayer.autotune.measure import bucket_overheads, codec_costs
-from commlayer.autotune.measure.coding_slowdown import load_of, under
-from commlayer.autotune.measure.collective_costs import Grouped
+from commlayer.autotune.measure import calibration
+from commlayer.autotune.measure.calibration import Grouped, load_of, under
 from commlayer.autotune.plan import loss_limits
 from commlayer.autotune.plan.candidate import Candidate
 from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
@@ -100,7 +99,7 @@ class Replanner:
         """Costs on this machine during training. Codec names are in full, as in plans."""
         used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
-        alone = [cost for name in names for cost in self._go_on(functools.partial(codec_costs.measure, [name]))]
+        alone = [cost for name in names for cost in self._go_on(functools.partial(calibration.measure_codecs, [name]))]
         load = load_of(measured.steps, current, alone)
         costs = tuple(under(load, cost) for cost in alone)
         overheads, copy = self._go_on(_overheads), _copies()
@@ -152,6 +151,6 @@ def _harder(row: LearningRow, steps: float) -> LearningRow:
     return structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
 
 
-_overheads = functools.cache(bucket_overheads.measure)
-_copies = functools.cache(codec_costs.copies)
+_overheads = functools.cache(calibration.measure_overheads)
+_copies = functools.cache(calibration.measure_copies)
 """Measured once per process, since they depend only on the machine."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer.autotune.measure.batch_trials import LossOf
+from commlayer.autotune.measure.step_times import LossOf
 from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
 from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer.autotune.measure.batch_trials import LossOf, Trial, batches_of
+from commlayer.autotune.measure.step_times import LossOf, Trial, batches_of
 from commlayer.balance import Communication, Policy, Sampler
 from commlayer.balance.first_shares import Opening, SharesOf, opening
 from commlayer.balance.profiling import WorkerProfile, ladder, profile

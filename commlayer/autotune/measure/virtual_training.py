@@ -1,7 +1,7 @@
 """Trains a task with virtual workers in one thread, to measure how many steps a sync mode and codec cost.
 
-All effects on weights come from the package itself: codecs, residuals, buckets and the server's sums (virtual_workers.py),
-local steps, overlap and the outer optimizer (engine/local_steps.py). A test trains the same over loopback.
+Everything that affects weights is the package's own code: codecs, residuals, buckets, the server's sums, local steps,
+overlap and the outer optimizer. Only the transport is missing. A test trains the same over loopback.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from msgspec import structs
 from torch import nn
 
 from commlayer import planner
-from commlayer.autotune.measure.virtual_workers import VirtualWorkers
-from commlayer.compressors import parse
+from commlayer.cluster.server_codecs import ops_of, senders_of
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_cell import Reply
+from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.entries_sent import allot_entries
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.engine.matched_length import Lengths
 from commlayer.engine.model_job import job_of
 from commlayer.errors import InvalidInput
 from commlayer.optim import Outer, usual
 from commlayer.planner.model.fragments import fragments_of
-from commlayer.records import Plan, Record
+from commlayer.records import Job, Plan, Record
+from commlayer.transport.protocol import Header, Kind, Message
 
 STEPS, LOOKS = 240, 30
 WARMUP = 20
@@ -315,3 +320,72 @@ class _Rank:
 
     def applied(self, numbers: Sequence[int], turn: int) -> None:
         """No action: all of it was applied."""
+
+
+class VirtualWorkers:
+    """`world` workers and a server, under a plan whose buckets are all summed by one server."""
+
+    def __init__(self, job: Job, plan: Plan, world: int) -> None:
+        self.world, self._step = world, 0
+        self._server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, world))
+        self._buckets = [
+            [WorkerBucket(bucket, job, codec_of(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
+             for rank in range(world)]
+            for order, bucket in enumerate(plan.buckets)
+        ]
+        for of_worker in zip(*self._buckets, strict=True):
+            allot_entries(of_worker)
+        self.received = 0
+        """Bytes of the last step's results."""
+
+    def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
+        """Returns the mean of all workers' gradients, as each worker gets it, and the bytes in the busiest direction of a
+        worker.
+
+        `gradients`: by worker, in the order of the job's tensors.
+        """
+        mean = [torch.empty_like(tensor) for tensor in gradients[0]]
+        sent, received = [0] * self.world, 0
+        for place in range(len(self._buckets)):
+            up, down = self.exchange(place, gradients, mean)
+            sent, received = [a + b for a, b in zip(sent, up, strict=True)], received + down
+        self.end()
+        self.received = received
+        return mean, max(received, *sent)
+
+    def exchange(self, place: int, gradients: Sequence[Any], mean: Any) -> tuple[list[int], int]:
+        """One bucket's part of a step: writes its slices of `mean`. Returns the bytes that each worker sends, and that each
+        receives.
+
+        Gradients and mean are indexed by tensor number; only the bucket's own tensors are needed.
+        """
+        bucket = self._buckets[place]
+        sent, received, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
+        for worker, own in zip(bucket, gradients, strict=True):
+            worker.rewind()
+            worker.step = self._step
+            worker.sources = [own[s.tensor].contiguous() for s in worker.slices]
+            worker.gather(1.0, 1.0)
+        rounds = len(bucket[0].codec.rounds)
+        for r in range(rounds):
+            replies: list[Reply] = []
+            for rank, worker in enumerate(bucket):
+                body = worker.payload[: worker.encode_next(r - 1, answers[rank])] if r else self.code(rank, worker)
+                sent[rank] += len(body)
+                header = Header(Kind.PUSH, 1, self._step, worker.id, round=r, codec=worker.codec.id, sender=rank, weight=1.0,
+                                used=worker.all_slices, total=float(self.world) if worker.in_means else 0.0)
+                replies += self._server.push(Message(rank, header, body), now=0.0)
+            for reply in replies:
+                answers[reply.peer] = memoryview(reply.body)
+            received += len(answers[0])
+        for worker, answer in zip(bucket, answers, strict=True):
+            worker.decode(answer)
+        bucket[0].commit(1.0 / self.world, [mean[s.tensor] for s in bucket[0].slices])
+        return sent, received
+
+    def end(self) -> None:
+        self._step += 1
+
+    def code(self, rank: int, worker: WorkerBucket) -> memoryview:
+        """Returns one bucket's payload; a hook for subclasses that measure payloads."""
+        return worker.payload[: worker.encode()]

@@ -1,22 +1,32 @@
-"""Cost in steps of each sync mode and codec, computed from curves of trainings: the rows of a learning table.
+"""Convergence factors of sync modes and codecs, from curves of trainings: the rows of a learning table.
 
 The factor at step N is N divided by the step at which dense training first had the same loss. A configuration's factor is the
 mean over the last half of its run. So all runs have the same length, and large factors are measured like small ones.
+
+`measured` trains a user's own task by the method of the built-in table (`python -m bench learning`), with the user's model,
+data, optimizer and rate:
+
+    table = measured("task.py", make, [*ways_of(("int4()",), (4, 16))], tell)
 """
 
 from __future__ import annotations
 
+import datetime
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from msgspec import structs
 
-from commlayer.autotune.measure.learning import STEPS, Way
-from commlayer.errors import InvalidInput
+from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Way, train
+from commlayer.codec_name import SPARSE, named
+from commlayer.errors import InvalidInput, cause_of
+from commlayer.optim.family import family_of
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
+from commlayer.planner.tables.learning import LearningTable, Provenance
 
 MOST = 20.0
 """Factor of a training that has learned almost nothing."""
@@ -90,7 +100,7 @@ def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
     return results
 
 
-def rows(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+def rows_of(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
     """The rows of all measurements, for each number of workers. If there are several numbers, also a row with the worst of
     them.
 
@@ -161,3 +171,74 @@ def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
     """Median and cautious quantile. Values below dense are chance and count as dense; clipping earlier would bias them."""
     cautious = float(np.quantile(values, CAUTIOUS))
     return round(max(least, median(values)), 4), round(max(least, cautious), 4)
+
+
+OWN = "your proxy"
+"""Source that distinguishes these rows from the built-in ones."""
+Tell = Callable[[Way, float, LearningTable | None], None]
+"""Called after each training with its last loss and the table so far."""
+
+
+def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Way]:
+    """The most useful configurations: each codec for gradients and for updates; local steps, with and without overlap, with
+    the finest codec that is not sparse; and, if local steps are requested, overlapped updates of each step."""
+    dense = Way("", "")
+    yield dense
+    yield structs.replace(dense, workers=ALONE)
+    codecs = [codec for codec in dict.fromkeys(codecs) if codec != dense.codec]
+    yield from (structs.replace(dense, codec=codec) for codec in codecs)
+    fine = next((codec for codec in codecs if named(codec).core.family not in SPARSE), dense.codec)
+    for every in sorted({n for n in local_steps if n > 1}):
+        yield from (structs.replace(dense, codec=fine, every=every, overlap=overlap) for overlap in ("", "round"))
+    yield from (structs.replace(dense, codec=codec, codes="updates") for codec in codecs)
+    if max(local_steps, default=1) > 1:
+        yield structs.replace(dense, codec=fine, codes="updates", overlap="round")
+    if late:
+        yield structs.replace(dense, codec=fine, late=True)
+
+
+def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: int = STEPS, seeds: int = 1) -> LearningTable:
+    """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
+    family = family_of(_optimizer(name, make))
+    if family == "other":
+        raise InvalidInput("E-USER-CODE",
+                           f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
+    curves: dict[Way, Sequence[float]] = {}
+    table: LearningTable | None = None
+    for seed in range(seeds):
+        for way in ways:
+            mine = structs.replace(way, task=name, optimizer=family, seed=seed)
+            curves[mine] = _trained(mine, make, steps)
+            table = _table(name, curves)
+            tell(mine, curves[mine][-1], table)
+    if table is None:
+        raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
+    return table
+
+
+def _trained(way: Way, make: Make, steps: int) -> Sequence[float]:
+    """Trains one configuration; an error in the user's code becomes one line."""
+    try:
+        curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
+    except ValueError:
+        raise
+    except Exception as error:
+        raise InvalidInput("E-USER-CODE", f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
+    if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
+                           "as parts of it: return one that stays above 0, or train for fewer steps")
+    return curve
+
+
+def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
+    task = make(0)
+    return task.optimizer(task.model)
+
+
+def _table(name: str, curves: dict[Way, Sequence[float]]) -> LearningTable | None:
+    rows = rows_of(costs(curves))
+    rows += alone_rows(curves) if rows else ()
+    source = Provenance(datetime.date.today().isoformat(), f"commlayer tune {name} --learning", len(curves),
+                        (f"{OWN}: {name}",), str(torch.__version__), OWN)
+    return LearningTable(source, rows) if rows else None

@@ -1,0 +1,348 @@
+"""Measures costs on this machine and cluster: codecs, copies, collectives and buckets. Fits lines to the times."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from commlayer.cluster.groups import Groups
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer
+from commlayer.compressors import Codec, identity, parse, wrap
+from commlayer.compressors.payload import HEADER_NBYTES
+from commlayer.compressors.reducing import Reduced, adds_up
+from commlayer.engine.plan_check import promise_of
+from commlayer.engine.worker import Worker
+from commlayer.observe import RecordedStep
+from commlayer.planner.model.cluster import CodecCost, Line
+from commlayer.planner.pricing.collectives import moves
+from commlayer.planner.pricing.lines import ZERO
+from commlayer.planner.pricing.path_cost import bare
+from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo
+from commlayer.transport.hello import Hello
+from commlayer.transport.pending import Pending
+from commlayer.transport.protocol import SERVER_BASE, peer_name
+from commlayer.transport.stream_transport import StreamTransport
+
+CODEC_NUMEL = (1 << 12, 1 << 16, 1 << 20)
+"""Elements: from 16 KiB, where calls cost more than bytes, to 4 MiB, which exceeds the cache of one core."""
+COPIED_NBYTES = (1 << 12, 1 << 18, 1 << 22, 1 << 25)
+REPEATS = 5
+MEMBERS = 8
+"""Members whose sum an all-reduce must have room for; similar numbers need as many bytes."""
+
+
+def measure_codecs(codecs: Sequence[str], sizes: Sequence[int] = CODEC_NUMEL, repeats: int = REPEATS) -> tuple[CodecCost, ...]:
+    """Costs of each codec on the CPU, as in plans: with error feedback if it is biased."""
+    return tuple(_cost(text, sizes, repeats) for text in codecs)
+
+
+def _cost(text: str, sizes: Sequence[int], repeats: int) -> CodecCost:
+    codec = wrap(parse(text))
+    rows = [_times(codec, numel, repeats) for numel in sizes]
+    encode, decode, nbytes = (fit(sizes, [row[i] for row in rows]) for i in range(3))
+    promise = promise_of(codec)
+    reduced = fit(sizes, [row[3] for row in rows]) if promise.sums else ZERO
+    return CodecCost(text, "cpu", encode, decode, nbytes, rounds=len(codec.rounds), sums=promise.sums, alone=promise.alone,
+                     answers=promise.answers, reduced=reduced)
+
+
+def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float, float]:
+    """Seconds to encode, seconds to add to a sum, bytes, and bytes that an all-reduce sums; each for all rounds together."""
+    spec = Spec((numel,))
+    state, server = codec.init(spec), codec.init_server(spec)
+    out, result = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
+    accs = [codec.zeros(spec, r) for r in range(len(codec.rounds))]
+    x, total = torch.randn(numel, generator=torch.Generator().manual_seed(numel)), torch.empty(numel)
+    encodes, adds, nbytes = [], [], 0
+    for number in range(repeats + 1):
+        encode_s = add_s = 0.0
+        nbytes = received = 0
+        for r, acc in enumerate(accs):
+            begin = time.perf_counter()
+            sent = codec.start(x, state, out) if r == 0 else codec.next(r - 1, result[:received], state, out)
+            encode_s += time.perf_counter() - begin
+            codec.add(r, out[:sent], acc, first=True)
+            begin = time.perf_counter()
+            codec.add(r, out[:sent], acc, first=False)
+            add_s += time.perf_counter() - begin
+            nbytes += sent
+            if len(accs) > 1:
+                received = codec.emit(r, acc, server, result)
+        if len(accs) > 1:  # the result is not one of the payloads
+            begin = time.perf_counter()
+            codec.decode(result[:received], state, total)
+            add_s = max(add_s, time.perf_counter() - begin)
+        if number:  # the first call warms caches and determines the threshold
+            encodes.append(encode_s)
+            adds.append(add_s)
+    reduced = sum(Reduced(acc).nbytes for acc in accs) if adds_up(codec) else 0
+    return median(encodes), median(adds), float(nbytes), float(reduced)
+
+
+def measure_copies(sizes: Sequence[int] = COPIED_NBYTES, repeats: int = REPEATS) -> Line | None:
+    """Seconds per bytes of one copy between a GPU and pinned memory; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    rows = []
+    for nbytes in sizes:
+        cuda, host = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+        seconds = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            host.copy_(cuda, non_blocking=True)
+            cuda.copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - begin) / 2)
+        rows.append(median(seconds[1:]))
+    return fit(sizes, rows)
+
+
+def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
+    """Fits the line of least relative error; neither floor nor slope is below 0."""
+    x, y = np.asarray(sizes, float), np.maximum(np.asarray(values, float), 1e-12)
+    weighted = np.stack([1.0 / y, x / y], axis=1)
+    floor, slope = np.linalg.lstsq(weighted, np.ones_like(y), rcond=None)[0]
+    if floor < 0 or slope < 0:
+        # The best line with one of them at 0.
+        only_slope = float((x / y).sum() / ((x / y) ** 2).sum())
+        only_floor = float((1.0 / y).sum() / ((1.0 / y) ** 2).sum())
+        floor, slope = (0.0, only_slope) if floor < 0 else (only_floor, 0.0)
+    error = float(np.abs((floor + slope * x) / y - 1.0).max())
+    return Line(float(floor), float(slope), error)
+
+
+# ---- slowdown of codecs during training
+#
+# Calibration codes the same warm memory repeatedly with an almost idle core. In a step memory is cold, all ranks of a machine
+# code at once, and threads wait for each other. The first steps of the active plan show the difference. It is added per
+# element, also for codecs outside the plan: cold memory costs a fast codec as much as a slow one.
+
+class Load(NamedTuple):
+    """Additional seconds per element."""
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost]) -> Load:
+    """Derived from buckets on the server path: each is encoded once, and its result is decoded once, whole."""
+    of = {bare(cost.codec): cost for cost in costs if cost.device == "cpu"}
+    numel, encode, decode = {}, {}, {}
+    for bucket in plan.buckets:
+        up, down = of.get(bare(bucket.codec)), of.get(bare(bucket.down or bucket.codec))
+        if bucket.served and up and down and up.rounds == 1:
+            numel[bucket.id] = bucket.numel
+            encode[bucket.id], decode[bucket.id] = up.encode(bucket.numel), down.decode(bucket.numel)
+    return Load(_more(steps, "encode@cpu", encode, numel), _more(steps, "decode@cpu", decode, numel))
+
+
+def under(load: Load, cost: CodecCost) -> CodecCost:
+    """The codec's cost under this load."""
+    encode = structs.replace(cost.encode, slope_s=cost.encode.slope_s + load.encode_s)
+    decode = structs.replace(cost.decode, slope_s=cost.decode.slope_s + load.decode_s)
+    return structs.replace(cost, encode=encode, decode=decode)
+
+
+def _more(steps: Sequence[RecordedStep], op: str, alone_s: dict[int, float], numel: dict[int, int]) -> float:
+    """The median over steps, so that one long step does not count."""
+    loads = []
+    for step in steps:
+        seen = [event for event in step.events if event.op == op and event.bucket in alone_s]
+        if seen:
+            loads.append(sum(e.seconds - alone_s[e.bucket] for e in seen) / sum(numel[e.bucket] for e in seen))
+    return max(0.0, median(loads)) if loads else 0.0
+
+
+# ---- collectives inside nodes and between them
+#
+# All ranks call together. The number of calls depends on times that all ranks have exchanged, so that all make the same calls.
+
+FIRST_NBYTES, LAST_NBYTES, GROWTH = 1 << 10, 16 << 20, 16
+COLLECTIVE_REPEATS = 3
+FLOAT_NBYTES = 4
+LEAST_BYTE_S = 1e-12
+"""Lower bound of the time per byte, whatever a noisy fit gives."""
+NO_COLLECTIVES = Line(0.0)
+
+Collective = Callable[[torch.Tensor], Pending]
+
+
+class Grouped(NamedTuple):
+    """Seconds per message (the floor) and per byte through a member's link (the slope); zeros if there is no such level."""
+
+    inside: Line
+    across: Line
+
+
+def measure_collectives(groups: Groups, budget_s: float) -> Grouped:
+    """Within about `budget_s`, times a reduce inside all nodes at once, and an all-reduce over ranks that reach each other."""
+    nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
+    inside = across = NO_COLLECTIVES
+    if ranks > 1:
+        inside = _line(groups, lambda x: groups.inside.out.reduce(x, 0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
+    if nodes > 1 and groups.members.reachable:
+        across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
+    return Grouped(inside, across)
+
+
+def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:
+    """Divides the fitted line by the sequential messages and the passes of the collective."""
+    times_s = _timed(groups, run, budget_s)
+    move = moves(name, members)
+    line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
+    return Line(line.floor_s / move.messages, max(line.slope_s / move.passes, LEAST_BYTE_S), line.error)
+
+
+def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:
+    """Seconds by bytes, of the slowest rank. Times at least one size; more sizes and repetitions while time remains."""
+    times_s: dict[float, float] = {}
+    left_s, nbytes = budget_s, FIRST_NBYTES
+    while True:
+        x = torch.zeros(nbytes // FLOAT_NBYTES, device=groups.device)
+        once = functools.partial(_once, groups, run, x)
+        groups.barrier()
+        seconds = _slowest(groups, once())
+        left_s -= seconds
+        if COLLECTIVE_REPEATS * seconds < left_s / 2:
+            best_s = _slowest(groups, min(once() for _ in range(COLLECTIVE_REPEATS)))
+            left_s, seconds = left_s - COLLECTIVE_REPEATS * best_s, min(seconds, best_s)
+        times_s[nbytes] = seconds
+        # At the first size most of the time is message latency, which does not grow.
+        likely_s = seconds if len(times_s) == 1 else seconds * GROWTH
+        if nbytes >= LAST_NBYTES or likely_s > left_s / 2:
+            return times_s
+        nbytes *= GROWTH
+
+
+def _slowest(groups: Groups, seconds: float) -> float:
+    return float(groups.gather_all(torch.tensor([seconds], dtype=torch.float64, device=groups.device)).max())
+
+
+def _once(groups: Groups, run: Collective, x: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    run(x).wait(time.monotonic() + groups.timeout_s)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - begin
+
+
+# ---- overhead of buckets and payloads beyond their codec: a worker and a server in this process, over sockets
+#
+# Costs are the CPU time of each side's own threads, so they exclude other threads such as training.
+
+BUCKET_NUMEL = (16, 1 << 12, 1 << 16, 1 << 18)
+"""Elements of a bucket, up to 1 MiB."""
+STEP_NBYTES, MOST_BUCKETS = 4 << 20, 32
+"""Bytes sent per step, and the largest number of buckets."""
+WARM_STEPS, STEPS = 2, 5
+DEADLINE_S = 20.0
+LOCALHOST = "127.0.0.1"
+
+
+class Overheads(NamedTuple):
+    server: Line
+    """Server time per payload bytes, for receiving it and sending a result of the same size."""
+    bucket: Line
+    """Worker time per bucket elements, including the identity codec."""
+
+
+def measure_overheads(sizes: Sequence[int] = BUCKET_NUMEL, steps: int = STEPS) -> Overheads:
+    rows = [_costs(numel, steps) for numel in sizes]
+    return Overheads(fit([4 * numel for numel in sizes], [row[0] for row in rows]), fit(sizes, [row[1] for row in rows]))
+
+
+class _Idle:
+    """A server codec that does nothing, which leaves receiving and sending. Results are ones, because zeros are not sent."""
+
+    rounds = 1
+    in_means = means = False
+
+    def __init__(self, spec: Spec) -> None:
+        codec = identity()
+        self.codec, self.bound = codec.id, codec.bound(spec)
+        self._ones = memoryview(bytearray(self.bound))
+        codec.start(torch.ones(spec.numel), codec.init(spec), self._ones)
+
+    def zeros(self, r: int) -> None:
+        """There is no accumulator."""
+
+    def add(self, r: int, payload: memoryview, acc: None, first: bool) -> None:
+        """Nothing is summed."""
+
+    def emit(self, r: int, acc: None, out: memoryview) -> int:
+        """Copies a result, except into a buffer that holds it already: the server reuses a few buffers."""
+        if out[:HEADER_NBYTES] != self._ones[:HEADER_NBYTES]:
+            out[: self.bound] = self._ones
+        return self.bound
+
+    def undo(self, slices: int) -> None:
+        """Nothing is kept back."""
+
+    def skip(self) -> None:
+        """As `undo`."""
+
+    def norm(self, r: int, payload: memoryview) -> float:
+        return 0.0
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def restore(self, data: bytes | memoryview) -> None:
+        """There is no state."""
+
+
+def _costs(numel: int, steps: int) -> tuple[float, float]:
+    """Seconds of the server and of the worker per bucket of that size."""
+    count = max(1, min(MOST_BUCKETS, STEP_NBYTES // (4 * numel)))
+    job = Job(tuple(TensorInfo(f"t{i}", (numel,)) for i in range(count)))
+    plan = Plan(job.digest(), tuple(Bucket(i, (Slice(i, 0, numel),), "service") for i in range(count)), servers=1)
+    before = set(threading.enumerate())
+    ours, theirs = (StreamTransport(Hello(plan.job, rank)) for rank in (SERVER_BASE, 0))
+    core = Summation(0, 1, {b.id: _Idle(b.spec) for b in plan.buckets}, {b.id: (0,) for b in plan.buckets})
+    server = SumServer(core, ours, (0,), stall_s=DEADLINE_S, recycle=ours.pool.give)
+    worker = None
+    try:
+        theirs.dial(SERVER_BASE, ours.listen(LOCALHOST), time.monotonic() + DEADLINE_S)
+        worker = Worker(job, plan, {b.id: identity() for b in plan.buckets}, torch.device("cpu"), transport=theirs,
+                        recycle=theirs.pool.give)
+        gradients: list[torch.Tensor | None] = [torch.randn(numel) for _ in range(count)]
+        for _ in range(WARM_STEPS):
+            _step(worker, gradients)
+        started = [thread for thread in threading.enumerate() if thread not in before]
+        serving = [thread for thread in started if thread.name.endswith(peer_name(0))]
+        clocks = _clock(serving), _clock([t for t in started if t not in serving] + [threading.current_thread()])
+        rows = []
+        for _ in range(steps):
+            begin = [clock() for clock in clocks]
+            _step(worker, gradients)
+            rows.append([(clock() - start) / count for clock, start in zip(clocks, begin, strict=True)])
+        return median(row[0] for row in rows), median(row[1] for row in rows)
+    finally:
+        if worker is not None:
+            worker.close()
+        theirs.close()
+        server.close()
+
+
+def _clock(threads: Sequence[threading.Thread]) -> Callable[[], float]:
+    """Returns a clock of the CPU time of these threads."""
+    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident is not None]
+    return lambda: sum(map(time.clock_gettime, clocks))
+
+
+def _step(worker: Worker, gradients: list[torch.Tensor | None]) -> None:
+    for tensor, gradient in enumerate(gradients):
+        assert gradient is not None
+        worker.ready(tensor, gradient)
+    worker.finish(list(gradients), DEADLINE_S)
+    worker.commit(gradients)
