@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
-from commlayer import setting_kinds as kinds
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.records import Record
-from commlayer.setting_sources import PREFIX, checked, from_argument, from_environment, from_file
+from commlayer.records import MAX_BUCKET_NBYTES, Record
+
+# ---- types of settings: allowed values, and their description for errors
+
+DAY_S = 86400.0
+MOST_LOSS = 1.0
+"""Upper limit of a loss budget, relative to dense training's loss."""
+
+# `description` is the allowed values: error messages and `describe` quote it.
+Text = Annotated[str, msgspec.Meta(description="text")]
+Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, without blanks")]
+Flag = Annotated[bool, msgspec.Meta(description="true or false")]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
+Window = Annotated[float, msgspec.Meta(ge=0, le=DAY_S, description="a number of seconds from 0 (not at all) to 86400")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
+Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 to 65536, -1: by host name")]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
+Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
+Carrier = Annotated[Literal["auto", "tcp", "grpc"], msgspec.Meta(description='"auto", "tcp" or "grpc"')]
+Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
+RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
+CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
+                                       description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
+Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
+Budget = Annotated[float, msgspec.Meta(ge=0, le=MOST_LOSS,
+                                       description="a part of the loss from 0 (none named) to 1, 0.005 for 0.5 %")]
+DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description='"resync", "end" or "warn"')]
+Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536, -1: as often as "
+                                      "costs 0.1 % of the time")]
+GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
+
+
+# ---- settings
 
 KEYS_TOKEN = "token"
 """File in a node's key folder that holds the job's secret."""
@@ -33,86 +67,86 @@ class Config(Record, frozen=True):
     MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
     """Set it if others use another name or address than `bind`, as behind a router or in a cloud."""
-    port: kinds.Port = 0
+    port: Port = 0
     """Port of the coordinator. A summation server in the same process uses the next port, and a server with `join` uses this
     one. Further servers that training processes start use any free port."""
-    carrier: kinds.Carrier = "auto"
+    carrier: Carrier = "auto"
     """What data travels on. gRPC is for networks that pass only HTTP/2. With "auto" a worker uses gRPC where TCP fails,
     and a server accepts both."""
-    insecure: kinds.Flag = False
+    insecure: Flag = False
     """Allows unencrypted traffic to other machines."""
-    token: kinds.Secret = ""
+    token: Secret = ""
     """The job's secret; peers without it are refused. Processes of one torchrun agree on one by themselves."""
-    token_file: kinds.Text = ""
+    token_file: Text = ""
     """File that contains the token."""
-    keys: kinds.Text = ""
+    keys: Text = ""
     """This node's folder from `commlayer keys`. With keys all connections use mutual TLS."""
-    audit: kinds.Text = ""
+    audit: Text = ""
     """Coordinator and servers append a JSON line to this file for each join, refusal, departure and plan."""
-    servers: kinds.Servers = "one"
+    servers: Servers = "one"
     """Number of summation servers that a job starts, unless its plan says so."""
-    node: kinds.Node = -1
+    node: Node = -1
     """Number of the machine that a server in this process shares. -1: the machine with the same host name, else one of its
     own. Workers under torchrun derive theirs."""
-    home: kinds.Text = ""
+    home: Text = ""
     """Set by `commlayer launch`: the coordinator's name for this site. Its ranks reach other sites only through the
     coordinator."""
-    batch: kinds.Weight = 1.0
+    batch: Weight = 1.0
     """The batch size that `session.weight(n)` counts as weight one: the planned batch per worker."""
-    ranks_per_node: kinds.Count = 0
+    ranks_per_node: Count = 0
     """Ranks that form a node. 0: those that share a machine and a torchrun agent."""
-    deadline_s: kinds.Seconds = 600.0
+    deadline_s: Seconds = 600.0
     """How long to wait for a peer that is alive but slow. After that the job ends, or with `min_workers` continues without
     the peer."""
-    join_deadline_s: kinds.Seconds = 60.0
+    join_deadline_s: Seconds = 60.0
     """How long ranks wait for each other at the start."""
-    heartbeat_s: kinds.Seconds = 1.0
+    heartbeat_s: Seconds = 1.0
     """Interval between heartbeats of a process."""
-    dead_after_s: kinds.Seconds = 10.0
+    dead_after_s: Seconds = 10.0
     """Silence after which a process counts as dead, unless its connection may only be broken (`reconnect_s`). At least two
     heartbeats."""
-    reconnect_s: kinds.Window = 60.0
+    reconnect_s: Window = 60.0
     """How long a broken connection is retried before its peer counts as lost; at most deadline_s."""
-    min_workers: kinds.Count = 0
+    min_workers: Count = 0
     """For jobs of sites, set where `commlayer serve` runs: training continues without lost workers while at least this
     many are left. 0: every worker is required."""
-    journal: kinds.Text = ""
+    journal: Text = ""
     """Folder for a summation server's journal, from which a restarted server resumes. Empty: a killed server ends the job."""
-    journal_required: kinds.Flag = False
+    journal_required: Flag = False
     """Without disk space for its journal, a server refuses to serve if this is true; otherwise it logs a warning and
     continues."""
-    fuse_nbytes: kinds.Bytes = 1 << 20
+    fuse_nbytes: Bytes = 1 << 20
     """Small tensors share a bucket up to this size."""
-    cut_nbytes: kinds.CutBytes = 4 << 20
+    cut_nbytes: CutBytes = 4 << 20
     """Larger tensors are cut into buckets of this size."""
-    ratio_over: kinds.RatioOver = "bucket"
+    ratio_over: RatioOver = "bucket"
     """Whether a sparse codec's ratio applies per bucket, or to the whole plan with one threshold for all buckets. "bucket"
     leaves the choice to the plan."""
-    warmup: kinds.Count = 0
+    warmup: Count = 0
     """Steps over which the ratios of sparse codecs decrease from 25 %. 0 leaves it to the plan."""
-    backend: kinds.Backend = "auto"
+    backend: Backend = "auto"
     """Implementation of codecs on CPUs. "auto" uses the native one if it was compiled."""
-    codec_threads: kinds.Threads = 0
+    codec_threads: Threads = 0
     """Threads that share the coding of a large bucket. 0: this machine's cores divided by its ranks, at most 4."""
-    trace: kinds.Text = ""
+    trace: Text = ""
     """File for a trace of a few steps after the plan is chosen, predicted and measured. Empty: no trace."""
-    max_loss: kinds.Budget = 0.0
+    max_loss: Budget = 0.0
     """Allowed increase of the loss over dense training, relative to dense training's loss. Binds plan="auto" and the
     quality guard."""
-    guard: kinds.GuardMode = "auto"
+    guard: GuardMode = "auto"
     """What the quality guard does when the loss budget is exceeded. "auto" acts on automatic plans and warns on others, if
     there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
-    drift: kinds.DriftMode = "resync"
+    drift: DriftMode = "resync"
     """What happens when parameters differ between ranks: "resync" copies them and their optimizer state from rank 0, "end"
     ends the job, "warn" logs it."""
-    drift_steps: kinds.Spacing = -1
+    drift_steps: Spacing = -1
     """Steps over which every parameter is compared once. 0: never. -1: as many as keep the cost below 0.1 % of the time."""
-    loss: kinds.Text = ""
+    loss: Text = ""
     """A loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto"."""
-    learning: kinds.Text = ""
+    learning: Text = ""
     """A table written by `commlayer tune --learning`: convergence factors measured on the user's task. Replaces the
     shipped table."""
-    shape: kinds.Text = ""
+    shape: Text = ""
     """In-process link shaping for the demo. Empty: none."""
 
 
@@ -411,3 +445,66 @@ def _check_plain_text(config: Config) -> None:
         raise RecordError("E-SETTING",
                           f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
                           f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
+
+
+# ---- sources: arguments, environment variables, a TOML file
+
+PREFIX = "COMMLAYER_"
+Types = Mapping[str, Any]
+"""Types of all settings by name; their description is what is allowed."""
+REMOVED = {"quarantine": "leave it out: servers no longer judge contributions by their size"}
+"""Settings of earlier versions and their replacements."""
+
+
+class Setting(NamedTuple):
+    value: Any
+    source: str
+    text: bool
+    """Whether the value arrived as text (from the environment) and is converted. Other values must have the right type."""
+
+
+def from_argument(argument: Mapping[str, Any], types: Types) -> dict[str, Setting]:
+    return {_known(name, f"argument {name}", types): Setting(value, f"argument {name}", False)
+            for name, value in argument.items()}
+
+
+def from_environment(environ: Mapping[str, str], types: Types) -> dict[str, Setting]:
+    # Kubernetes sets variables of this form for a service named commlayer.
+    linked = {n for n, v in environ.items() if PREFIX + "SERVICE_HOST" in environ
+              and (n.startswith((PREFIX + "SERVICE_", PREFIX + "PORT_")) or (n == PREFIX + "PORT" and "://" in v))}
+    names = [n for n in sorted(environ) if n.startswith(PREFIX) and n != PREFIX + "CONFIG" and n not in linked]
+    return {_known(n.removeprefix(PREFIX).lower(), f"environment variable {n}", types):
+            Setting(environ[n], f"environment variable {n}", True) for n in names}
+
+
+def from_file(environ: Mapping[str, str], cwd: Path, types: Types) -> dict[str, Setting]:
+    named = environ.get(PREFIX + "CONFIG")
+    path = cwd / (named or "commlayer.toml")
+    if named == "" or (named is None and not path.is_file()):
+        return {}
+    try:
+        fields = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise RecordError("E-SETTING", f"{PREFIX}CONFIG: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RecordError("E-SETTING", f"{path} is not TOML: {error}") from None
+    return {_known(name, f"{path}:{name}", types): Setting(value, f"{path}:{name}", False) for name, value in fields.items()}
+
+
+def _known(name: str, source: str, types: Types) -> str:
+    if name in REMOVED:
+        raise RecordError("E-SETTING", f"{name}: this setting was removed ({source}); {REMOVED[name]}")
+    if name not in types:
+        near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
+        meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(types)}"
+        raise RecordError("E-SETTING", f"{name}: no such setting ({source}); {meant}")
+    return name
+
+
+def checked(name: str, setting: Setting, types: Types) -> Any:
+    try:
+        return msgspec.convert(setting.value, types[name], strict=not setting.text)
+    except msgspec.ValidationError:
+        allowed = next(m.description for m in types[name].__metadata__)
+        shown = "a text that is none" if name == "token" else repr(setting.value)
+        raise RecordError("E-SETTING", f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None

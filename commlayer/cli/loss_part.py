@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
-from commlayer.setting_kinds import MOST_LOSS
 
 
 def loss_part(option: str, text: str, *, above_0: bool = False) -> float:

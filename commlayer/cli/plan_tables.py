@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from commlayer.config import MOST_LOSS
 from commlayer.planner.model.cluster import Cluster
 from commlayer.planner.model.plan_words import most_used, way_of
 from commlayer.planner.simulation.timeline import Timeline, per_step
@@ -18,7 +19,6 @@ from commlayer.planner.verbs.diff import Difference, spelled
 from commlayer.planner.verbs.explain import Explanation
 from commlayer.planner.verbs.whatif import Curve, break_even
 from commlayer.records import Bucket, Job, Plan, Why
-from commlayer.setting_kinds import MOST_LOSS
 
 PIPE_WIDTH = 120
 BAR = 30
