@@ -12,9 +12,8 @@ from fidelity_kit import compare, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.autotune.quality import codec_level
-from commlayer.autotune.quality.codec_level import AccuracyLimits, LevelDecision, LevelState
-from commlayer.autotune.quality.loss_trend import LossRise, LossTrend
+from commlayer.autotune.quality import policy
+from commlayer.autotune.quality.policy import AccuracyLimits, LevelDecision, LevelState, LossRise, LossTrend
 from commlayer.compressors import parse, wrap
 from commlayer.engine.gradient_comparison import dots
 from commlayer.engine.spacing import steps_between, steps_until_paid
@@ -33,7 +32,7 @@ def observed(
     """The state after these observations, and what each decided."""
     decisions = []
     for one in seen:
-        state, decision = codec_level.observe(state, one, loss, needed)
+        state, decision = policy.observe_level(state, one, loss, needed)
         decisions.append(decision)
     return state, decisions
 
@@ -45,7 +44,7 @@ def observed(
     (Fidelity(math.nan, 1.0, 2.0), "a comparison with the exact gradient was not finite"),
 ])
 def test_backs_off_at_once_with_a_reason(seen: Fidelity, text: str) -> None:
-    state, (decision,) = observed(codec_level.begin(0.01), seen, needed=0.001)
+    state, (decision,) = observed(policy.begin_level(0.01), seen, needed=0.001)
     assert decision == LevelDecision(0.02, text, True)
     assert observed(state, GOOD, needed=0.001)[1][0].level == 0.02, "it does not come back at the first calm step"
 
@@ -56,27 +55,27 @@ def test_backs_off_at_once_with_a_reason(seen: Fidelity, text: str) -> None:
     (Fidelity(0.6, 1.0, 4.0), False), (Fidelity(0.6, 1.0, 4.0001), True), (Fidelity(0.6, math.inf, 2.0), True),
 ])
 def test_a_bound_itself_is_borne(seen: Fidelity, complains: bool) -> None:
-    assert observed(codec_level.begin(0.01), seen, needed=0.01)[1][0].changed is complains
+    assert observed(policy.begin_level(0.01), seen, needed=0.01)[1][0].changed is complains
 
 
 @pytest.mark.parametrize(("rise", "complains"), [
     (LossRise(0.06, 0.01), False), (LossRise(0.0601, 0.01), True), (LossRise(0.05, 0.0), False), (LossRise(0.051, 0.0), True),
 ])
 def test_a_loss_may_rise_by_the_budget_and_its_noise(rise: LossRise, complains: bool) -> None:
-    assert (codec_level.complaint_of(codec_level.begin(0.01), GOOD, rise)[1] is not None) is complains
+    assert (policy.complaint_of(policy.begin_level(0.01), GOOD, rise)[1] is not None) is complains
 
 
 def test_complaints_in_a_row_go_further_each_time_and_end_at_dense() -> None:
     bad = Fidelity(0.01, 1.0, 2.0)
-    _, decisions = observed(codec_level.begin(0.001), *[bad] * 5, needed=0.001)
+    _, decisions = observed(policy.begin_level(0.001), *[bad] * 5, needed=0.001)
     assert [d.level for d in decisions] == pytest.approx([0.002, 0.008, 0.064, 1.0, 1.0])
     assert [d.changed for d in decisions] == [True] * 4 + [False]
-    state, _ = observed(codec_level.begin(0.001), bad, GOOD, needed=0.001)
+    state, _ = observed(policy.begin_level(0.001), bad, GOOD, needed=0.001)
     assert observed(state, bad, needed=0.001)[1][0].level == pytest.approx(0.004), "calm between them begins again at twofold"
 
 
 def test_less_that_was_too_little_waits_twice_as_long_the_next_time() -> None:
-    state, _ = observed(codec_level.begin(0.1, AccuracyLimits(lowest=0.01)), *[GOOD] * 5, needed=0.01)
+    state, _ = observed(policy.begin_level(0.1, AccuracyLimits(lowest=0.01)), *[GOOD] * 5, needed=0.01)
     assert state.level == pytest.approx(0.08)
     state, _ = observed(state, Fidelity(0.01, 1.0, 2.0), needed=0.01)
     state, waiting = observed(state, *[GOOD] * 9, needed=0.01)
@@ -86,14 +85,14 @@ def test_less_that_was_too_little_waits_twice_as_long_the_next_time() -> None:
 
 def test_a_residual_gets_time_to_drain() -> None:
     draining = [Fidelity(0.6, 1.0, 60.0 * 0.8**i) for i in range(12)]
-    state, decisions = observed(codec_level.begin(0.01), *draining, needed=0.01)
+    state, decisions = observed(policy.begin_level(0.01), *draining, needed=0.01)
     assert {d.level for d in decisions[:8]} == {0.02}
     _, stuck = observed(state, *[Fidelity(0.6, 1.0, 60.0)] * 4, needed=0.01)
     assert stuck[-1].level > 0.1
 
 
 def test_allows_more_after_calm_but_not_below_the_lowest() -> None:
-    _, decisions = observed(codec_level.begin(0.1, AccuracyLimits(lowest=0.01)), *[GOOD] * 80, needed=0.001)
+    _, decisions = observed(policy.begin_level(0.1, AccuracyLimits(lowest=0.01)), *[GOOD] * 80, needed=0.001)
     levels = [d.level for d in decisions]
     assert levels[0] == 0.1
     assert 0.01 <= levels[-1] < 0.0125, "what is left is too little to announce"
@@ -101,7 +100,7 @@ def test_allows_more_after_calm_but_not_below_the_lowest() -> None:
 
 
 def test_follows_what_the_plan_needs_above_the_floor() -> None:
-    state, (up,) = observed(codec_level.begin(0.01), GOOD, needed=0.2)
+    state, (up,) = observed(policy.begin_level(0.01), GOOD, needed=0.2)
     assert (up.level, up.reason) == (0.2, "the plan needs a level of 0.2")
     state, (down,) = observed(state, GOOD, needed=0.03)
     assert (down.level, down.reason) == (0.03, "the plan needs no more than a level of 0.03")
@@ -112,11 +111,11 @@ def test_follows_what_the_plan_needs_above_the_floor() -> None:
 
 @pytest.mark.parametrize("level", [0.25, 0.01, 0.0002])
 def test_another_plan_is_left_alone_until_something_is_complained_of(level: float) -> None:
-    state, decisions = observed(codec_level.follow(codec_level.begin(1.0), level), *[GOOD] * 20, needed=level)
+    state, decisions = observed(policy.follow_level(policy.begin_level(1.0), level), *[GOOD] * 20, needed=level)
     assert not any(d.changed for d in decisions)
     state, (decision,) = observed(state, Fidelity(0.01, 1.0, 2.0), needed=level)
     assert decision.level == 2 * level
-    state = codec_level.follow(state, level)
+    state = policy.follow_level(state, level)
     assert observed(state, GOOD, needed=level)[1][0].level == 2 * level, "what training showed stays"
 
 
@@ -124,10 +123,10 @@ def test_another_plan_is_left_alone_until_something_is_complained_of(level: floa
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 50), st.floats(0, 100), st.floats(0, 2)), max_size=40),
        st.floats(0.001, 1))
 def test_the_level_keeps_its_range_and_never_falls_on_a_complaint(seen: list[tuple[float, ...]], level: float) -> None:
-    state = codec_level.begin(level)
+    state = policy.begin_level(level)
     for cosine, norm, residual, needed in seen:
         before = state.level
-        state, decision = codec_level.observe(state, Fidelity(cosine, norm, residual), FLAT, needed)
+        state, decision = policy.observe_level(state, Fidelity(cosine, norm, residual), FLAT, needed)
         assert 0.001 <= decision.level == state.level <= 1.0
         assert decision.changed == (decision.level != before)
         if cosine < state.limits.least_cosine:
@@ -149,7 +148,7 @@ def test_a_loss_that_rises_over_the_budget_is_seen_and_noise_is_not() -> None:
         assert after < 60
     while not trend.seen().exceeds(0.05):
         trend = trend.add(1.2 + 0.1 * rng.gauss(0, 1))
-    _, (decision,) = observed(codec_level.begin(0.01), GOOD, needed=0.01, loss=trend.seen())
+    _, (decision,) = observed(policy.begin_level(0.01), GOOD, needed=0.01, loss=trend.seen())
     assert "the loss has risen by" in decision.reason
 
 
@@ -169,7 +168,7 @@ def test_a_looser_budget_asks_less() -> None:
 
 def test_one_step_with_a_large_residual_is_not_a_trend() -> None:
     swinging = [Fidelity(0.6, 1.0, residual) for residual in (3.0, 3.0, 6.0, 2.0)]
-    state, decisions = observed(codec_level.begin(0.01), *swinging, needed=0.01)
+    state, decisions = observed(policy.begin_level(0.01), *swinging, needed=0.01)
     assert not any(d.changed for d in decisions)
     assert any(d.changed for d in observed(state, *[Fidelity(0.6, 1.0, 6.0)] * 5, needed=0.01)[1])
 
@@ -195,7 +194,7 @@ def test_the_account_is_never_overdrawn_but_for_what_nobody_could_know(prices: l
 
 def test_misuse_is_one_line() -> None:
     with pytest.raises(ValueError, match=r"level 2\b.*0\.001 to 1\b.*E-ARGUMENT"):
-        codec_level.begin(2.0)
+        policy.begin_level(2.0)
     with pytest.raises(ValueError, match=r"\b1 s, a step 0 s\b.*E-ARGUMENT"):
         steps_between(1.0, 0.0)
     with pytest.raises(ValueError, match="spent -1 s.*E-ARGUMENT"):
@@ -227,7 +226,7 @@ def test_fidelity_orders_codecs_by_what_they_keep() -> None:
         assert more.residual_ratio < less.residual_ratio
 
     def changed(level: float, fidelity: Fidelity, limits: AccuracyLimits | None = None) -> bool:
-        return observed(codec_level.begin(level, limits), fidelity, needed=level)[1][0].changed
+        return observed(policy.begin_level(level, limits), fidelity, needed=level)[1][0].changed
 
     assert not changed(0.2, seen[0])
     assert changed(0.002, seen[3])

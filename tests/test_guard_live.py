@@ -18,8 +18,8 @@ from torch import nn
 
 import commlayer
 from commlayer.autotune.plan import loss_limits
-from commlayer.autotune.quality import decide
-from commlayer.autotune.quality.state import SETTLE
+from commlayer.autotune.quality import policy
+from commlayer.autotune.quality.policy import SETTLE
 from commlayer.balance import tuner_loss
 from commlayer.balance.tuner_loss import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
@@ -41,7 +41,7 @@ LATEST = 260
 
 def train(run: Run, steps: int) -> dict[str, Any]:
     """Looks as often as it may, whatever that costs: time decides nothing here."""
-    decide.TIME_PART = 1e9
+    policy.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     wrapped = run.wrap(model)
@@ -116,7 +116,7 @@ def test_a_coarser_plan_that_somebody_goes_over_to_is_not_undone() -> None:
 
 def dense_then_coarser(run: Run) -> Any:
     """The codecs in force at the end of each plan, what was said, and whether the guard looked."""
-    decide.TIME_PART = 1e9
+    policy.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     run.wrap(model)
@@ -146,7 +146,7 @@ def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
 
 def with_losses(run: Run) -> Any:
     """What was said, and the codecs at the end, when one rank reports a loss that doubles."""
-    decide.TIME_PART = 1e9
+    policy.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     run.wrap(model)
@@ -160,7 +160,7 @@ def with_losses(run: Run) -> Any:
 
 def look_closely(run: Run, codec: str) -> dict[str, Any]:
     """Every comparison of a few steps, beside what it should have seen, computed from the gradients themselves."""
-    decide.TIME_PART = 1e9
+    policy.TIME_PART = 1e9
     model = mlp()
     wrapped = run.wrap(model)
     session = run.sessions[0]
@@ -240,7 +240,7 @@ def test_under_auto_it_acts_until_somebody_asks_for_a_plan() -> None:
 
 def left_to_it_then_asked_for(run: Run) -> Any:
     """Levels of the plan's buckets after some steps under "auto", then under a plan that is handed in."""
-    decide.TIME_PART = 1e9
+    policy.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     run.wrap(model)
@@ -275,7 +275,7 @@ def left_to_it_then_asked_for(run: Run) -> Any:
 def equal_magnitudes(run: Run, usual: bool) -> Any:
     """What the guard finds under auto with topk at 10 %. `usual`: gradients of which few entries count; otherwise each entry is
     of one size and a sign of its own, and no part of them is worth more than another."""
-    decide.TIME_PART = 1e9
+    policy.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = nn.Sequential(nn.EmbeddingBag(256, 64, mode="sum") if usual else nn.Linear(128, 128, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -298,7 +298,7 @@ def equal_magnitudes(run: Run, usual: bool) -> Any:
             loss = (model[0].weight * signs).mean()
         loss.backward()
         optimizer.step()
-    return connection.terms.harder, session.inspect.decisions()
+    return connection.terms.error_multiplier, session.inspect.decisions()
 
 
 @pytest.mark.parametrize("usual", [True, False])
@@ -307,8 +307,8 @@ def test_a_model_of_which_codecs_lose_more_than_of_others_is_found_out(usual: bo
         setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
         results = pool(WORLD).call(play, WORLD, equal_magnitudes, setting, usual)
     assert results[0] == results[1], "both ranks count with the same"
-    harder, said = results[0]
-    assert harder == (1.0 if usual else 2.0), said
+    error_multiplier, said = results[0]
+    assert error_multiplier == (1.0 if usual else 2.0), said
 
 
 # ---- plans made finer

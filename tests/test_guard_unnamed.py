@@ -12,7 +12,7 @@ from pool_kit import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune.quality import decide
+from commlayer.autotune.quality import policy
 from commlayer.engine.model_job import job_of
 from commlayer.planner import default_plan
 
@@ -22,7 +22,7 @@ WORLD, SERVERS = 2, 2
 def rising(run: Run, asked: bool) -> Any:
     """What was said, codecs, and the guard's time, where a loss doubles under a plan found by itself or asked for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide, "TIME_PART", 1e9)
+        patch.setattr(policy, "TIME_PART", 1e9)
         logging.getLogger("commlayer").setLevel(logging.ERROR)
         model = mlp()
         run.wrap(model)
@@ -45,7 +45,7 @@ def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(asked: bool) -> N
     with coordinators(1, WORLD, SERVERS) as made:
         setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
         results = pool(WORLD).call(play, WORLD, rising, setting, asked)
-    for said, codecs, looking_s in results:
+    for said, codecs, check_s in results:
         assert not [line for line in said if "the loss has risen" in line or "codecs are finer" in line]
         assert not asked or codecs == {"int8(block=32)"}
-        assert (looking_s > 0) is not asked, "a plan that somebody asked for is theirs, and nothing was named to hold it to"
+        assert (check_s > 0) is not asked, "a plan that somebody asked for is theirs, and nothing was named to hold it to"

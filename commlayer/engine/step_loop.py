@@ -83,8 +83,9 @@ class StepLoop:
                                    after_drain=auto.after_drain))
         self._guard = guard_of(connection, self._config)
         if self._guard is not None:
-            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step, before_commit=self._guard.look,
-                                   looks=self._guard.looks))
+            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step,
+                                   before_commit=self._guard.compare_if_due,
+                                   looks=self._guard.has_work))
         if (watch := watch_of(connection)) is not None:
             observers.add(Observer(Place.STALE_PLAN, watch, watch))
 

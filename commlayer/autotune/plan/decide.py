@@ -107,8 +107,8 @@ def _step_over(state: State, fact: StepOver) -> Decided:
         lead, more = decide_rank0.step_over(state.lead, fact.seconds, state.step, _in_force(state))
         state, actions = _with(state, lead), [*actions, *more]
         if isinstance(state.phase, Watching) and not state.keep:
-            lead, more = decide_rank0.found_harder(lead, fact.meanwhile.harder, _in_force(state), state.links)
-            lead, again = decide_rank0.found_faster(lead, _in_force(state), state.links)
+            lead, more = decide_rank0.on_error_multiplier(lead, fact.meanwhile.error_multiplier, _in_force(state), state.links)
+            lead, again = decide_rank0.on_faster_links(lead, _in_force(state), state.links)
             state, actions = _with(state, lead), [*actions, *more, *again]
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:

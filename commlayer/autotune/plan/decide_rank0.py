@@ -30,7 +30,7 @@ TO_WIN = 0.05
 """Minimum gain that justifies measuring, probing or another search."""
 SHARES_WORTH = 0.1
 """Work is measured again if a change of shares changes a step's computing by this fraction."""
-HARDER = 1.25
+MULTIPLIER_RISE = 1.25
 """A new search starts if the model's observed excess of steps is this many times the value used for the last plan."""
 TRIED = 5
 """Steps that determine a plan's step time, after one warm-up step."""
@@ -127,17 +127,18 @@ def _needs(steps: float) -> str:
     return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
 
 
-def found_harder(lead: Lead, times: float, in_force: InForce, links: Links | None) -> Decided:
+def on_error_multiplier(lead: Lead, multiplier: float, in_force: InForce, links: Links | None) -> Decided:
     """Starts planning again if topk loses much more of this model's gradients than usual."""
-    if links is None or not isinstance(lead.phase, Steady) or times <= HARDER * lead.harder or not lead.recent:
+    known = multiplier <= MULTIPLIER_RISE * lead.error_multiplier
+    if known or links is None or not isinstance(lead.phase, Steady) or not lead.recent:
         return lead, []
-    line = (f"topk loses more of these gradients than is usual: what it costs in steps beyond dense training is counted "
-            f"{times:.2f} times")
-    lead, actions = planning(structs.replace(lead, harder=times), in_force.plan, links.links, median(lead.recent))
+    line = f"topk loses more of these gradients than usual: its extra steps count {multiplier:.2f} times"
+    lead = structs.replace(lead, error_multiplier=multiplier)
+    lead, actions = planning(lead, in_force.plan, links.links, median(lead.recent))
     return lead, [Say(line), *actions]
 
 
-def found_faster(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
+def on_faster_links(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
     """Starts planning again if links have become so much faster than planned that another plan may be better."""
     if links is None or not isinstance(lead.phase, Steady) or not lead.searched or not lead.recent:
         return lead, []

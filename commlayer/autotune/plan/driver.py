@@ -321,7 +321,7 @@ class AutoPlan:
             news.append(self._news.popleft())
         assert connection.plan is not None
         return Meanwhile(InForce(connection.plan, connection.terms.basis, connection.terms.price), tuple(news),
-                         connection.terms.harder)
+                         connection.terms.error_multiplier)
 
     def _groups(self) -> Groups:
         assert self._connection.groups is not None

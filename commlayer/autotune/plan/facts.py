@@ -64,7 +64,7 @@ class Meanwhile(Record, frozen=True):
 
     in_force: InForce
     news: tuple[Planned | SharesMoved, ...] = ()
-    harder: float = 1.0
+    error_multiplier: float = 1.0
     """Error multiplier: this model's observed excess of steps under compression, relative to the usual one."""
 
 

@@ -87,7 +87,7 @@ class Replanner:
         cuda = worker is not None and worker.device.type == "cuda"
         cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
                              reachable=connection.groups is None or connection.groups.members.reachable)
-        rows = harder_by(learning_rows(connection.terms.learning), connection.terms.harder)
+        rows = harder_by(learning_rows(connection.terms.learning), connection.terms.error_multiplier)
         profile, policy = loss_limits.bounded(connection, structs.replace(self._profile, learning=rows), allowed.policy)
         order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
                             self._contention, current.steps_locally and loss_limits.remembers(connection), allowed.suggests,

@@ -104,7 +104,7 @@ class Lead(Record, frozen=True):
     """Latest step times under the active plan; `check` uses the median of the last three."""
     steps: float = 1.0
     """Convergence factor of the active plan."""
-    harder: float = 1.0
+    error_multiplier: float = 1.0
     """Error multiplier of compression for this model that was used for the active plan."""
     pace_s: float = 0.0
     """Step time of the active plan when the present planning began."""

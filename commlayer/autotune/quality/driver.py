@@ -1,4 +1,4 @@
-"""Shell of the quality guard: feeds measurements to autotune/quality/decide.py and carries out its decisions.
+"""Shell of the quality guard: feeds measurements to autotune/quality/policy.py and carries out its decisions.
 
 Runs on every rank. It compares gradients at the end of a step's exchange and changes plans between two steps.
 """
@@ -8,24 +8,28 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable
+from statistics import median
+from typing import SupportsFloat
 
 import torch
 
-from commlayer.autotune.quality import decide
-from commlayer.autotune.quality.codec_level import AccuracyLimits
-from commlayer.autotune.quality.own_measurements import OwnMeasurements
-from commlayer.autotune.quality.state import (
+from commlayer.autotune.quality import policy
+from commlayer.autotune.quality.policy import (
+    AccuracyLimits,
     Action,
     BoundPlanner,
     ChangeCodecs,
     CodecChange,
     GradientError,
-    Harder,
+    LogLine,
+    LossTrend,
     PlanLevels,
-    Tell,
+    SetErrorMultiplier,
+    least_usual,
+    typical_cosine,
 )
-from commlayer.autotune.quality.usual_training import least_usual, typical_cosine
 from commlayer.cluster.groups import Groups
 from commlayer.config import Config
 from commlayer.engine import codec_floor, gradient_comparison
@@ -53,7 +57,7 @@ def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
 
 
 class AccuracyGuard:
-    """Every rank calls `look` when a step's exchange is over and `after_step` when the step is committed."""
+    """Every rank calls `compare_if_due` when a step's exchange is over and `after_step` when the step is committed."""
 
     def __init__(
         self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0, *,
@@ -63,13 +67,13 @@ class AccuracyGuard:
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
         assert connection.rows is not None
         self._rows = connection.rows.rows("what compressing loses")
-        self._told: tuple[int, Plan] | None = None
+        self._sent_rows: tuple[int, Plan] | None = None
         """The step after which rows were last sent, and the plan then active."""
         self._own = OwnMeasurements(time.perf_counter())
         self._exposed_s = 0.0
         """Total wait for communication at the end of the last step."""
         self._piece: Piece | None = None
-        self._state = decide.begin(limits, self._take())
+        self._state = policy.begin(limits, self._take())
 
     def report(self, loss: float | torch.Tensor) -> None:
         """Records the training loss of a step. A tensor is read at the next comparison, so that no step waits for the device.
@@ -88,19 +92,19 @@ class AccuracyGuard:
 
     # ---- at the end of a step's exchange
 
-    def looks(self) -> bool:
-        """Whether `look` has work to do."""
+    def has_work(self) -> bool:
+        """Whether `compare_if_due` has work to do."""
         # A piece selected under a previous plan belongs to buckets that are no longer sent.
         return (self._piece is not None or self._due) and self._in_force is self._plan and not self.idle
 
     @property
     def _due(self) -> bool:
         """Whether all ranks compare in the present step. The previous rows must have been read."""
-        return decide.due(self._state, self._steps) and not self._rows.under_way
+        return policy.due(self._state, self._steps) and not self._rows.under_way
 
-    def look(self) -> None:
+    def compare_if_due(self) -> None:
         """Compares gradients if due. A CommError is latched in the worker if another rank is lost."""
-        if not self.looks():
+        if not self.has_work():
             return
         due, worker, begin_s = self._due, self._worker, time.perf_counter()
         try:
@@ -109,16 +113,16 @@ class AccuracyGuard:
                 self._compare(exact)
         except CommError as error:
             self._connection.broke(error)
-        looking_s = time.perf_counter() - begin_s
-        self._own.looking(looking_s)
-        worker.counters.guard_s += looking_s
+        check_s = time.perf_counter() - begin_s
+        self._own.set_check_time(check_s)
+        worker.counters.guard_s += check_s
 
     def _look_here(self, worker: Worker, piece: Piece) -> torch.Tensor:
         """The exact gradients of the piece, after comparing them with what this rank has sent."""
         begin_s = time.perf_counter()
         exact = gradient_comparison.exact(worker, piece)
         sent = gradient_comparison.here(worker, piece, exact, self._groups, self._deadline_s)
-        self._own.looked(sent, time.perf_counter() - begin_s)
+        self._own.add_check(sent, time.perf_counter() - begin_s)
         return exact
 
     def _compare(self, exact: torch.Tensor | None) -> None:
@@ -129,7 +133,7 @@ class AccuracyGuard:
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = self._worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
         self._rows.start(*self._own.row(summed, held_s + time.perf_counter() - begin_s, begin_s).numbers())
-        self._told = self._steps, self._plan
+        self._sent_rows = self._steps, self._plan
         self._own.compared(held_s + time.perf_counter() - begin_s)
 
     # ---- between two steps
@@ -138,25 +142,25 @@ class AccuracyGuard:
         """Switches plans if the rows of the previous step require it, and prepares the next check."""
         self._own.step_over(time.perf_counter())
         self._exposed_s = self._worker.counters.exposed_s
-        self._hear()
+        self._read_rows()
         entered = self._take() if self._in_force is not self._plan else None
-        self._state, changes = decide.after_step(self._state, self._steps, acts=self.acts, entered=entered)
+        self._state, changes = policy.after_step(self._state, self._steps, acts=self.acts, entered=entered)
         self._carry_out(changes)
         begin_s, self._piece = time.perf_counter(), None
         if self.idle or self._rows.under_way:
             return
-        self._state, look = decide.next_look(self._state, self._steps)
-        if look is not None:
-            self._piece = gradient_comparison.piece(self._watched, look.number, look.elements)
+        self._state, sample = policy.next_sample(self._state, self._steps)
+        if sample is not None:
+            self._piece = gradient_comparison.piece(self._watched, sample.number, sample.elements)
             prepared_s = time.perf_counter() - begin_s
             self._own.prepared(prepared_s)
             self._worker.counters.guard_s += prepared_s  # counters pass to the worker of the next plan
 
-    def _hear(self) -> None:
+    def _read_rows(self) -> None:
         """Reads the rows sent after the previous step and carries out the decisions, unless the plan has changed since."""
-        if self._told is None or self._told[0] + 1 == self._steps:
+        if self._sent_rows is None or self._sent_rows[0] + 1 == self._steps:
             return
-        (step, plan), self._told = self._told, None
+        (step, plan), self._sent_rows = self._sent_rows, None
         try:
             rows = [GradientError.of(row) for row in self._rows.read()]
         except CommError as error:
@@ -164,9 +168,9 @@ class AccuracyGuard:
             return
         if plan is not self._in_force:
             return
-        if decide.telling(rows):
-            self._own.fade(decide.fade(self._state))
-        self._state, actions = decide.decide(self._state, rows, step, acts=self.acts)
+        if policy.is_usable(rows):
+            self._own.fade(policy.fade(self._state))
+        self._state, actions = policy.decide(self._state, rows, step, acts=self.acts)
         self._carry_out(actions)
 
     # ---- carrying out decisions
@@ -174,13 +178,13 @@ class AccuracyGuard:
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Tell(text, warning):
+                case LogLine(text, warning):
                     self._connection.say(text, logging.WARNING if warning else logging.INFO)
                 case BoundPlanner(level):
                     self._connection.terms.floor = level
-                case Harder(times):
+                case SetErrorMultiplier(times):
                     # under a finer plan the excess is less visible, so the largest value stays
-                    self._connection.terms.harder = max(self._connection.terms.harder, times)
+                    self._connection.terms.error_multiplier = max(self._connection.terms.error_multiplier, times)
                 case ChangeCodecs(change):
                     self._change(change)
 
@@ -192,11 +196,11 @@ class AccuracyGuard:
         try:
             switch(self._connection, lifted)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._carry_out([decide.kept(change, error)])
+            self._carry_out([policy.change_refused(change, error)])
             return
         self._own.new_codecs()
         entered, factor = self._take(self._base), codec_floor.nbytes(lifted) / codec_floor.nbytes(before)
-        self._state, lines = decide.changed(self._state, change, self._steps, entered=entered, nbytes_factor=factor)
+        self._state, lines = policy.change_done(self._state, change, self._steps, entered=entered, nbytes_factor=factor)
         self._carry_out(lines)
 
     def _take(self, base: Plan | None = None) -> PlanLevels:
@@ -229,3 +233,70 @@ class AccuracyGuard:
     def _groups(self) -> Groups:
         assert self._connection.groups is not None
         return self._connection.groups
+
+
+# ---- one rank's measurements between two comparisons
+
+LOSSES_KEPT = 4096
+STEPS_KEPT = 9
+
+
+class OwnMeasurements:
+    """This rank's checks of its own payloads, its losses, and the time of steps and checks."""
+
+    def __init__(self, now_s: float) -> None:
+        self._begin_s = now_s
+        self._sent, self._trend = Dots(), LossTrend()
+        self._losses: deque[SupportsFloat] = deque(maxlen=LOSSES_KEPT)
+        self._steps_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._ended_s: float | None = None
+        self._looking_s = 0.0
+        self._here_s, self._looks = 0.0, 0
+        self._everywhere_s = 0.0
+
+    def report(self, loss: SupportsFloat) -> None:
+        """Records the training loss of a step. It is read for the next row, so that no step waits for the device."""
+        self._losses.append(loss)
+
+    def add_check(self, sent: Dots, seconds: float) -> None:
+        """Adds a comparison of sent values with the gradient. Ignored if not finite."""
+        self._sent = self._sent.plus(sent) if all(map(math.isfinite, sent)) else self._sent
+        self._here_s += seconds
+        self._looks += 1
+
+    def prepared(self, seconds: float) -> None:
+        """Adds the cost of preparing a check before its step."""
+        self._here_s += seconds
+
+    def compared(self, seconds: float) -> None:
+        """Sets the duration of a comparison over all ranks, including its exchange of rows."""
+        self._everywhere_s = seconds
+
+    def set_check_time(self, seconds: float) -> None:
+        """Sets the part of the present step that was not training."""
+        self._looking_s = seconds
+
+    def step_over(self, now_s: float) -> None:
+        if self._ended_s is not None:
+            self._steps_s.append(now_s - self._ended_s - self._looking_s)
+        self._ended_s, self._looking_s = now_s, 0.0
+
+    def row(self, summed: Dots, compared_s: float, now_s: float) -> GradientError:
+        """The row for the other ranks. `compared_s`: duration of the present comparison so far."""
+        while self._losses:
+            self._trend = self._trend.add(float(self._losses.popleft()))
+        return GradientError(
+            self._sent, summed, self._trend.seen(), self._here_s / max(self._looks, 1), self._everywhere_s or compared_s,
+            median(self._steps_s) if self._steps_s else 0.0, now_s - self._begin_s,
+        )
+
+    def fade(self, factor: float) -> None:
+        """Reduces the weight of earlier observations."""
+        self._sent = Dots(*(factor * x for x in self._sent))
+
+    def new_plan(self) -> None:
+        self._sent = Dots()
+
+    def new_codecs(self) -> None:
+        """Restarts the loss trend: a loss takes many steps to fall, so after a change only new rises count."""
+        self._trend = LossTrend()

@@ -8,7 +8,7 @@ from autoplan_kit import JOB, LINKS, Rank, candidate, pick, plan_of, said, tryin
 from msgspec import structs
 
 from commlayer.autotune.plan.actions import StartPlanning
-from commlayer.autotune.plan.decide_rank0 import HARDER, TRIED
+from commlayer.autotune.plan.decide_rank0 import MULTIPLIER_RISE, TRIED
 from commlayer.autotune.plan.facts import Meanwhile, Planned, StepOver
 from commlayer.autotune.plan.replan import harder_by
 from commlayer.compressors import parse
@@ -31,15 +31,15 @@ def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> N
     rank = trying(candidate(plan_of(0.5)))
     assert not pick(harder(rank, 2.0), StartPlanning), "a plan that is tried is judged first"
     rank.step(0.5, times=BY_PACE)
-    assert not pick(harder(rank, HARDER), StartPlanning)
+    assert not pick(harder(rank, MULTIPLIER_RISE), StartPlanning)
     actions = harder(rank, 2.0)
     (order,) = pick(actions, StartPlanning)
     assert order == StartPlanning(rank.in_force.plan, rank.in_force.plan, LINKS, 0.5), "with the links as they are known"
-    assert "is counted 2.00 times" in said(actions)
+    assert "2.00 times" in said(actions)
     rank.step(0.5, Planned(order, None, "no reason"))
     rank.step(0.5, times=BY_PACE)
-    assert not pick(harder(rank, 2.0 * HARDER), StartPlanning), "that is known"
-    assert pick(harder(rank, 2.1 * HARDER), StartPlanning)
+    assert not pick(harder(rank, 2.0 * MULTIPLIER_RISE), StartPlanning), "that is known"
+    assert pick(harder(rank, 2.1 * MULTIPLIER_RISE), StartPlanning)
 
 
 def test_what_is_harder_for_a_model_makes_a_finer_plan() -> None:
