@@ -13,20 +13,18 @@ import msgspec
 import torch
 
 from commlayer import planner, records
-from commlayer.cluster import membership, messages, plan_parts, server_codecs, summation, summation_server
-from commlayer.cluster.proved_calls import Judge, Unproved
+from commlayer.cluster import coordinator, membership, messages, server_codecs, summation, summation_server
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.records import Job, Plan, ServerInfo, Spec, TensorInfo, View
-from commlayer.transport import framing, hello
+from commlayer.transport import framing, handshake
+from commlayer.transport.chunking import Assembly, cut, left_out, put_back
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Hello
-from commlayer.transport.parts import Assembly, cut
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
-from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, proof
-from commlayer.transport.zero_chunks import left_out, put_back
+from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, Judge, Unproved, proof
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
@@ -164,22 +162,24 @@ GREETED = (CorruptFrame, Refused, PeerLost)
 def acceptor() -> Target:
     hellos = [Hello("job", rank, "plan", "0.1", nonce=bytes(NONCE_NBYTES)) for rank in (0, 1, 65535)]
     said = [frame(Header(Kind.HELLO, sender=1), msgspec.msgpack.encode(one)) for one in hellos]
-    proved = frame(Header(Kind.PROOF), msgspec.msgpack.encode(hello.Proof(bytes(PROOF_NBYTES))))
+    proved = frame(Header(Kind.PROOF), msgspec.msgpack.encode(handshake.Proof(bytes(PROOF_NBYTES))))
 
     def read(data: bytes, _: random.Random) -> None:
-        hello.meet(Canned(data), Reader(hello.MAX_NBYTES), SERVER_BASE, SECRET, "the dialler", time.monotonic() + 60.0)
+        handshake.meet(Canned(data), Reader(handshake.MAX_NBYTES), SERVER_BASE, SECRET, "the dialler", time.monotonic() + 60.0)
 
     return Target("acceptor's greeting", [one + proved for one in said], read, GREETED, frames=True)
 
 
 def dialler() -> Target:
-    asked = msgspec.msgpack.encode(hello.Challenge(bytes(NONCE_NBYTES)))
+    asked = msgspec.msgpack.encode(handshake.Challenge(bytes(NONCE_NBYTES)))
     challenge = frame(Header(Kind.CHALLENGE, sender=SERVER_BASE), asked)
-    answers = [hello.Welcome(SERVER_BASE, "", bytes(PROOF_NBYTES)), hello.Welcome(SERVER_BASE, "is of another job", b"")]
+    answers = [handshake.Welcome(SERVER_BASE, "", bytes(PROOF_NBYTES)),
+               handshake.Welcome(SERVER_BASE, "is of another job", b"")]
     examples = [challenge + frame(Header(Kind.WELCOME, sender=SERVER_BASE), msgspec.msgpack.encode(one)) for one in answers]
 
     def read(data: bytes, _: random.Random) -> None:
-        hello.greet(Canned(data), Reader(hello.MAX_NBYTES), Hello("job", 1), SECRET, SERVER_BASE, time.monotonic() + 60.0)
+        handshake.greet(Canned(data), Reader(handshake.MAX_NBYTES), Hello("job", 1), SECRET, SERVER_BASE,
+                        time.monotonic() + 60.0)
 
     return Target("dialler's greeting", examples, read, GREETED, frames=True)
 
@@ -259,7 +259,7 @@ def parts_of_plans() -> Target:
     plan = bytes(range(256)) * 4
     parts = [messages.Part(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
     examples = [messages.pack(part) for part in parts]
-    known = plan_parts.Plans()
+    known = coordinator.Plans()
 
     def read(data: bytes, _: random.Random) -> None:
         part = messages.unpack(data, messages.Part, "worker 0")

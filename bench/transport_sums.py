@@ -27,9 +27,9 @@ from bench.worker import DEADLINE, host_config
 from commlayer.engine.model_job import job_of
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.stream_transport import StreamTransport
 
 RANKS = (2, 4)
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20,

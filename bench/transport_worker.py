@@ -12,13 +12,13 @@ import threading
 import time
 from typing import Any
 
-from commlayer.cluster import carriers
-from commlayer.cluster.grpc_port import stream_port
+from commlayer.cluster import uplink
+from commlayer.cluster.grpc_server import stream_port
 from commlayer.errors import CommError
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport, note_refusal
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.stream_transport import Settings, StreamTransport, note_refusal
 
 WAIT_S = 60.0
 KINDS = ("socket", "plain", "tls", "grpc")
@@ -41,7 +41,7 @@ def listening(kind: str, transport: StreamTransport, address: str) -> int:
 def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:
     deadline = time.monotonic() + WAIT_S
     if kind == "grpc":
-        carriers.over_grpc(transport, SERVER_BASE, address, None, deadline)
+        uplink.over_grpc(transport, SERVER_BASE, address, None, deadline)
     else:
         transport.dial(SERVER_BASE, address, deadline)
 

@@ -17,9 +17,9 @@ from torch import nn
 import commlayer
 from bench.as_rank import as_rank
 from bench.worker import DEADLINE, host_config
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key
-from commlayer.transport.stream_transport import StreamTransport
 
 PORT = 7500
 URGENT_NBYTES, BULK_NBYTES = 1 << 10, 1 << 20

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from transport_kit import soon
 
 from bench.chaos.proxy import accepted, end
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.stream_transport import Address, Settings, StreamTransport
+from commlayer.transport.reconnect import Resumed, Waits
 
 UP, DOWN = 0, 1
 

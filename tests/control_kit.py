@@ -101,7 +101,7 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
         ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
         tell(held=True)
     if how.startswith("embed"):
-        from commlayer.cluster.embedded import Embedded
+        from commlayer.cluster.child_processes import Embedded
 
         embedded = Embedded.start(config, workers=1, servers=0, number=None).pid
         # A DataLoader worker: it holds the pipes of its trainer open and may outlive it.

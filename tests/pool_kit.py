@@ -160,7 +160,7 @@ class Servers:
 
     def __init__(self, workers: int, servers: int = 1, **fields: Any) -> None:
         from commlayer.cluster.coordinator import Coordinator
-        from commlayer.cluster.serving import Serving
+        from commlayer.cluster.summation_server import Serving
         from commlayer.config import read_config
 
         self._config = read_config(quick(**fields), environ={}, cwd="/nonexistent")

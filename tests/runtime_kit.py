@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from loopback import Hub
 
 from commlayer.cluster.server_codecs import ops_of, senders_of
 from commlayer.cluster.summation import Summation
@@ -15,7 +16,6 @@ from commlayer.compressors import codec_of
 from commlayer.engine.worker import Worker
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
-from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE
 
 SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]

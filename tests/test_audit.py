@@ -17,10 +17,10 @@ from control_kit import Failures, quick
 from commlayer.cluster import client, messages
 from commlayer.cluster import coordinator as coordinator_module
 from commlayer.cluster.audit import MOST_REFUSED, Audit
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
 from commlayer.errors import RecordError, Refused
-from commlayer.transport.unproved_connections import Probe
+from commlayer.transport.handshake import Probe
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import Grouped
 from commlayer.autotune.plan import link_probes
 from commlayer.autotune.plan.step_reports import StepReports
-from commlayer.cluster.members import Members
-from commlayer.cluster.rank_rows import RowChannel
+from commlayer.cluster.collectives import RowChannel
+from commlayer.cluster.process_groups import Members
 from commlayer.observe.link_monitor import PAYLOAD, SETTLED
 from commlayer.planner.model.cluster import Line
 from commlayer.records import digest

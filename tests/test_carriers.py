@@ -20,18 +20,17 @@ from control_kit import WAIT_S, Failures, quick
 from transport_kit import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
-from commlayer.cluster import carriers, client, grpc_port, messages, uplink
+from commlayer.cluster import client, grpc_server, messages, uplink
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.serving import Serving
+from commlayer.cluster.summation_server import Serving
 from commlayer.config import host_port
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
-from commlayer.transport import grpc_ends, grpc_stream
-from commlayer.transport.hello import Hello
+from commlayer.transport import grpc_stream
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import MOST, Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.unproved_connections import MOST
 
 JOB = Job((TensorInfo("weight", (100,)),))
 PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
@@ -145,7 +144,7 @@ def test_what_gets_through_is_taken_and_said_in_a_line(opened: contextlib.ExitSt
 def test_where_tcp_does_not_get_through_grpc_does(
     how: str, why: str, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(carriers, "TCP_S", 0.3)
+    monkeypatch.setattr(uplink, "TCP_S", 0.3)
     caplog.set_level(logging.INFO, "commlayer")
     server = Server(opened)
     there = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
@@ -202,7 +201,7 @@ def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.Exit
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises(Refused, match="server 0: takes no gRPC .*E-ADDRESS"):
-        carriers.over_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
+        uplink.over_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
 
 
 def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
@@ -215,13 +214,13 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     host, port = end.listen()
     there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
     with pytest.raises(Refused, match="server 0: not today.*E-REFUSED"):
-        carriers.dialler(worker, there, "", quick(), None)(soon())
+        uplink.dialler(worker, there, "", quick(), None)(soon())
     assert seen == ["job"]
 
 
 def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has said its first word, so TCP gets through. What got through once is dialled again, and nothing else."""
-    monkeypatch.setattr(carriers, "TCP_S", 0.2)
+    monkeypatch.setattr(uplink, "TCP_S", 0.2)
     late = threading.Event()
     threading.Timer(0.5, late.set).start()
     end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
@@ -229,7 +228,7 @@ def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitS
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
-    dial = carriers.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
+    dial = uplink.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
     dial(soon())
     assert exchange_pair(worker, end)
     end.close()
@@ -290,12 +289,12 @@ def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: 
             raise LookupError("nobody is here")
         return room
 
-    port = grpc_port.stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
+    port = grpc_server.stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
     opened.callback(port.close)
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises((PeerLost, Refused)):
-        carriers.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
+        uplink.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
     until = soon()
     while not all(stream._over for stream in came):
         threading.Event().wait(0.01)
@@ -312,11 +311,11 @@ def test_who_is_refused_until_time_is_over_hears_why(monkeypatch: pytest.MonkeyP
         dialling.close()
         raise next(answers)
 
-    monkeypatch.setattr(grpc_ends.event_loop, "run", run)
+    monkeypatch.setattr(grpc_stream, "run", run)
     with pytest.raises(PeerLost, match="come again.*E-PEER-LOST"):
-        grpc_ends.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+        grpc_stream.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
     with pytest.raises(DeadlineExceeded, match="127.0.0.1:1 .*E-DEADLINE"):
-        grpc_ends.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+        grpc_stream.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
 
 
 def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:

@@ -29,7 +29,7 @@ from bench.chaos.wire import Seen, Stretch, digits, weights
 from commlayer.errors import CommError
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header, Kind
 
 SETTING = Setting("identity()")

@@ -59,7 +59,7 @@ class Without:
         return None if name.split(".")[0] == "skopt" else PathFinder.find_spec(name, *rest)
 
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
-import commlayer.session, commlayer.cluster.serving
+import commlayer.session, commlayer.cluster.summation_server
 from commlayer.cli import main
 sys.argv = ["commlayer", "tune", "digits"]
 main.run()

@@ -12,7 +12,7 @@ from planner_kit import DENSE, PROFILE, SHARED, flat, tall
 from pool_kit import pool
 
 from commlayer.autotune.measure import calibration
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.planner.model.cluster import Line, Profile
 from commlayer.planner.pricing.collectives import moves
 from commlayer.planner.pricing.path_cost import Prices

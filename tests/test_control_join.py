@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
-from commlayer.cluster import client, coordinator_channel, membership, messages
+from commlayer.cluster import client, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.home import Attendance
+from commlayer.cluster.site_client import Attendance
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, Refused, cause_of
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 PLAN = b"a plan"
 
@@ -53,7 +53,7 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
 
 @pytest.mark.parametrize("who", ["worker", "home"])
 def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_channel, "RESOLVE_S", 0.3)
+    monkeypatch.setattr(client, "RESOLVE_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
     attendance = Attendance(address, config, messages.attend(1, messages.ANY), lambda _: None)
     meet = {"home": lambda: attendance.meet(60.0),
@@ -78,14 +78,14 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
     opened.append(coordinator)
     polls: queue.Queue[messages.Join] = queue.Queue()
     parts: queue.Queue[messages.Part] = queue.Queue()
-    call = coordinator_channel.CoordinatorChannel.call
+    call = client.CoordinatorChannel.call
 
     def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
         if method in ("Join", "Part"):
             (polls if method == "Join" else parts).put(request)
         return call(self, method, request, *rest)
 
-    monkeypatch.setattr(coordinator_channel.CoordinatorChannel, "call", watched)
+    monkeypatch.setattr(client.CoordinatorChannel, "call", watched)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=plan), quick(), Failures())
         sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
@@ -175,7 +175,7 @@ class Later(messages.Join, frozen=True):
 def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
+    channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     mine = msgspec.structs.asdict(messages.worker("job", 0, 1))
     for said, line in (({"version": "9.9"}, "commlayer 9.9, here .*E-VERSION"),
@@ -188,7 +188,7 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
+    channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     for bad in (messages.Pulse(), messages.Leave("token")):
         with pytest.raises(Refused, match="Join failed: .* a Join .*E-FRAME"):

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from control_kit import WAIT_S, Failures, Process, all_opened, quick  # noqa: F401  (a fixture)
 
-from commlayer.cluster import client, messages, piping, uplink
+from commlayer.cluster import child_processes, client, messages, uplink
+from commlayer.cluster.child_processes import Embedded
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.embedded import Embedded
 from commlayer.errors import CommError
 
 
@@ -105,7 +105,7 @@ def test_a_child_takes_its_first_line_and_no_more(written: bytes, heard: bytes, 
     there, here = os.pipe()
     os.write(here, written)
     os.close(here)
-    assert piping.hear(there) == heard
+    assert child_processes.read_line(there) == heard
     assert os.read(there, 100) == left
     os.close(there)
 
@@ -158,7 +158,7 @@ def test_an_embedded_coordinator_is_closed_though_nobody_came() -> None:
 
 
 def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlayer.cluster.embedded.GRACE_S", 0.2)
+    monkeypatch.setattr("commlayer.cluster.child_processes.GRACE_S", 0.2)
     server = Embedded.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
@@ -212,7 +212,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 
 def test_a_server_that_hangs_at_its_start_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlayer.cluster.embedded.RUN", "import time; time.sleep(1000)")
-    monkeypatch.setattr("commlayer.cluster.embedded.GRACE_S", 0.2)
+    monkeypatch.setattr("commlayer.cluster.child_processes.RUN", "import time; time.sleep(1000)")
+    monkeypatch.setattr("commlayer.cluster.child_processes.GRACE_S", 0.2)
     with pytest.raises(CommError, match=r"embedded server: .*0\.3 s.*E-DEADLINE"):
         Embedded.start(quick(join_deadline_s=0.3), workers=1)

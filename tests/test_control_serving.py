@@ -18,17 +18,16 @@ from transport_kit import FAR
 
 from commlayer import records
 from commlayer.cluster import client, messages, uplink
+from commlayer.cluster.child_processes import Embedded
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.embedded import Embedded
-from commlayer.cluster.serving import Serving
-from commlayer.cluster.summation_server import Stalled
+from commlayer.cluster.summation_server import Serving, Stalled
 from commlayer.config import host_port
 from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.stream_transport import StreamTransport
 
 JOB = Job((TensorInfo("weight", (100,)),))
 PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)

@@ -11,7 +11,7 @@ from pool_kit import pool
 from runtime_kit import step
 from test_runtime_staged import PER_NODE, SHAPES, WORLD, gradients, job, plan
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors import parse, wrap
 from commlayer.engine.worker import Worker
 

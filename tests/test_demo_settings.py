@@ -17,7 +17,7 @@ from commlayer.demo.fleet import Began, Ended, Progress, read
 from commlayer.demo.report import DemoProgress, line, notes, results, ring_bound_s, size, span, table
 from commlayer.demo.settings import CODEC, Settings, parse_link, parse_rtt, read_settings
 from commlayer.records import encode
-from commlayer.transport.shaped import parse_shape
+from commlayer.transport.shaped_links import parse_shape
 
 
 def settings(**given: Any) -> Settings:

@@ -23,11 +23,11 @@ from lab_kit import needs_lab
 from ranks_kit import clean_environment
 
 from bench.lab import Lab
-from commlayer.cluster import client, coordinator, journal, messages
+from commlayer.cluster import client, coordinator, messages, server_journal
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
-from commlayer.cluster.journal import Folder
-from commlayer.cluster.serving import Serving
+from commlayer.cluster.server_journal import Folder
+from commlayer.cluster.summation_server import Serving
 from commlayer.doctor import machine, network, security, server
 from commlayer.doctor.report import Finding
 from commlayer.errors import code_of
@@ -150,10 +150,10 @@ def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> No
 
 def test_looking_at_a_journal_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Folder(str(tmp_path)).close()
-    with (tmp_path / journal.LOCK).open("rb") as looking:
+    with (tmp_path / server_journal.LOCK).open("rb") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         assert not machine.read_journal(tmp_path).held, "who looks, too, is no server"
-        monkeypatch.setattr(journal, "time", SimpleNamespace(sleep=lambda _: looking.close()))
+        monkeypatch.setattr(server_journal, "time", SimpleNamespace(sleep=lambda _: looking.close()))
         folder = Folder(str(tmp_path))
     with pytest.raises(ValueError, match=r"E-JOURNAL-IN-USE"):
         Folder(str(tmp_path))

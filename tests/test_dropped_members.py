@@ -19,19 +19,18 @@ from test_summation_server import hub, next_stalled, served  # noqa: F401  (hub 
 from transport_kit import soon
 
 from commlayer import records
-from commlayer.cluster import client, membership, messages, regrouping
+from commlayer.cluster import client, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.epoch_change import ViewChange, wire_generation
 from commlayer.cluster.messages import FINISHED, Gone, Heartbeat
-from commlayer.cluster.serving import Serving
 from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import Stalled
-from commlayer.cluster.view_change import ViewChange, wire_generation
+from commlayer.cluster.summation_server import Serving, Stalled
 from commlayer.config import host_port
 from commlayer.errors import CorruptFrame, PeerLost, Refused
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 DATA = records.encode(PLAN)
 WRONG_CODEC = "codec 99 with weight 1.0 of 0.0 [E-FRAME]"
@@ -187,10 +186,10 @@ def says(teller: str, peer: str, state: Any) -> Any:
 
 
 def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
-    state = regrouping.regrouped(says("s0", "worker 1", elastic()))
+    state = epoch_change.regrouped(says("s0", "worker 1", elastic()))
     assert state.places["w1"].dead == "was dropped (by server 0): noise"
     assert members(state) == (2, [0, 2, 3])
-    assert regrouping.regrouped(says("s0", "worker 1", state)) == state, "said again it changes nothing"
+    assert epoch_change.regrouped(says("s0", "worker 1", state)) == state, "said again it changes nothing"
 
 
 def test_where_all_must_stay_all_hear_who_was_dropped() -> None:

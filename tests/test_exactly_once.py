@@ -9,7 +9,7 @@ import pytest
 from bench.chaos import schedules
 from bench.chaos.schedules import Asked, Done
 from bench.chaos.simulated import Sums, World
-from commlayer.transport.unanswered import Unanswered
+from commlayer.transport.reconnect import Unanswered
 
 LONG_S, LEAST = 6.0, 300
 

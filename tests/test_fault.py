@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from commlayer.cluster.process_groups import GROUP
 from commlayer.engine.fault import FaultVerdict
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.transport.pending import GROUP
 
 MET = PeerLost("connection lost", peer="server 1", step=4, bucket=2)
 TOLD = PeerLost(f"left the job: PeerLost: {MET}", peer="worker 2")

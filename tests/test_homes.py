@@ -18,12 +18,11 @@ import torch.distributed as dist
 from control_kit import all_opened, quick  # noqa: F401  (a fixture)
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.cluster import client, home, homes, meeting_store, messages
+from commlayer.cluster import client, kv_store, messages, site_client, sites
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.home import Attendance, Desk
-from commlayer.cluster.meeting_store import Writer
-from commlayer.cluster.relayed_group import AHEAD, PART_NBYTES, RelayedGroup
-from commlayer.cluster.world_store import WorldStore
+from commlayer.cluster.kv_store import Writer
+from commlayer.cluster.site_client import Attendance, Desk
+from commlayer.cluster.site_process_group import AHEAD, PART_NBYTES, RelayedGroup, WorldStore
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 
 HOMES = 3
@@ -33,10 +32,10 @@ def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.At
     return messages.attend(workers, place, name=name)
 
 
-def come(state: homes.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[homes.Homes, list[messages.Attended]]:
+def come(state: sites.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[sites.Homes, list[messages.Attended]]:
     replies = []
     for one in all_:
-        state, reply = homes.attend(state, one, now)
+        state, reply = sites.attend(state, one, now)
         replies.append(reply)
     return state, replies
 
@@ -46,7 +45,7 @@ def come(state: homes.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[
 
 def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
-    state, replies = come(homes.Homes(4), a, b)
+    state, replies = come(sites.Homes(4), a, b)
     assert [r.first for r in replies] == [messages.ANY] * 2
     assert replies[1].missing == "3 of 4 workers are here (a, b with 2)"
     state, _ = come(state, c)
@@ -61,15 +60,15 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     (msgspec.structs.replace(asked("d"), version="0.0"), r"0\.0\b.*E-VERSION"),
 ])
 def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.Attend, pattern: str) -> None:
-    state, _ = come(homes.Homes(3), asked("a", place=1))
+    state, _ = come(sites.Homes(3), asked("a", place=1))
     after, (reply,) = come(state, one)
     assert re.search(pattern, reply.error)
     assert after == state
 
 
 def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
-    assert re.search("--workers N.*E-WORKERS", come(homes.Homes(0), asked("a"))[1][0].error)
-    state, _ = come(homes.Homes(1), asked("a"))
+    assert re.search("--workers N.*E-WORKERS", come(sites.Homes(0), asked("a"))[1][0].error)
+    state, _ = come(sites.Homes(1), asked("a"))
     assert re.search(r"\b0 of the job's 1 .*E-WORKERS", come(state, asked("b"))[1][0].error)
     begun = msgspec.structs.replace(state, begun=True)
     assert re.search(r"\b1 workers.*E-JOB-CLOSED", come(begun, asked("b"))[1][0].error)
@@ -77,7 +76,7 @@ def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
 
 def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the_next_one_is_afresh() -> None:
     a, b = asked("a"), asked("b")
-    state, _ = come(homes.Homes(2), a, b)
+    state, _ = come(sites.Homes(2), a, b)
     state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
     _, (told,) = come(state, a)
     assert re.search(r"^home b \(pid .*: exit code 1; .*E-RENDEZVOUS-ENDED", told.error)
@@ -87,56 +86,56 @@ def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the
 
 def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     a, b = asked("a"), asked("b")
-    state, _ = come(homes.Homes(2), a, b)
-    state = homes.heard(state, a.home, 40.0)
-    assert "home b" in come(homes.tick(state, 45.0, 10.0), a)[1][0].error
+    state, _ = come(sites.Homes(2), a, b)
+    state = sites.heard(state, a.home, 40.0)
+    assert "home b" in come(sites.tick(state, 45.0, 10.0), a)[1][0].error
     begun = msgspec.structs.replace(state, begun=True)
-    assert homes.tick(begun, 45.0, 10.0) == begun
-    assert homes.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
-    left = homes.tick(begun, 45.0, 10.0, {0, 1})
+    assert sites.tick(begun, 45.0, 10.0) == begun
+    assert sites.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
+    left = sites.tick(begun, 45.0, 10.0, {0, 1})
     assert list(left.here) == [a.home], "it may have left while nobody was there to hear it"
     assert "behind its workers' end" in left.left[1]
 
 
 def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:
     a, b = asked("a"), asked("b", workers=2)
-    state, _ = come(homes.Homes(3), a, b)
+    state, _ = come(sites.Homes(3), a, b)
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
     assert {rank: why.partition(")")[2] for rank, why in state.left.items()} == dict.fromkeys((1, 2), " has left: finished")
-    assert [homes.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
+    assert [sites.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
     ranks = range(state.workers)
-    assert [homes.staying(state, 9.0, 10.0, ranks[n:]) for n in (0, 1)] == [False, True], "all of whose workers are dead"
+    assert [sites.staying(state, 9.0, 10.0, ranks[n:]) for n in (0, 1)] == [False, True], "all of whose workers are dead"
     assert come(state, a)[1][0].first == 0
     assert "has left: finished" in come(state, b)[1][0].error
-    assert not homes.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
+    assert not sites.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
 
 
 def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why_not() -> None:
     a, b = asked("a"), asked("b", workers=2)
-    state, _ = come(homes.Homes(3), a, b)
+    state, _ = come(sites.Homes(3), a, b)
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
-    shut = homes.Door("the job runs and has its 3 workers")
+    shut = sites.Door("the job runs and has its 3 workers")
     again, wide = asked("b"), asked("b", workers=3)
     full = msgspec.structs.replace(shut, full=True)
     for one, door, pattern in ((again, shut, "3 workers.*E-JOB-CLOSED"), (again, full, "3 workers.*E-JOB-FULL"),
-                               (wide, homes.Door("", 1), r"\b3 workers.*\b2 of the job's 3 .*E-WORKERS")):
-        after, reply = homes.attend(state, one, 1.0, door)
+                               (wide, sites.Door("", 1), r"\b3 workers.*\b2 of the job's 3 .*E-WORKERS")):
+        after, reply = sites.attend(state, one, 1.0, door)
         assert re.search(pattern, reply.error)
         assert after == state
-    state, seat = homes.attend(state, again, 1.0, homes.Door("", 1))
+    state, seat = sites.attend(state, again, 1.0, sites.Door("", 1))
     assert (seat.joins, seat.first, seat.world) == (True, 3, 2)
-    state, seat = homes.attend(state, asked("c"), 2.0, homes.Door("", 2))
+    state, seat = sites.attend(state, asked("c"), 2.0, sites.Door("", 2))
     assert (seat.joins, seat.first, seat.world) == (True, 4, 3)
-    assert homes.attend(state, a, 2.0, homes.Door("", 3))[1].first == 0, "who is here is answered as ever"
+    assert sites.attend(state, a, 2.0, sites.Door("", 3))[1].first == 0, "who is here is answered as ever"
 
 
 def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
-    state, _ = come(homes.Homes(1), asked("a"))
+    state, _ = come(sites.Homes(1), asked("a"))
     state = msgspec.structs.replace(state, begun=True)
-    for door, waited_s, waits in ((homes.Door("full", 1, wait="one is silent"), 99.0, True),
-                                  (homes.Door("full", 1, all_here=True), 2.0, True),
-                                  (homes.Door("full", 1, all_here=True), 3.0, False), (homes.Door("over"), 0.0, False)):
-        after, reply = homes.attend(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
+    for door, waited_s, waits in ((sites.Door("full", 1, wait="one is silent"), 99.0, True),
+                                  (sites.Door("full", 1, all_here=True), 2.0, True),
+                                  (sites.Door("full", 1, all_here=True), 3.0, False), (sites.Door("over"), 0.0, False)):
+        after, reply = sites.attend(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
         assert (after, bool(reply.missing), bool(reply.error), reply.first) == (state, waits, not waits, messages.ANY)
 
 
@@ -149,15 +148,15 @@ def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
 def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_silent(
         certificates: tuple[str, str], again: tuple[str, str], now: float, found: int | None) -> None:
     every = [msgspec.structs.replace(asked(str(n)), certificate=of) for n, of in enumerate(certificates)]
-    state, _ = come(homes.Homes(2), *every)
+    state, _ = come(sites.Homes(2), *every)
     one = msgspec.structs.replace(asked(again[0]), certificate=again[1])
-    token = homes.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
+    token = sites.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
     assert token == ("" if found is None else every[found].home)
 
 
 # ---- what the store takes
 
-NAME, BY = "n" * meeting_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
+NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
 
 
 @pytest.mark.parametrize(("act", "values"), [
@@ -167,25 +166,25 @@ NAME, BY = "n" * meeting_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
 ])
 def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
     with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
-        act(meeting_store.MeetingStore())
+        act(kv_store.MeetingStore())
 
 
 def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
-    store = meeting_store.MeetingStore()
+    store = kv_store.MeetingStore()
     store.put([(NAME, b"12"), (NAME, b"1")], BY)
-    assert store.nbytes == len(NAME) + 1 + meeting_store.KEY_NBYTES
-    for number in range(meeting_store.MAX_TOKENS):
+    assert store.nbytes == len(NAME) + 1 + kv_store.KEY_NBYTES
+    for number in range(kv_store.MAX_TOKENS):
         with contextlib.suppress(CorruptFrame):
             store.add("sum", 1, str(number), BY)
-    assert (1 << 20) - 2 * meeting_store.TOKEN_NBYTES < store.nbytes <= 1 << 20
+    assert (1 << 20) - 2 * kv_store.TOKEN_NBYTES < store.nbytes <= 1 << 20
     assert store.add("sum", 1, "0", BY) == int(store.found(["sum"])[0] or b"") > 1000, "what was refused is not added"
     store.drop([NAME, "sum"])
     assert (store.nbytes, store._sums) == (0, {})
 
 
 def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_store, "MAX_FOUND_NBYTES", 10)
-    store = meeting_store.MeetingStore()
+    monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
+    store = kv_store.MeetingStore()
     store.put([("a", bytes(6)), ("b", bytes(6))], BY)
     assert store.found(["a"]) == (bytes(6),)
     with pytest.raises(CorruptFrame, match=r"\b12 bytes.*\b10 \[E-FRAME"):
@@ -311,7 +310,7 @@ def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
     opened: list[Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a slow link has not brought in time would be sent all over again."""
-    monkeypatch.setattr(home, "CALL_S", 0.3)
+    monkeypatch.setattr(site_client, "CALL_S", 0.3)
     (desk, _), *_ = met(opened, 2)
     given: list[float] = []
     call = desk._link.call
@@ -324,11 +323,11 @@ def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
     desk.ask(time.monotonic() + 30.0, put=[("a", b"bytes")], want=[("a", 0)])
     desk.ask(time.monotonic() + 600.0, want=[("a", 0)])
     desk.ask(time.monotonic() + 600.0, drop=["a"])
-    assert [round(one, 1) for one in given] == [30.0, home.BYTES_S, 0.3]
+    assert [round(one, 1) for one in given] == [30.0, site_client.BYTES_S, 0.3]
 
 
 def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "CALL_S", 0.3)
+    monkeypatch.setattr(site_client, "CALL_S", 0.3)
     (desk, _), *_ = met(opened, 1)
     opened[0].close()
     begin = time.monotonic()
@@ -415,7 +414,7 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
         coordinator.close()
         coordinator = Coordinator(config, workers=1)
         assert attendance.ended.wait(20.0)
-        assert attendance.why == homes.RESTARTED
+        assert attendance.why == sites.RESTARTED
         with pytest.raises(CommError, match="E-RENDEZVOUS-ENDED"):
             desk.ask(time.monotonic() + 10.0, want=[("key", messages.ANY)])
     finally:

@@ -36,7 +36,7 @@ class Death:
         self.silent = bool(found)
 
     def arm(self, made: Any, directory: str) -> None:
-        from commlayer.cluster.groups import Groups
+        from commlayer.cluster.collectives import Groups
         from commlayer.cluster.uplink import Uplink
         from commlayer.engine.local_steps import LocalSteps
 

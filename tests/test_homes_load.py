@@ -38,7 +38,7 @@ def dies(owner: Any, name: str, number: int) -> None:
 def main(victim: int, name: str, number: int, directory: str) -> None:
     """Trains, saves and goes back to that, in which one home dies."""
     import commlayer
-    from commlayer.cluster.groups import Groups
+    from commlayer.cluster.collectives import Groups
     from commlayer.cluster.uplink import Uplink
     from commlayer.engine import checkpoint
     from commlayer.errors import CommError

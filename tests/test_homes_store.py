@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from control_kit import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 
-from commlayer.cluster import client, homes, meeting_store, messages
+from commlayer.cluster import client, kv_store, messages, sites
 from commlayer.cluster.audit import Audit
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
-from commlayer.cluster.gathering import Gathering
-from commlayer.cluster.home import Attendance, Desk
-from commlayer.cluster.relayed_group import PART_NBYTES
+from commlayer.cluster.rendezvous_service import Gathering
+from commlayer.cluster.site_client import Attendance, Desk
+from commlayer.cluster.site_process_group import PART_NBYTES
 from commlayer.errors import CommError, CorruptFrame, PeerLost
 
 PART = bytes(PART_NBYTES)
@@ -169,8 +169,8 @@ def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
 
 def test_a_home_that_leaves_too_much_is_named_and_the_others_have_room(opened: list[Any],
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_store, "MAX_KEPT_NBYTES", 8 * PART_NBYTES)
-    monkeypatch.setattr(meeting_store, "LEAST_EACH_NBYTES", 0)
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 8 * PART_NBYTES)
+    monkeypatch.setattr(kv_store, "LEAST_EACH_NBYTES", 0)
     _, desks = met(opened, 2)
     soon = time.monotonic() + WAIT_S
     for number in range(3):
@@ -187,7 +187,7 @@ class Certified:
 
     def __init__(self, workers: int, *certificates: str) -> None:
         self.view = 1
-        self.made = Gathering(workers, 10.0, dict, Audit(""), 1, door=lambda: homes.Door(there=1, generation=self.view),
+        self.made = Gathering(workers, 10.0, dict, Audit(""), 1, door=lambda: sites.Door(there=1, generation=self.view),
                               clock=lambda: self.now)
         self.now = 0.0
         self.homes = [self.come(certificate) for certificate in certificates]
@@ -215,8 +215,8 @@ class Certified:
 
 @pytest.fixture(name="narrow")
 def made_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_store, "LEAST_EACH_NBYTES", 4 * PART_NBYTES)
-    monkeypatch.setattr(meeting_store, "MAX_KEPT_NBYTES", 0)
+    monkeypatch.setattr(kv_store, "LEAST_EACH_NBYTES", 4 * PART_NBYTES)
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 0)
 
 
 def test_whose_certificate_it_is_counts_and_not_how_often_it_comes(narrow: None) -> None:
@@ -254,7 +254,7 @@ def test_many_workers_have_room_for_what_they_need_each() -> None:
     one = messages.attend(1)
     made.attend(one)
     by = made._writer(one.home, 1)
-    assert (by.most_nbytes, by.all_nbytes) == (meeting_store.LEAST_EACH_NBYTES, 64 * meeting_store.LEAST_EACH_NBYTES)
+    assert (by.most_nbytes, by.all_nbytes) == (kv_store.LEAST_EACH_NBYTES, 64 * kv_store.LEAST_EACH_NBYTES)
 
 
 def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:

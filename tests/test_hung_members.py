@@ -17,13 +17,12 @@ from test_regrouping import elastic, members
 from test_summation_server import hub  # noqa: F401  (a fixture)
 
 from commlayer import records
-from commlayer.cluster import client, coordinator_journal, membership, messages, regrouping
+from commlayer.cluster import client, coordinator_journal, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Heartbeat, Overdue
-from commlayer.cluster.serving import Serving
 from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import SumServer
+from commlayer.cluster.summation_server import Serving, SumServer
 from commlayer.engine.connection import Connection
 from commlayer.engine.regroup import Regrouping
 from commlayer.errors import CorruptFrame
@@ -51,8 +50,8 @@ def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: flo
     """Heartbeats one after the other, by token; no step: nothing waits there."""
     for token, step, missing in said:
         state, _ = membership.heartbeat(state, token, now)
-        state = regrouping.waited(state, token, None if step is None else Overdue(step, missing, 300.0), now, PATIENCE_S)
-    return regrouping.regrouped(state)
+        state = epoch_change.waited(state, token, None if step is None else Overdue(step, missing, 300.0), now, PATIENCE_S)
+    return epoch_change.regrouped(state)
 
 
 def gone(state: State) -> list[int]:
@@ -114,7 +113,7 @@ def test_a_server_that_is_gone_holds_nobody_up() -> None:
 def joining(in_force: int = 1) -> State:
     """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
     state = hears(membership.cut(several(), ["w3"], "killed"))
-    state = regrouping.join(state, worker(4, world=4, regroups=True), 0.0).state
+    state = epoch_change.admit(state, worker(4, world=4, regroups=True), 0.0).state
     assert members(state) == (3, [0, 1, 2, 4])
     state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", in_force=3))
     for token in ("w0", "w1", "w2"):

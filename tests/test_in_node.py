@@ -11,7 +11,7 @@ from pool_kit import pool
 from runtime_kit import job
 from torch.distributed import distributed_c10d
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.in_node import Shards, in_node

@@ -21,16 +21,16 @@ from transport_kit import PATIENCE_S, exchange_pair, soon
 
 import commlayer
 from commlayer.cluster import client, messages
+from commlayer.cluster.child_processes import Embedded
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.embedded import Embedded
-from commlayer.cluster.proved_calls import Asker, Judge, Unproved
 from commlayer.config import read_config
 from commlayer.errors import RecordError, Refused
-from commlayer.transport import hello
+from commlayer.transport import handshake
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.secret import Asker, Judge, Unproved
 
 SECRET = "correct-horse-battery"
 WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"), ("wrong-donkey-battery", "another secret.*COMMLAYER_TOKEN.*E-SECRET")]
@@ -209,7 +209,7 @@ def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
     for rank in range(2):
         with socket.create_connection(end.listen(), PATIENCE_S) as sock:
             recorded: Any = Recorded(sock)
-            hello.greet(recorded, Reader(), Hello("jobA", rank), SECRET, SERVER_BASE, soon())
+            handshake.greet(recorded, Reader(), Hello("jobA", rank), SECRET, SERVER_BASE, soon())
             assert SECRET.encode() not in recorded.bytes
             seen.append(bytes(recorded.bytes[-40:]))  # of WELCOME, whose body ends with the acceptor's proof
     assert seen[0] != seen[1]

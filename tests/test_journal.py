@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.journal import Entry, Folder, Journal
 from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.server_journal import About, ServerJournal
+from commlayer.cluster.server_journal import About, Entry, Folder, Journal, ServerJournal
 from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of, seed
 from commlayer.errors import CorruptFrame, RecordError

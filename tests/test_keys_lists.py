@@ -13,15 +13,15 @@ from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from transport_kit import exchange_pair, soon
 
 from commlayer.cluster import authority, client, messages
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
-from commlayer.cluster.tls_front import Front
+from commlayer.cluster.tls_terminator import Front
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import tls
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
 

@@ -16,15 +16,15 @@ from control_kit import WAIT_S, Failures, Process, quick
 from keys_kit import Bare, Folders, made_folders  # noqa: F401  (a fixture)
 from transport_kit import GrpcEnd, exchange_pair, soon
 
-from commlayer.cluster import client, coordinator_channel, messages
+from commlayer.cluster import client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.errors import CommError, Damaged, PeerLost, Refused
-from commlayer.transport import hello, tls
+from commlayer.transport import handshake, tls
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
 
@@ -189,7 +189,7 @@ def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders
 def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capfd: pytest.CaptureFixture[str]) -> None:
     """A member that is revoked while a job runs is connected by gRPC itself, again and again."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
-    channel = coordinator_channel.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
+    channel = client.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
     with pytest.raises(PeerLost, match=f"{coordinator.address}: .*E-PEER-LOST"):
         channel.call("About", messages.About(), messages.Told, WAIT_S)
     channel.close()
@@ -226,7 +226,8 @@ def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) ->
     sock = Recorded(socket.create_connection(where, WAIT_S), keys, tls.DATA, server=False)
     sock.handshake(soon())
     try:
-        hello.greet(sock, Reader(), Hello("job", 1), SECRET, SERVER_BASE, soon(), sock.channel if channel is None else channel)
+        handshake.greet(sock, Reader(), Hello("job", 1), SECRET, SERVER_BASE, soon(),
+                        sock.channel if channel is None else channel)
     except BaseException:
         sock.close()
         raise
@@ -247,8 +248,8 @@ def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folder
         heard = bytearray()
         with pytest.raises(EndOfStream):
             read_frames(again, heard)
-        assert hello.UNPROVED.encode() in heard
-        logged(caplog, hello.UNPROVED)
+        assert handshake.UNPROVED.encode() in heard
+        logged(caplog, handshake.UNPROVED)
         # A proof for another connection, as a member would pass it on that sits between two others.
         for channel in (b"", bytes(64), Keys(folders.second).me.fingerprint + Keys(folders.server).me.fingerprint):
             with pytest.raises(Refused, match="E-SECRET"):
@@ -266,7 +267,7 @@ def read_frames(sock: socket.socket, heard: bytearray) -> None:
 
 def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     """Recorded on one connection and said on another, or passed on by a member with its own certificate."""
-    from commlayer.cluster.coordinator_channel import CoordinatorChannel
+    from commlayer.cluster.client import CoordinatorChannel
 
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     mine, other = (CoordinatorChannel(coordinator.address, SECRET, Keys(f)) for f in (folders.worker, folders.second))
@@ -287,7 +288,7 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
 
 def test_a_channel_is_closed_when_nobody_watches_it_any_more(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's thread, finding it closed, would end with an exception that Python prints."""
-    from commlayer.cluster.coordinator_channel import CoordinatorChannel
+    from commlayer.cluster.client import CoordinatorChannel
 
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))

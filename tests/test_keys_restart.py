@@ -12,8 +12,8 @@ from control_kit import WAIT_S, Failures, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
 from commlayer.cluster import authority, client, membership, messages
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, seats
 from commlayer.transport.key_folder import Keys
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from commlayer.cluster import messages
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.client import CoordinatorChannel
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "commlayer"

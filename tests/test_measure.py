@@ -10,6 +10,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import Hub
 from runtime_kit import Rig
 
 from commlayer.autotune.measure import calibration, link_rates
@@ -19,7 +20,6 @@ from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
 from commlayer.observe import RecordedStep
-from commlayer.transport.loopback import Hub
 from commlayer.transport.mailbox import sending
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 

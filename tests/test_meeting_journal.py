@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from commlayer.cluster import homes, meeting_journal, messages
+from commlayer.cluster import coordinator_journal, messages, sites
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.coordinator_journal import NAME as SEATS
-from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.gathering import Gathering
-from commlayer.cluster.meeting_journal import NAME, Known, MeetingJournal
-from commlayer.cluster.meeting_store import Added, Change, Dropped, MeetingStore, Put, Writer
+from commlayer.cluster.coordinator_journal import KV_NAME, CoordinatorJournal, Known, MeetingJournal
+from commlayer.cluster.coordinator_journal import KV_NAME as SEATS
+from commlayer.cluster.kv_store import Added, Change, Dropped, MeetingStore, Put, Writer
+from commlayer.cluster.rendezvous_service import Gathering
 
 BY = Writer("home a (pid 1)"), Writer("gpu-1", view=3)
 
@@ -43,7 +42,7 @@ def held(store: MeetingStore) -> tuple[Any, ...]:
 def kept(folder: Path, journal: MeetingJournal) -> MeetingStore:
     """A store whose changes are written there."""
     store = MeetingStore()
-    journal.begin(lambda: [Known(homes.Homes(2)), *store.changes()])
+    journal.begin(lambda: [Known(sites.Homes(2)), *store.changes()])
     store.note = journal.note
     return store
 
@@ -64,39 +63,39 @@ def changed(store: MeetingStore, chance: random.Random) -> None:
 @pytest.mark.parametrize("number", range(6))
 def test_a_store_is_the_same_behind_each_change_and_however_often_the_file_is_written_anew(
         number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_journal, "SLACK_NBYTES", 1 << 30 if number % 2 else 500)
-    monkeypatch.setattr(meeting_journal, "CHUNK_NBYTES", 100)
+    monkeypatch.setattr(coordinator_journal, "SLACK_NBYTES", 1 << 30 if number % 2 else 500)
+    monkeypatch.setattr(coordinator_journal, "CHUNK_NBYTES", 100)
     chance, store = random.Random(number), kept(tmp_path, MeetingJournal(str(tmp_path)))
     largest = 0
     for _ in range(300):
         changed(store, chance)
         assert held(taken_up(tmp_path)) == held(store)
-        largest = max(largest, (tmp_path / NAME).stat().st_size)
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
-    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+        largest = max(largest, (tmp_path / KV_NAME).stat().st_size)
+    assert [path.name for path in tmp_path.iterdir()] == [KV_NAME]
+    assert (tmp_path / KV_NAME).stat().st_mode & 0o777 == 0o600
     assert (largest < 40_000) == (number % 2 == 0), "it grows for ever where it is never written anew"
 
 
 @pytest.mark.parametrize("last", [Put("name", b"value", "w", 1), Added("sum", 7, "once", "w", 1), Dropped(("name", "sum"))])
 def test_a_tail_that_is_torn_at_any_byte_is_cut_off(last: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal, first = MeetingJournal(str(tmp_path)), [Known(homes.Homes(2, meeting="m")), Put("x", b"y", "w", 1)]
+    journal, first = MeetingJournal(str(tmp_path)), [Known(sites.Homes(2, meeting="m")), Put("x", b"y", "w", 1)]
     journal.begin(lambda: first)
-    before = (tmp_path / NAME).read_bytes()
+    before = (tmp_path / KV_NAME).read_bytes()
     journal.note(last)
-    whole = (tmp_path / NAME).read_bytes()
+    whole = (tmp_path / KV_NAME).read_bytes()
     assert read(tmp_path) == [*first, last]
     assert read(tmp_path) == [*first, last], "nothing is lost by reading"
     assert not caplog.records
     for nbytes in range(len(before) + 1, len(whole)):
-        (tmp_path / NAME).write_bytes(whole[:nbytes])
+        (tmp_path / KV_NAME).write_bytes(whole[:nbytes])
         assert read(tmp_path) == first
-        (tmp_path / NAME).write_bytes(whole[:nbytes] + bytes(len(whole) - nbytes + 20))  # as behind a power failure
+        (tmp_path / KV_NAME).write_bytes(whole[:nbytes] + bytes(len(whole) - nbytes + 20))  # as behind a power failure
         assert read(tmp_path) in (first, [*first, last])
     for at in range(len(before), len(whole)):
-        (tmp_path / NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        (tmp_path / KV_NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         assert read(tmp_path) == first
     assert "its last 1 bytes are not whole, and nothing of them is used" in caplog.text
-    (tmp_path / NAME).write_bytes(b"something else")
+    (tmp_path / KV_NAME).write_bytes(b"something else")
     assert read(tmp_path) == []
 
 
@@ -124,17 +123,17 @@ def test_a_full_disk_is_one_line_and_nothing_is_taken_up_of_what_has_a_gap(
         full(4)
     store = kept(tmp_path, journal)
     if when == "later":
-        full((tmp_path / NAME).stat().st_size + 40)
+        full((tmp_path / KV_NAME).stat().st_size + 40)
     if when == "as it is written anew":
         monkeypatch.setattr(journal, "_most_nbytes", 0)
-        monkeypatch.setattr(meeting_journal, "_packed", lambda _: bytes(1 << 20))
+        monkeypatch.setattr(coordinator_journal, "_packed", lambda _: bytes(1 << 20))
         full(1 << 20)
     for number in range(20):
         store.put([(f"{number}", bytes(30))], BY[0])
     full(1 << 30)
     store.put([("behind", b"")], BY[0])
     assert list(tmp_path.iterdir()) == []
-    assert [record.message.partition(NAME)[2] for record in caplog.records] == [
+    assert [record.message.partition(KV_NAME)[2] for record in caplog.records] == [
         ": File too large; the job goes on without it, and a crash of the coordinator ends its homes"]
     assert len(store._rows) == 21
 
@@ -142,7 +141,8 @@ def test_a_full_disk_is_one_line_and_nothing_is_taken_up_of_what_has_a_gap(
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = kept(tmp_path, MeetingJournal(str(tmp_path / "gone")))
     store.put([("a", b"")], BY[0])
-    assert [record.message.partition(NAME)[2].partition(";")[0] for record in caplog.records] == [": No such file or directory"]
+    lines = [record.message.partition(KV_NAME)[2].partition(";")[0] for record in caplog.records]
+    assert lines == [": No such file or directory"]
 
 
 def test_without_seats_nothing_is_taken_up(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_without_seats_nothing_is_taken_up(tmp_path: Path) -> None:
     MeetingJournal(str(tmp_path)).begin(lambda: [Put("x", b"y", "w", 1)])
     journal = CoordinatorJournal(str(tmp_path))
     assert list(journal.meeting.read()) == []
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / KV_NAME).exists()
     journal.meeting.begin(lambda: [Put("x", b"y", "w", 1)])
     (tmp_path / SEATS).touch()
     journal.forget()
@@ -165,7 +165,7 @@ class Meeting:
     """A coordinator's, which is killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.now, self.door, self.lost = folder, 100.0, homes.Door("", 2, 2), dict[int, str]()
+        self._folder, self.now, self.door, self.lost = folder, 100.0, sites.Door("", 2, 2), dict[int, str]()
         self.start()
 
     def start(self) -> Gathering:
@@ -188,7 +188,7 @@ def home(name: str, workers: int = 1) -> messages.Attend:
 @pytest.fixture
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
-    monkeypatch.setattr("commlayer.cluster.gathering.version", lambda: "1.0")
+    monkeypatch.setattr("commlayer.cluster.rendezvous_service.version", lambda: "1.0")
     return Meeting(tmp_path)
 
 
@@ -251,7 +251,7 @@ def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeti
     meeting.gathering.attend(home("a", 3))
     meeting.gathering.begin()
     meeting.ask("a", put=(("of 2", b""),), view=2)
-    meeting.door = homes.Door("", 3, 3)
+    meeting.door = sites.Door("", 3, 3)
     meeting.ask("a", put=(("of 3", b""),))
     meeting.again()
     meeting.ask("a", put=(("late", b""),), view=2)
@@ -268,7 +268,7 @@ def test_homes_that_have_met_and_begun_nothing_start_again(meeting: Meeting, tmp
     there = meeting.gathering.attend(one)
     assert list(tmp_path.iterdir()) == []
     meeting.start()
-    assert meeting.gathering.attend(msgspec.structs.replace(one, meeting=there.meeting)).error == homes.RESTARTED
+    assert meeting.gathering.attend(msgspec.structs.replace(one, meeting=there.meeting)).error == sites.RESTARTED
 
 
 def test_a_job_without_homes_has_no_such_file(meeting: Meeting, tmp_path: Path) -> None:

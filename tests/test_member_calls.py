@@ -16,8 +16,8 @@ from control_kit import WAIT_S, quick
 from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
 from commlayer.cluster import messages
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
 from commlayer.errors import Refused
 from commlayer.records import Record
 from commlayer.transport.key_folder import Keys

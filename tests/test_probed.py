@@ -18,16 +18,15 @@ from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 
 from commlayer.cluster import messages
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.serving import Serving
+from commlayer.cluster.summation_server import Serving
 from commlayer.config import host_port
 from commlayer.doctor import server
 from commlayer.errors import Unsaid
 from commlayer.transport import framing, tls
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hall, Hello, Probe
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.unproved_connections import Hall, Probe
 
 SECRET = "correct-horse-battery"
 NOTHING = "closed before anything was said"

@@ -15,18 +15,18 @@ from keys_kit import Folders, made_folders  # noqa: F401  (a fixture)
 from summation_kit import VALUES, Doubles, push, service
 from transport_kit import exchange_pair, soon
 
-from commlayer.cluster import client, coordinator, messages, tls_front
-from commlayer.cluster.call_quota import MOST_KNOWN, CallQuota
+from commlayer.cluster import client, coordinator, messages, tls_terminator
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
-from commlayer.cluster.farewell import goaway, reason_of
-from commlayer.cluster.summation_cell import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
+from commlayer.cluster.grpc_server import MOST_KNOWN, CallQuota
+from commlayer.cluster.summation import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
+from commlayer.cluster.tls_terminator import goaway, reason_of
 from commlayer.errors import CommError, CorruptFrame, Refused
-from commlayer.transport import stream_transport
-from commlayer.transport.hello import Hello
+from commlayer.transport import endpoint
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 SECRET = "correct-horse-battery"
 
@@ -89,7 +89,7 @@ def test_who_codes_again_since_another_one_changed_its_weight_uses_up_no_quota()
 
 
 def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_transport, "MOST_EACH", 2)
+    monkeypatch.setattr(endpoint, "MOST_EACH", 2)
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
     address = server.listen()
     mine, other = ([StreamTransport(Hello("job", rank), settings=Settings(secret=SECRET, keys=Keys(folder))) for rank in ranks]
@@ -109,7 +109,7 @@ def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folder
 
 
 def test_control_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_front, "MOST_EACH", 0)
+    monkeypatch.setattr(tls_terminator, "MOST_EACH", 0)
     monkeypatch.setattr(coordinator, "EACH_WORKER", 0)
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     begin = time.monotonic()
@@ -123,7 +123,7 @@ def test_control_connections_of_one_certificate_are_capped_and_told(folders: Fol
 def test_a_job_whose_workers_have_one_certificate_has_room_for_all_their_connections(
     said_by: str, folders: Folders, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tls_front, "MOST_EACH", 4)
+    monkeypatch.setattr(tls_terminator, "MOST_EACH", 4)
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=4 if said_by == "serve" else 0)
     links = [CoordinatorChannel(made.address, SECRET, Keys(folders.worker), own=True) for _ in range(3 * 4)]
     if said_by != "serve":

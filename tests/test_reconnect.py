@@ -17,11 +17,11 @@ from transport_kit import FAR, soon
 
 from commlayer.errors import CorruptFrame, NotYet, PeerLost, Refused
 from commlayer.planner import default_plan
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.reconnect import Resumed, Waits
 
 WORLD, STEPS = 3, 4
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.1)",

@@ -21,9 +21,9 @@ STEPS, UNHEARD_S, CUT_S = 40, 2.0, 5.0
 SERVER = """
 import json, sys, time
 from collections import Counter
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Kind
-from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings, StreamTransport
 server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, user_timeout_s=float(sys.argv[1])))
 server.listen("0.0.0.0", 7000)
 print("listening", flush=True)
@@ -36,10 +36,10 @@ server.close()
 """
 WORKER = """
 import json, sys, time
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.resumed import Resumed, Waits
-from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.reconnect import Resumed, Waits
+from commlayer.transport.endpoint import Settings, StreamTransport
 carrier = StreamTransport(Hello("job", 0, session=b"one process here"), settings=Settings(
     resume=True, user_timeout_s=float(sys.argv[1])))
 worker = Resumed(carrier, carrier, Waits(50.0))

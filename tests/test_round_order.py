@@ -6,13 +6,13 @@ import heapq
 from typing import Any
 
 import torch
+from loopback import Hub
 from runtime_kit import Rig
 from torch import nn
 
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.optim import Outer
 from commlayer.transport import mailbox
-from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
 WORLD, BUCKETS = 3, 8

@@ -9,7 +9,7 @@ import torch
 from pool_kit import pool
 from runtime_kit import job, step
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors import parse, wrap
 from commlayer.engine.worker import Worker
 from commlayer.records import Bucket, Plan, Slice

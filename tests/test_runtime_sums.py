@@ -9,7 +9,7 @@ import torch
 from pool_kit import pool
 from runtime_kit import job, step
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.reducing import Reduced, adds_up, stands_alone
 from commlayer.engine.worker import Worker

@@ -25,7 +25,7 @@ from commlayer import records
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.server_journal import About, ServerJournal
-from commlayer.cluster.serving import Serving
+from commlayer.cluster.summation_server import Serving
 from commlayer.compressors import codec_of
 from commlayer.config import join_host
 from commlayer.engine.worker import Worker

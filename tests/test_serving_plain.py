@@ -15,7 +15,7 @@ from control_kit import WAIT_S, quick
 
 from commlayer import records
 from commlayer.cluster import messages, uplink
-from commlayer.cluster.embedded import Embedded
+from commlayer.cluster.child_processes import Embedded
 from commlayer.cluster.server_codecs import CodecOps, ops_of
 from commlayer.compressors import kernels, seed, tensors
 from commlayer.compressors.twoway import codec_of

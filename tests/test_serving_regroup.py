@@ -13,14 +13,14 @@ from transport_kit import soon
 
 from commlayer import records
 from commlayer.cluster import messages
-from commlayer.cluster.serving import Serving
-from commlayer.cluster.view_change import ViewChange, amiss, wire_generation
+from commlayer.cluster.epoch_change import ViewChange, amiss, wire_generation
+from commlayer.cluster.summation_server import Serving
 from commlayer.config import host_port
 from commlayer.errors import CommError
 from commlayer.records import Member, View
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
-from commlayer.transport.stream_transport import StreamTransport
 
 DATA = records.encode(PLAN)
 

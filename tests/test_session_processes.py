@@ -29,7 +29,7 @@ def main(how: str, fail_on: int) -> None:
     from torch.utils.data import DataLoader
 
     import commlayer
-    from commlayer.cluster.rank_rows import RowChannel
+    from commlayer.cluster.collectives import RowChannel
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()

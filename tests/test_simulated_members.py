@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from bench.chaos.simulated_members import Members
-from commlayer.cluster import coordinator_journal, membership, regrouping
+from commlayer.cluster import coordinator_journal, epoch_change, membership
 from commlayer.cluster.coordinator_journal import Kept
 from commlayer.cluster.membership import State
 
@@ -27,7 +27,7 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
-REGROUPED, TICK, BEAT, PACKED = regrouping.regrouped, membership.tick, membership.heartbeat, coordinator_journal.packed
+REGROUPED, TICK, BEAT, PACKED = epoch_change.regrouped, membership.tick, membership.heartbeat, coordinator_journal.packed
 
 
 def same_number(state: State) -> State:
@@ -63,11 +63,11 @@ def too_few(state: State) -> State:
 
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
-    (regrouping, "regrouped", same_number, "has not heard of view"),
+    (epoch_change, "regrouped", same_number, "has not heard of view"),
     (coordinator_journal, "packed", forgetful, "has not heard of view"),
-    (regrouping, "regrouped", too_few, "are the least"),
+    (epoch_change, "regrouped", too_few, "are the least"),
     (membership, "tick", impatient, "and is dead"),
-    (regrouping, "waited", hasty, "has not hung, and is dead"),
+    (epoch_change, "waited", hasty, "has not hung, and is dead"),
     (membership, "heartbeat", mute, "has not heard of view"),
     (coordinator_journal, "seats", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),

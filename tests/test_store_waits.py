@@ -20,7 +20,7 @@ from pool_kit import pool, quick, tree
 from torch import nn
 
 import commlayer
-from commlayer.cluster.members import Members
+from commlayer.cluster.process_groups import Members
 from commlayer.errors import CommError
 
 WAIT_S = 1.0

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from loopback import Hub, Loopback
 from summation_kit import Doubles, ask, push
 
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import Stalled, SumServer, stalled_key
 from commlayer.errors import PeerLost
-from commlayer.transport.loopback import Hub, Loopback
 from commlayer.transport.protocol import SERVER_BASE, Kind, key
 
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from commlayer.transport import credit
-from commlayer.transport.credit import LEAST_NBYTES, MOST_NBYTES, PART_S, PATIENCE, WINDOWS, Credit, Seen
+from commlayer.transport import flow_control
+from commlayer.transport.flow_control import LEAST_NBYTES, MOST_NBYTES, PART_S, PATIENCE, WINDOWS, Credit, Seen
 
 MEGABIT = 1e6 / 8
 
@@ -35,7 +35,7 @@ def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() ->
 def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
     made = settled(rate, round_trip_s)
     holds = rate * round_trip_s
-    queue = max(credit.QUEUE_S * rate, holds / 3, 2 * LEAST_NBYTES)
+    queue = max(flow_control.QUEUE_S * rate, holds / 3, 2 * LEAST_NBYTES)
     assert holds < made.nbytes <= holds + queue + 1
     assert made.wait_s(int(made.nbytes)) == 0.0
     assert made.wait_s(int(made.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
@@ -94,7 +94,7 @@ def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_
         made.wait_s(0)  # and nothing is under way any more
     longest = made.nbytes
     assert longest > 2 * short
-    assert longest == pytest.approx(rate * (round_trip_s + credit.MOST_QUEUE_S), rel=0.01)
+    assert longest == pytest.approx(rate * (round_trip_s + flow_control.MOST_QUEUE_S), rel=0.01)
     for _ in range(5):
         made.wait_s(0)  # it fills the link again: that counts once
     assert made.nbytes == longest
@@ -103,7 +103,7 @@ def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_
     assert made.nbytes == short
 
 
-@pytest.mark.skipif(not credit.SUPPORTED, reason="asks a Linux kernel")
+@pytest.mark.skipif(not flow_control.SUPPORTED, reason="asks a Linux kernel")
 def test_what_the_kernel_says() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
         theirs = listener.accept()[0]
@@ -113,9 +113,9 @@ def test_what_the_kernel_says() -> None:
                 left = 10_000
                 while left:
                     left -= len(theirs.recv(left))
-            seen = credit.look(ours)
-            credit.bound_unsent(ours, 1000)
-            assert ours.getsockopt(socket.IPPROTO_TCP, credit.TCP_NOTSENT_LOWAT) == credit.UNSENT_PARTS * 1000
+            seen = flow_control.look(ours)
+            flow_control.bound_unsent(ours, 1000)
+            assert ours.getsockopt(socket.IPPROTO_TCP, flow_control.TCP_NOTSENT_LOWAT) == flow_control.UNSENT_PARTS * 1000
     assert seen.rate > 1e6
     assert 0.0 < seen.round_trip_s < 1.0
-    assert credit.waiting_nbytes(ours) == 0
+    assert flow_control.waiting_nbytes(ours) == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from faulty import Fault, Faulty, faulty
+from loopback import Hub
 from transport_kit import closing, data, soon
 
 from commlayer.errors import PeerLost, code_of
-from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import Kind, Transport
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transport_kit import PATIENCE_S, data, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.transport.endpoint import MIN_NBYTES, Pool, size_class
 from commlayer.transport.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox, Operation
 from commlayer.transport.protocol import Key, Message, key
-from commlayer.transport.receive_buffers import MIN_NBYTES, Pool, size_class
 
 PEERS, KEYS = (0, 1, 2), tuple(key(data(0, bucket=b)) for b in range(3))
 

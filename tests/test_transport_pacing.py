@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlayer.transport import credit, pacing
-from commlayer.transport.hello import Hello
-from commlayer.transport.pacing import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
+from commlayer.transport import flow_control
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.flow_control import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.stream_transport import StreamTransport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are paced on Linux only")
 BPS = 80e6
@@ -99,12 +99,12 @@ def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tu
     pacer.follow(0.0)
     assert cap(a) == UNLIMITED
     pacer.bound(a, 1.0)
-    assert cap(a) == pacing.LEAST, "0 would stop it"
+    assert cap(a) == flow_control.LEAST, "0 would stop it"
 
 
 def test_a_connection_whose_credit_has_settled_is_bound_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel says of the link is given: 20 ms and a rate that does not grow. The connection is real."""
-    monkeypatch.setattr(credit, "look", lambda _: credit.Seen(1e8, 0.02))
+    monkeypatch.setattr(flow_control, "look", lambda _: flow_control.Seen(1e8, 0.02))
     ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
     try:
         deadline = time.monotonic() + 20.0
@@ -114,7 +114,7 @@ def test_a_connection_whose_credit_has_settled_is_bound_by_it(monkeypatch: pytes
             sent = ours.send(SERVER_BASE, Header(Kind.DATA), MUCH)
             ours.wait(sent, deadline)
             theirs.wait(theirs.recv(0), deadline)
-        assert cap(sock) == int(1e8 * (0.02 + credit.QUEUE_S) / 0.02)
+        assert cap(sock) == int(1e8 * (0.02 + flow_control.QUEUE_S) / 0.02)
     finally:
         ours.close()
         theirs.close()
@@ -125,7 +125,8 @@ def control(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(("bps", "left", "leaves"), [
-    (pacing.SLOW_BPS / 2, True, True), (pacing.SLOW_BPS * 2, True, False), (pacing.SLOW_BPS / 2, False, False)])
+    (flow_control.SLOW_BPS / 2, True, True), (flow_control.SLOW_BPS * 2, True, False),
+    (flow_control.SLOW_BPS / 2, False, False)])
 def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch, bps: float, left: bool, leaves: bool,
 ) -> None:
@@ -133,8 +134,8 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     (sock, _), (other, _), _ = pairs
     other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     used, pacer = control(sock), Pacer()
-    monkeypatch.setattr(pacing, "LEFT", (used,) if left else ())
-    monkeypatch.setattr(pacing, "TAKEN", (b"none of this name", b"reno"))
+    monkeypatch.setattr(flow_control, "LEFT", (used,) if left else ())
+    monkeypatch.setattr(flow_control, "TAKEN", (b"none of this name", b"reno"))
     pacer.follow(bps)
     for one in (sock, other):
         pacer.sends(one)

@@ -11,14 +11,14 @@ import pytest
 from transport_kit import PATIENCE_S, data, far_pair, frame, raw_peer, soon
 
 from commlayer.errors import CorruptFrame, PeerLost
-from commlayer.transport import credit
+from commlayer.transport import flow_control
+from commlayer.transport.chunking import MOST_PARTS, UNDER_WAY_NBYTES, Assembly, cut
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Frame, Reader, fresh
-from commlayer.transport.hello import Hello
-from commlayer.transport.parts import MOST_PARTS, UNDER_WAY_NBYTES, Assembly, cut
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
-parted = pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
+parted = pytest.mark.skipif(not flow_control.SUPPORTED, reason="bodies are cut on Linux only")
 
 
 @pytest.mark.parametrize(("nbytes", "part"), [(0, 8), (1, 8), (8, 8), (9, 8), (100, 7), (1 << 20, 1000), (70_000 * 8, 8)])
@@ -140,7 +140,7 @@ def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[Stream
         arrived = [b.recv(0) for _ in range(3)]
         a.send(1, data(0, bucket=1, order=9), bulk)
         sock, until = a._connections[1]._sock, soon()
-        while not credit.waiting_nbytes(sock):
+        while not flow_control.waiting_nbytes(sock):
             assert time.monotonic() < until, "the large body does not begin"
             time.sleep(0.001)
         a.send(1, data(0, bucket=2, order=3), urgent)

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from loopback import Hub
 from transport_kit import PATIENCE_S, data, soon
 
 from commlayer.errors import PeerLost
 from commlayer.transport.framing import HEADER_NBYTES
-from commlayer.transport.loopback import Hub
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.shaped import Shaped, shaped
-from commlayer.transport.shaped_links import CHUNK_NBYTES, HostLink, ShapedLinks
+from commlayer.transport.shaped_links import CHUNK_NBYTES, HostLink, Shaped, ShapedLinks, shaped
 
 KB = 1000 - HEADER_NBYTES
 """A body that makes a frame of 1000 bytes: one second on a link of 8 kb/s."""

@@ -13,9 +13,9 @@ from transport_kit import PATIENCE_S, connect_all, data, exchange_pair, frame, r
 
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.transport import connection
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 
 @pytest.fixture

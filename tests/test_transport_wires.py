@@ -11,11 +11,11 @@ import pytest
 from transport_kit import WIRES, Wire, data, exchange_pair, frame, raw_peer, soon
 
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport import stream_transport
+from commlayer.transport import endpoint
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import HEADER_NBYTES, VERSION
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 
 @pytest.fixture(params=["tcp", "tls", "grpc", "grpc+tls"])
@@ -48,7 +48,7 @@ def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = N
 def test_a_refusal_reaches_the_dialler_in_one_line(
     wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_transport, "FORMER_S", 0.05)
+    monkeypatch.setattr(endpoint, "FORMER_S", 0.05)
     first = wire.end(Hello("test", 1))
     first.dial(SERVER_BASE, server.listen(), soon())
     with pytest.raises(Refused, match=reason) as caught:

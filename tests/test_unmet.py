@@ -16,13 +16,12 @@ from test_homes_store import joined, met
 from test_hung_members import PATIENCE_S, several
 
 from commlayer import config
-from commlayer.cluster import home_world, membership, regrouping, unmet
+from commlayer.cluster import epoch_change, membership, site_process_group, sites
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Overdue
-from commlayer.cluster.relayed_group import RelayedGroup
-from commlayer.cluster.unmet import Meetings, Unmet
-from commlayer.cluster.world_store import WorldStore
+from commlayer.cluster.site_process_group import RelayedGroup, WorldStore
+from commlayer.cluster.sites import Meetings, Unmet
 from commlayer.engine import home_process, regroup
 from commlayer.engine.agreement import Word
 from commlayer.engine.connection import Waits
@@ -42,7 +41,7 @@ LIMIT_S = 300.0
 def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
            ) -> list[int]:
     meetings = [Unmet(rank, waited_s, limit_s) for rank, waited_s in rows]
-    return sorted(regrouping.awaited(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
+    return sorted(epoch_change.awaited(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
 
 
 ALL = {0: 400.0, 1: 390.0, 3: 380.0}
@@ -134,7 +133,7 @@ def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks
     assert rows(meetings, 14.0) == [Unmet(2, {0: 4.0, 1: 2.0}, 7.0), Unmet(3, {0: 4.0}, 5.0)]
     meetings.came(["a/2"])
     assert rows(meetings, 14.0) == [Unmet(3, {0: 4.0}, 5.0)]
-    assert rows(meetings, 13.0 + unmet.STALE_S) == []
+    assert rows(meetings, 13.0 + sites.STALE_S) == []
     meetings.waits(0, [("a/3", 3)], 5.0, 50.0)
     assert rows(meetings, 51.0) == [Unmet(3, {0: 1.0}, 5.0)], "it begins anew"
 
@@ -157,7 +156,7 @@ def test_who_says_that_a_name_is_anothers_keeps_nobody_from_saying_whose_it_is()
 
 
 def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmet, "MOST_NAMES", 4)
+    monkeypatch.setattr(sites, "MOST_NAMES", 4)
     meetings = Meetings()
     for first in (0, 6, 12):
         meetings.waits(3, [(f"{n}", 2) for n in range(first, first + 6)], 5.0, 10.0)
@@ -355,7 +354,7 @@ def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch
             word = msgspec.msgpack.encode((1, 1.0))
             return SimpleNamespace(found=[rows.get(name.split("/")[1], word) for name, _ in asked.get("want", ())])
 
-    monkeypatch.setattr(home_world, "desk", Desk)
+    monkeypatch.setattr(site_process_group, "desk", Desk)
     view = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
     relay = Relay(ViewWords(view, 0.0), view, 7, Word(1, 1.0), 20.0, 5.0)
     assert relay.take(bytes) == b"data"
@@ -366,7 +365,7 @@ def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch
 def test_homes_that_others_may_leave_wait_for_the_verdict(
         monkeypatch: pytest.MonkeyPatch, least: int, patience_s: float) -> None:
     given = dict[str, Any]()
-    monkeypatch.setattr(home_world, "begin", lambda *_, **how: given.update(how))
+    monkeypatch.setattr(site_process_group, "begin", lambda *_, **how: given.update(how))
     settings = config.read_config({"min_workers": least, "join": "127.0.0.1:1"}, environ={}, cwd="/nonexistent")
     monkeypatch.setattr(home_process, "read_config", lambda: settings)
     launch = config.read_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})

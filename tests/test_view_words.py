@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from commlayer.cluster import home_world
+from commlayer.cluster import site_process_group
 from commlayer.engine.agreement import Word
 from commlayer.engine.view_words import Newer, ViewWords
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
@@ -37,7 +37,7 @@ class Desk:
 
 
 def told(desk: Desk, words: ViewWords, monkeypatch: pytest.MonkeyPatch) -> list[Word]:
-    monkeypatch.setattr(home_world, "desk", lambda: desk)
+    monkeypatch.setattr(site_process_group, "desk", lambda: desk)
     return words.tell(VIEW, "step0", 7, Word(5, 1.0), time.monotonic() + 30.0)
 
 

@@ -15,13 +15,12 @@ from transport_kit import FAR, far_pair, frame, raw_peer, soon
 
 from commlayer.errors import CorruptFrame
 from commlayer.planner import default_plan
-from commlayer.transport import connection, credit
+from commlayer.transport import connection, flow_control
+from commlayer.transport.chunking import CHUNK_NBYTES, LEAST_NBYTES, Assembly, left_out, put_back
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Frame, Reader, fresh
-from commlayer.transport.hello import Hello
-from commlayer.transport.parts import Assembly
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
-from commlayer.transport.stream_transport import Settings, StreamTransport
-from commlayer.transport.zero_chunks import CHUNK_NBYTES, LEAST_NBYTES, left_out, put_back
 
 CAP_NBYTES = 1 << 20
 
@@ -212,7 +211,7 @@ def test_the_very_bytes_arrive_and_no_flag(pair: tuple[StreamTransport, StreamTr
             assert a.wait(sent, soon()).header == header
 
 
-@pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
+@pytest.mark.skipif(not flow_control.SUPPORTED, reason="bodies are cut on Linux only")
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.RESULT, Kind.DATA, Kind.STATE, Kind.PROBE])
 def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: Kind) -> None:
     body = mostly_zero(20_000_000)

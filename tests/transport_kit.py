@@ -16,20 +16,18 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 from faulty import faulty
+from loopback import Hub
 
-from commlayer.cluster import carriers, grpc_channel
-from commlayer.cluster.coordinator_channel import fingerprint, shown
-from commlayer.cluster.grpc_port import GrpcPort, stream_port
-from commlayer.transport import framing, grpc_ends, hello, tls
-from commlayer.transport.byte_channel import ByteChannel, binding_of
+from commlayer.cluster import uplink
+from commlayer.cluster.client import fingerprint, tls_credentials
+from commlayer.cluster.grpc_server import GrpcPort, stream_port
+from commlayer.transport import framing, grpc_stream, handshake, tls
 from commlayer.transport.crc import crc32c
-from commlayer.transport.hello import Admit, Hello
+from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.loopback import Hub
-from commlayer.transport.protocol import Header, Kind, Transport, key
-from commlayer.transport.shaped import shaped
-from commlayer.transport.shaped_links import HostLink, ShapedLinks
-from commlayer.transport.stream_transport import Address, Settings, StreamTransport
+from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
+from commlayer.transport.shaped_links import HostLink, ShapedLinks, shaped
 
 PATIENCE_S = 30.0
 """Longer than anything takes that works: only failures wait for it."""
@@ -87,7 +85,7 @@ class GrpcEnd(StreamTransport):
         return host, self._ports[-1].number
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        carriers.over_grpc(self, peer, address, self._settings.keys, deadline)
+        uplink.over_grpc(self, peer, address, self._settings.keys, deadline)
 
     def close(self, flush_s: float | None = None) -> None:
         super().close(flush_s)
@@ -110,8 +108,9 @@ class Wire(NamedTuple):
         mine = keys() if self.secured else None
         if self.kind is GrpcEnd:
             where = f"{address[0]}:{address[1]}"
-            opened = functools.partial(grpc_channel.opened, where, grpc_ends.OPTIONS, shown(mine), on_loop=True)
-            return grpc_ends.dialled(opened, *address, soon(), fingerprint(mine))
+            opened = functools.partial(grpc_stream.open_channel, where, grpc_stream.OPTIONS, tls_credentials(mine),
+                                       on_loop=True)
+            return grpc_stream.dialled(opened, *address, soon(), fingerprint(mine))
         sock = socket.create_connection(address, PATIENCE_S)
         if mine is None:
             return sock
@@ -194,7 +193,7 @@ def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIR
              peer: int = 0x8000) -> ByteChannel:
     """A channel that has been greeted as that worker and may now send what it likes."""
     channel = wire.raw(address)
-    hello.greet(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
+    handshake.greet(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
     channel.settimeout(PATIENCE_S)
     return channel
 

@@ -12,12 +12,12 @@ import threading
 import time
 from typing import Any
 
-from commlayer.cluster import carriers
-from commlayer.cluster.grpc_port import stream_port
+from commlayer.cluster import uplink
+from commlayer.cluster.grpc_server import stream_port
 from commlayer.errors import CommError
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import StreamTransport, note_refusal
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header, Kind, key
-from commlayer.transport.stream_transport import StreamTransport, note_refusal
 
 
 def data(sender: int, bucket: int = 0, step: int = 0) -> Header:
@@ -38,7 +38,7 @@ def mesh(rank: int, n: int) -> StreamTransport:
     for peer in range(rank):
         address, deadline = tuple(addresses[peer]), time.monotonic() + 30
         if peer == 0:
-            carriers.over_grpc(transport, peer, address, None, deadline)
+            uplink.over_grpc(transport, peer, address, None, deadline)
         else:
             transport.dial(peer, address, deadline)
         transport.send(peer, data(rank, bucket=1))

@@ -16,9 +16,9 @@ from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.config import join_host, read_config
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 HONEST = 2
 """Members whose sums must go on; all other ranks are let in, too, and may break whatever they can."""

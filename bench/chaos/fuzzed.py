@@ -29,17 +29,16 @@ from bench.chaos.fuzz_server import HONEST, PLAN
 from bench.fuzz_mutate import mutated, resealed
 from bench.fuzz_targets import SECRET, Target, targets
 from bench.report import Result
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
-from commlayer.cluster.proved_calls import Unproved
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.compressors import codec_of, seed
 from commlayer.config import host_port
 from commlayer.errors import CommError
-from commlayer.transport import hello
+from commlayer.transport import handshake
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.secret import nonce
-from commlayer.transport.stream_transport import Settings, StreamTransport
+from commlayer.transport.secret import Unproved, nonce
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000
@@ -178,7 +177,7 @@ class _Sockets:
         with sock:
             try:
                 mine = Hello("job", rank, session=nonce())
-                hello.greet(sock, Reader(hello.MAX_NBYTES), mine, SECRET, SERVER_BASE, time.monotonic() + PATIENCE_S)
+                handshake.greet(sock, Reader(handshake.MAX_NBYTES), mine, SECRET, SERVER_BASE, time.monotonic() + PATIENCE_S)
             except CommError as error:
                 return f"a member was not let in: {error}"
             target = self._by_name[self._chance.choice(("frames", "sums"))]

@@ -26,7 +26,8 @@ from commlayer.config import Launch, read_config, take_environment
 from commlayer.errors import CommError
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
-           "bench.chaos.training", "commlayer.cluster.server_process", "commlayer.cluster.serving", "commlayer.cli.main"]
+           "bench.chaos.training", "commlayer.cluster.server_process", "commlayer.cluster.summation_server",
+           "commlayer.cli.main"]
 START_S = 60.0
 """Until torch is loaded, once."""
 DIE_S = 5.0
@@ -119,7 +120,7 @@ def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) ->
 def attend(pipe: Any, place: int) -> None:
     """What `commlayer launch` does beside its worker, which who hears of its seat starts; until it is told how that ended."""
     from commlayer.cluster import messages
-    from commlayer.cluster.home import Attendance
+    from commlayer.cluster.site_client import Attendance
 
     config = read_config()
     attendance = Attendance(config.join, config, messages.attend(1, place), lambda line: print(line, file=sys.stderr))

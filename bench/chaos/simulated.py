@@ -9,10 +9,9 @@ import random
 import struct
 from collections import Counter
 
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_cell import Reply
+from commlayer.cluster.summation import Reply, Summation
 from commlayer.transport.protocol import Flag, Header, Kind, Message
-from commlayer.transport.unanswered import Unanswered
+from commlayer.transport.reconnect import Unanswered
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
 BREAKS, KILLS = 0.08, 0.02

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster import membership, messages, regrouping
+from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.gathering import Gathering
-from commlayer.cluster.homes import Door
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import FINISHED, Ask, Heartbeat, Join, Kept, Pulse
+from commlayer.cluster.rendezvous_service import Gathering
+from commlayer.cluster.sites import Door
 from commlayer.records import View
 
 PLAN = b"a plan"
@@ -46,7 +46,7 @@ class Desk:
     def _joins(self, request: Join) -> None:
         request = msgspec.structs.replace(request, token=f"{request.kind} {request.rank}")
         late = self.state.view is not None
-        self.state, seat = (regrouping.join if late else membership.join)(self.state, request, 0.0)
+        self.state, seat = (epoch_change.admit if late else membership.join)(self.state, request, 0.0)
         assert not seat.error, seat.error
 
     @property
@@ -72,7 +72,7 @@ class Desk:
                 and not membership.unjudged(self.state, p)}
 
     def _door(self) -> Door:
-        return regrouping.door(self.state)
+        return epoch_change.door(self.state)
 
     # ---- calls
 
@@ -92,9 +92,9 @@ class Desk:
         before = self.state.places[token].in_force
         beat = Heartbeat(token, generation=generation, in_force=in_force)
         self.state, pulse = membership.heartbeat(self.state, token, 0.0, beat)
-        pulse = regrouping.explained(self.state, pulse)
+        pulse = epoch_change.explained(self.state, pulse)
         self.version += self.state.places[token].in_force != before
-        self._gathering.forget(regrouping.settled(self.state))
+        self._gathering.forget(epoch_change.settled(self.state))
         return Beaten(pulse, self.version)
 
     def leave(self, rank: int, reason: str, exchanges: int = -1) -> None:
@@ -105,7 +105,7 @@ class Desk:
         self._becomes(membership.cut(self.state, [token_of(rank)], "no heartbeat, as the coordinator sees it"))
 
     def _becomes(self, state: State) -> None:
-        self.state = regrouping.regrouped(state)
+        self.state = epoch_change.regrouped(state)
         self.version += 1
 
 

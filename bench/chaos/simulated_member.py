@@ -13,13 +13,13 @@ import msgspec
 
 from bench.chaos.simulated_desk import Desk, home_of
 from bench.chaos.simulated_service import Books, Part, body_of, number_of
+from commlayer.cluster.epoch_change import ViewChange, wire_generation
 from commlayer.cluster.messages import FINISHED, Ask, Kept, Pulse
-from commlayer.cluster.view_change import ViewChange, wire_generation
 from commlayer.engine import agreement
 from commlayer.engine.agreement import Found, Says, Standing, Word, name_of
 from commlayer.records import View
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
-from commlayer.transport.unanswered import Unanswered
+from commlayer.transport.reconnect import Unanswered
 
 T = TypeVar("T")
 Doing = Generator[bool, None, T]

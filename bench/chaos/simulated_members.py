@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from commlayer.cluster import coordinator_journal, membership, messages, regrouping
+from commlayer.cluster import coordinator_journal, epoch_change, membership, messages
 from commlayer.cluster.coordinator_journal import Kept
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import FINISHED, Heartbeat, Join, Overdue, Pulse, Seat
@@ -151,7 +151,7 @@ class Members:
     # ---- the coordinator, as coordinator.py has it
 
     def _writes(self, before: State) -> None:
-        self.state = regrouping.regrouped(self.state)
+        self.state = epoch_change.regrouped(self.state)
         view = self.state.view
         ranks = [] if view is None or view == before.view else [m.rank for m in view.members]
         if view is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
@@ -168,7 +168,7 @@ class Members:
     def _joined(self, request: Join) -> Seat:
         before = self.state
         late = before.view is not None and request.token not in before.places and request.kind == "worker"
-        self.state, seat = (regrouping.join if late else membership.join)(before, request, self.now)
+        self.state, seat = (epoch_change.admit if late else membership.join)(before, request, self.now)
         self._heard[request.token] = self.now
         self._writes(before)
         return seat
@@ -177,12 +177,12 @@ class Members:
         before = self.state
         self._heard[beat.token] = self.now
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
-        there, self.state = self.state, regrouping.waited(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
+        there, self.state = self.state, epoch_change.waited(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
         for process in self.processes[1:]:
             place = self.state.places.get(process.request.token)
             if place is not None and place.dead and there.places[process.request.token].here and math.isinf(process.hangs_s):
                 self._wrong(f"{place.peer} has not hung, and is dead: {place.dead}")
-        pulse = regrouping.explained(self.state, pulse)
+        pulse = epoch_change.explained(self.state, pulse)
         self._writes(before)
         return pulse
 

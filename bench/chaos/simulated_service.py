@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_cell import EVERY_SLICE, Reply
-from commlayer.cluster.view_change import ViewChange, amiss, read_change, wire_generation
+from commlayer.cluster.epoch_change import ViewChange, amiss, read_change, wire_generation
+from commlayer.cluster.summation import EVERY_SLICE, Reply, Summation
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
 from commlayer.transport.protocol import Flag, Kind, Message, peer_name

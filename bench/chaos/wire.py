@@ -15,7 +15,7 @@ from bench.chaos.reports import Finding
 from commlayer.errors import CorruptFrame
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.hello import Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Flag, Kind
 
 BASE = 4

@@ -19,7 +19,7 @@ from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
 
 if TYPE_CHECKING:
-    from commlayer.cluster.home import Attendance
+    from commlayer.cluster.site_client import Attendance
 
 Child = subprocess.Popen[bytes]
 POLL_S = 0.1
@@ -51,7 +51,7 @@ def launch(
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster import messages
-    from commlayer.cluster.home import Attendance
+    from commlayer.cluster.site_client import Attendance
 
     attendance = Attendance(config.join, config, messages.attend(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"

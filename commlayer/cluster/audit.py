@@ -10,7 +10,7 @@ import threading
 import time
 
 from commlayer.errors import RecordError
-from commlayer.transport.unproved_connections import Probe
+from commlayer.transport.handshake import Probe
 
 log = logging.getLogger("commlayer")
 

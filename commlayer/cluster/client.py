@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
 
 import msgspec
 
-from commlayer.cluster import heartbeat_child, messages
-from commlayer.cluster.coordinator_channel import CoordinatorChannel, check_name, fingerprint, options, shown
-from commlayer.cluster.tls_check import check
-from commlayer.config import Config
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused, without_code
-from commlayer.records import View
-from commlayer.transport.key_folder import Keys
+from commlayer import config as settings
+from commlayer.cluster import child_processes, messages
+from commlayer.cluster.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NBYTES, PART_NBYTES, SERVICE
+from commlayer.cluster.tls_terminator import MOST_NBYTES, reason_of
+from commlayer.config import Config, host_port
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused, without_code
+from commlayer.records import Record, View
+from commlayer.transport import framing
+from commlayer.transport.connection import drop, watch
+from commlayer.transport.crc import crc32c
+from commlayer.transport.grpc_stream import TlsCredentials, open_channel
+from commlayer.transport.handshake import Hello
+from commlayer.transport.key_folder import SERVICE as NAMED
+from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.protocol import Header, Kind
+from commlayer.transport.secret import Asker, Unproved, nonce, unproved
+from commlayer.transport.tls import CONTROL, TlsSocket
 
-log = logging.getLogger("commlayer")
+settings.quiet_grpc()
+import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
+import grpc.aio  # noqa: E402
 
 POLL_S = (0.02, 0.25)
 """First and longest pause between two join requests."""
@@ -37,7 +54,7 @@ OnView = Callable[[View], None]
 class Membership:
     """A registration in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death.
 
-    `keep`: a child process continues the heartbeats while this process's threads wait for the GIL; see heartbeat_child.py.
+    `keep`: a child process continues the heartbeats while this process's threads wait for the GIL; see child_processes.py.
     """
 
     def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.Seat, config: Config,
@@ -78,8 +95,8 @@ class Membership:
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
-        self._keeper = heartbeat_child.start(link.address, link.secret, beats, options(link.address), self._every_s,
-                                             self._call_s, shown(link.keys), fingerprint(link.keys)) if keep else None
+        self._keeper = child_processes.start_sidecar(link.address, link.secret, beats, options(link.address), self._every_s,
+                                             self._call_s, tls_credentials(link.keys), fingerprint(link.keys)) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
@@ -259,3 +276,241 @@ def _late(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"did not answer within {deadline_s:g} s: is it running, and is that its address?", peer=peer)
     head, semicolon, tail = missing.partition(";")
     return DeadlineExceeded(f"{head} before the deadline of {deadline_s:g} s{semicolon}{tail}", peer=peer)
+
+
+# ---- The channel to the coordinator: mutually authenticated calls, plans in parts. Errors are CommErrors with its address.
+
+log = logging.getLogger("commlayer")
+
+AHEAD = 8
+"""Parts of a plan in flight at once, so that a distant coordinator costs few round trips."""
+LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""The coordinator is not up yet, is overloaded, or was stopped while it answered."""
+WATCHED_S = 1.0
+"""How long close() waits for gRPC's thread that watches a channel, which polls every 0.2 s."""
+RESOLVE_S = 5.0
+RETRY_S = 0.25
+R = TypeVar("R", bound=Record)
+
+
+def check_name(address: str) -> None:
+    """CommError if the host of this address has a name that cannot be resolved within RESOLVE_S.
+
+    Lookups are repeated until then, because containers get their names only after they have started. Behind a proxy, which
+    resolves names itself, nothing is checked.
+    """
+    host, port = settings.host_port(address)
+    if settings.has_proxy():
+        return
+    deadline, why = time.monotonic() + RESOLVE_S, ["no answer of the name service"]
+
+    def ask() -> None:
+        while True:
+            try:
+                socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                why.clear()
+                return
+            except OSError as error:
+                if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+                    why.clear()  # no name service yet, as after a power cut: the call itself retries until its own deadline
+                    return
+                why[:] = [error.strerror or str(error)]
+            if time.monotonic() > deadline - RETRY_S:
+                return
+            time.sleep(RETRY_S)
+
+    asking = threading.Thread(target=ask, name="commlayer-resolve", daemon=True)  # a lookup may block for a minute
+    asking.start()
+    asking.join(RESOLVE_S)
+    if why:
+        raise CommError(f"its host name {host!r} cannot be resolved ({why[0]}): correct the address, or give an IP address",
+                        peer=f"coordinator {address}", code="E-ADDRESS")
+
+
+def options(address: str) -> list[tuple[str, Any]]:
+    """gRPC options of a channel to that coordinator."""
+    host, _ = settings.host_port(address)
+    arguments: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+    if settings.is_loopback(host):
+        arguments.append(("grpc.enable_http_proxy", 0))
+    return arguments
+
+
+def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
+    if keys is None:
+        return None
+    return TlsCredentials(keys.ca.decode(), keys.certificate.decode(), keys.key.decode(), NAMED)
+
+
+def fingerprint(keys: Keys | None) -> bytes:
+    """Fingerprint of this node's certificate, which its proofs are bound to."""
+    return keys.me.fingerprint if keys else b""
+
+
+class CoordinatorChannel:
+    """A channel to one coordinator, authenticated with the job's secret, and using TLS if keys are given."""
+
+    def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
+        """`own`: uses a connection that no other channel of this process shares."""
+        self.address, self.secret, self.keys = address, secret, keys
+        apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
+        self._channel = open_channel(address, options(address) + apart, tls_credentials(keys))
+        self._asker = Asker(secret, self._send, _unproved, fingerprint(keys))
+        self._seen: Certified | None = None
+        self._connected, self._times, self._looked = False, 0, 0
+        if keys is not None:
+            self._channel.subscribe(self._changed)
+
+    def _changed(self, state: Any) -> None:
+        """gRPC reconnects by itself and then checks only the CA, so the server's certificate must be checked again."""
+        ready = state is grpc.ChannelConnectivity.READY
+        self._times += self._connected and not ready
+        self._connected = ready
+
+    def look(self, timeout_s: float) -> bool:
+        """Checks the coordinator's certificate over a separate connection. Whether it answered; Refused if the certificate is
+        not of this job or was revoked."""
+        # `times` is read first: if the connection is lost during the check, the next call checks again. After a refusal
+        # `_looked` stays -1, so every call is refused.
+        times = self._times
+        self._looked = -1
+        self._seen = seen = check(self.address, self.keys, time.monotonic() + timeout_s)
+        if seen is not None:
+            self._looked = times
+        return seen is not None
+
+    def _heed(self, timeout_s: float) -> None:
+        peer = f"coordinator {self.address}"
+        if self._looked != self._times and not self.look(timeout_s):
+            raise PeerLost("not reachable: nobody answers there", peer=peer)
+        if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
+            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-CERTIFICATE-REVOKED")
+
+    def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
+        answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
+        return answer
+
+    def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
+        peer = f"coordinator {self.address}"
+        self._heed(timeout_s)
+        try:
+            reply = self._asker.ask(method, messages.pack(request), timeout_s)
+        except Unproved:
+            raise Refused(unproved(self.secret), peer=peer, code="E-SECRET") from None
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", peer=peer) from None
+            if code in LATER:
+                raise PeerLost(f"not reachable: {details}", peer=peer) from None
+            raise Refused(f"{method} failed: {details} ({code.name})", peer=peer) from None
+        except ValueError:
+            raise PeerLost("the channel is closed", peer=peer) from None
+        return messages.unpack(reply, kind, peer)
+
+    def send_plan(self, plan: bytes, timeout_s: float) -> None:
+        """Uploads a plan in parts, each in a call of its own, because no call may be large."""
+        if len(plan) > MAX_PLAN_NBYTES:
+            raise InvalidInput("E-PLAN-REFUSED",
+                               f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
+        digest = messages.digest_of(plan)
+
+        def send(begin: int) -> None:
+            part = messages.Part(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
+            self.call("Part", part, messages.Pulse, timeout_s)
+
+        with futures.ThreadPoolExecutor(AHEAD, "commlayer-plan") as pool:
+            for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
+                pass
+
+    def leave_quietly(self, token: str, reason: str) -> None:
+        """Removes a registration after waiting was given up. If that fails, the coordinator detects the silence."""
+        try:
+            self.call("Leave", messages.Leave(token, reason), messages.Pulse, 1.0)
+        except CommError as error:
+            log.info("left without notice: %s", error)
+
+    def close(self) -> None:
+        if self.keys is not None:
+            self._channel.unsubscribe(self._changed)
+            # gRPC's thread raises an exception, which Python prints, if its channel is closed while it polls.
+            watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + WATCHED_S
+            while getattr(watched, "polling", False) and time.monotonic() < until:
+                time.sleep(0.005)
+        self._channel.close()
+
+
+def _unproved(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+# ---- Diagnosis of a failed connection, which gRPC does not explain: certificates of either end, or the wrong port.
+
+HANDSHAKE = b"\x16\x03"
+
+
+def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Certified | None:
+    """Connects to the address. Refused with the reason if either end rejects the other's certificate, if one end has none, or
+    if the address is a data port.
+
+    Returns the other end's certificate if all is well. None without keys, or if there is no answer, which may be temporary.
+    """
+    where = who or f"coordinator {address}"
+    try:
+        sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
+    except OSError:
+        return None
+    good = None
+    try:
+        if keys is None:
+            if not _plain(sock, deadline):
+                _no_frames(address, deadline)
+            return None
+        tls = TlsSocket(sock, keys, CONTROL, server=False)
+        drop(sock)
+        sock = watch(tls)
+        good = tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
+        tls.settimeout(max(0.001, deadline - time.monotonic()))
+        first = bytearray(2 * MOST_NBYTES)
+        n = tls.recv_into(first)  # the other end decides last: either gRPC sends its settings, or it refuses
+        if why := reason_of(bytes(first[:n])):
+            raise Refused(why)
+    except Refused as error:
+        raise error.located(peer=where) from None
+    except (CommError, OSError):
+        pass
+    finally:
+        drop(sock)
+    return good
+
+
+def _plain(sock: socket.socket, deadline: float) -> bool:
+    """Whether the peer sends anything: a TLS server sends its part of a handshake, which is an error; gRPC sends settings."""
+    sock.settimeout(max(0.001, deadline - time.monotonic()))
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+    begin, answer = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        stranger.wrap_bio(answer, begin).do_handshake()
+    first = b""
+    with contextlib.suppress(OSError):
+        sock.sendall(begin.read())
+        first = sock.recv(len(HANDSHAKE))
+    if first == HANDSHAKE:
+        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made", code="E-TLS")
+    return bool(first)
+
+
+def _no_frames(address: str, deadline: float) -> None:
+    """Detects a data port, the only one that answers the beginning of a handshake with a frame."""
+    body = msgspec.msgpack.encode(Hello("", 0, nonce=nonce()))
+    with watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic()))) as sock:
+        sock.sendall(framing.encode(Header(Kind.HELLO), len(body), crc32c(body)) + body)
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        if sock.recv(len(framing.MAGIC)) == framing.MAGIC:
+            raise Refused("takes data there, and no control calls: check the port (`commlayer serve` prints both; that of data "
+                          "is the coordinator's and 1)", code="E-ADDRESS")

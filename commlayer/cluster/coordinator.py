@@ -1,6 +1,6 @@
 """The coordinator: a gRPC server that registers processes, detects failures and publishes views (members and servers).
 
-Decisions are in membership.py, regrouping.py and homes.py; this class adds the lock, the clock and the sockets. Every call
+Decisions are in membership.py, epoch_change.py and sites.py; this class adds the lock, the clock and the sockets. Every call
 except Ask is answered at once, and a process that waits calls again. A call must prove the job's secret before it is parsed,
 and is small until then. Receiving a call occupies no thread, so an incomplete call blocks nothing.
 """
@@ -17,24 +17,22 @@ from typing import TypeVar
 import msgspec
 
 from commlayer import config as settings
-from commlayer.cluster import about, membership, messages, plan_parts, regrouping
+from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.call_quota import CallQuota, TooMany
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
-from commlayer.cluster.gathering import Gathering
-from commlayer.cluster.grpc_port import GrpcPort, check_free
-from commlayer.cluster.homes import Door
-from commlayer.cluster.proved_calls import CHALLENGE, Judge, Unproved
-from commlayer.cluster.rpc_server import Answer, Host
-from commlayer.cluster.said import fit
+from commlayer.cluster.grpc_server import Answer, CallQuota, GrpcPort, Host, TooMany, check_free
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import ABOUT_NBYTES, MAX_PLAN_NBYTES, PROTOCOL, About, Part, Told, digest_of, fit, version
+from commlayer.cluster.rendezvous_service import Gathering
+from commlayer.cluster.sites import Door
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
-from commlayer.records import Record
-from commlayer.transport import event_loop
-from commlayer.transport.grpc_ends import Take
-from commlayer.transport.grpc_stream import GrpcStream
+from commlayer.records import Record, ServerInfo
+from commlayer.transport import framing, grpc_stream
+from commlayer.transport.grpc_stream import GrpcStream, Take
 from commlayer.transport.key_folder import Certified, Keys
 from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.secret import CHALLENGE, Judge, Unproved
 
 log = logging.getLogger("commlayer")
 
@@ -85,7 +83,7 @@ class Coordinator:
         """By rank: when it was last seen waiting for others in the homes' store."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
-        self._judge, self._plans = Judge(config.token), plan_parts.Plans()
+        self._judge, self._plans = Judge(config.token), Plans()
         self._suspects: dict[str, tuple[str, str]] = {}
         """By connection: its address and the call that did not prove the secret. Kept for PROVE_S, or until a call does."""
         check_free(config.bind, config.port)
@@ -187,7 +185,7 @@ class Coordinator:
 
     def _door(self) -> Door:
         with self._lock:
-            return regrouping.door(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
+            return epoch_change.door(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
                                    max(self._patience_s, self._dead_after_s))
 
     def _attend(self, request: messages.Attend) -> messages.Attended:
@@ -235,7 +233,7 @@ class Coordinator:
             if self._again and not known and (why := membership.failure(self._state)):
                 return messages.Seat(missing=f"the job before has ended ({without_code(why)}), and another one begins")
             late = began and not known and request.kind == "worker"
-            self._state, reply = (regrouping.join if late else membership.join)(self._state, request, self._clock())
+            self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
             if self._state.view is not None and not began:
                 self._gathering.begin()  # before seats are journaled: a journal with seats also holds what homes stored
@@ -251,7 +249,7 @@ class Coordinator:
         if view is not None and not began:
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
-            if self._state.min_workers and (unable := regrouping.unable(self._state)):
+            if self._state.min_workers and (unable := epoch_change.unable(self._state)):
                 log.warning("min_workers %d counts for nothing here: %s cannot go on without others, so all must stay",
                             self._state.min_workers, ", ".join(unable))
         return reply
@@ -260,11 +258,11 @@ class Coordinator:
         with self._lock:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
-            self._state = regrouping.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
-            pulse = regrouping.explained(self._state, pulse)
+            self._state = epoch_change.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
+            pulse = epoch_change.explained(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._staying()
-            settled = regrouping.settled(self._state)
+            settled = epoch_change.settled(self._state)
         self._gathering.forget(settled)
         return msgspec.structs.replace(pulse, over=over)
 
@@ -284,7 +282,7 @@ class Coordinator:
     def _about(self, request: messages.About) -> Record:
         with self._lock:
             state = self._state
-        reply = about.told(state, request, time.time())
+        reply = told(state, request, time.time())
         if not reply.begun:
             return reply
         door, shut = self._door(), self._gathering.shut()
@@ -315,7 +313,7 @@ class Coordinator:
         now, meetings = self._clock(), self._gathering.unmet()
         self._waited |= {rank: now for one in meetings for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
-        late = regrouping.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
+        late = epoch_change.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
         self._late = {rank: self._late.get(rank, now) for rank in late}
         for token, place in list(self._state.places.items()):
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
@@ -343,7 +341,7 @@ class Coordinator:
     def _regroup(self, before: membership.State) -> None:
         """Makes a view of the remaining workers, if there are enough of them. Call it under the lock that was held when a
         worker was lost, so that no reply reports the loss without the new view."""
-        self._state = regrouping.regrouped(self._state)
+        self._state = epoch_change.regrouped(self._state)
         self._tell_of(before)
 
     def _tell_of(self, before: membership.State) -> None:
@@ -409,7 +407,7 @@ class Coordinator:
         except Unproved:
             if peer not in self._suspects:
                 self._suspects[peer] = self._port.where(peer), name
-                event_loop.running().call_later(PROVE_S, self._refuse, peer)
+                grpc_stream.running().call_later(PROVE_S, self._refuse, peer)
             raise
         self._suspects.pop(peer, None)
         return fit(messages.unpack(body, kind, peer)), caller
@@ -431,3 +429,62 @@ class Coordinator:
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
     return bool(request.serial) and int(request.serial, 16) in serials
+
+
+MOST = 2
+"""Most plans kept; the oldest is dropped. A job has one."""
+
+
+class _Coming:
+    def __init__(self, nbytes: int) -> None:
+        self.data, self.begins = bytearray(nbytes), set[int]()
+        self.left = nbytes
+
+
+class Plans:
+    """Plans by digest."""
+
+    def __init__(self) -> None:
+        self._coming: dict[str, _Coming] = {}
+        self._whole: dict[str, bytes] = {}
+
+    def take(self, part: Part) -> None:
+        """Adds a part. CorruptFrame if it fits no plan; nothing has changed then."""
+        end = part.begin + len(part.data)
+        if part.plan_digest in self._whole:
+            return
+        coming = self._coming.get(part.plan_digest)
+        nbytes = len(coming.data) if coming is not None else part.nbytes
+        if not 0 < part.nbytes <= MAX_PLAN_NBYTES or part.nbytes != nbytes or not 0 <= part.begin < end <= nbytes:
+            raise CorruptFrame(f"sent bytes {part.begin} to {end} of a plan of {part.nbytes}, allowed {MAX_PLAN_NBYTES}")
+        if coming is None:
+            coming = self._coming[part.plan_digest] = _Coming(nbytes)
+            while len(self._coming) > MOST:
+                del self._coming[next(iter(self._coming))]
+        if part.begin in coming.begins:
+            return
+        coming.begins.add(part.begin)
+        coming.data[part.begin : end] = part.data
+        coming.left -= len(part.data)
+        if coming.left <= 0:
+            del self._coming[part.plan_digest]
+            data = bytes(coming.data)
+            if digest_of(data) != part.plan_digest:
+                raise CorruptFrame("sent a plan that does not match its digest")
+            self._whole[part.plan_digest] = data
+            while len(self._whole) > MOST:
+                del self._whole[next(iter(self._whole))]
+
+    def whole(self, digest: str) -> bytes:
+        """The plan; empty if parts are missing."""
+        return self._whole.get(digest, b"")
+
+
+def told(state: State, request: About, time_s: float) -> Told:
+    """`time_s`: wall-clock time."""
+    present = [place for place in state.places.values() if place.here]
+    filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, ABOUT_NBYTES)))
+    return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in present),
+                tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
+                      for p in present if p.join.kind == "server"), state.view is not None,
+                state.view.plan if state.view is not None else "", filler)

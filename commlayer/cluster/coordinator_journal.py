@@ -1,7 +1,7 @@
 """The coordinator's journal: registrations, view and plan in a file, so that a restarted coordinator can resume the job.
 
 It is written when a registration or the view changes, which is rare. It holds no times: on resuming, all processes count as
-just heard from. The homes' store is in a file of its own (meeting_journal.py), which is useless without this one.
+just heard from. The homes' store is in a file of its own (below), which is useless without this one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from commlayer.cluster.journal import hold
-from commlayer.cluster.meeting_journal import MeetingJournal
+from commlayer.cluster.kv_store import Added, Change, Dropped, Put
 from commlayer.cluster.membership import Place, State
+from commlayer.cluster.server_journal import hold
+from commlayer.cluster.sites import Homes
+from commlayer.errors import one_line
 from commlayer.files import write_whole
-from commlayer.records import Record
+from commlayer.records import MALFORMED, Record
+from commlayer.transport.crc import crc32c
 
 log = logging.getLogger("commlayer")
 
@@ -99,3 +105,137 @@ def taken_up(kept: Kept, now: float) -> State:
 def seats(state: State) -> tuple[object, ...]:
     """The part of the state whose change requires a write."""
     return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.places.items())
+
+
+# ---- The journal of the sites and their key-value store.
+#
+# Each change is appended as a record and handed to the kernel before the caller gets its reply. A crash of the process
+# therefore loses nothing that was acknowledged; a power failure may lose the last records. Reading stops at the first damaged
+# record. When the file has grown too much it is rewritten with the current contents.
+
+KV_NAME = "meeting.log"
+KV_MAGIC = b"CMLM0001"
+_HEAD = struct.Struct("<II")
+"""Header of a record: its size, and the checksum of size and contents."""
+_SIZE = struct.Struct("<I")
+SLACK_NBYTES = 64 << 20
+"""The file is rewritten when it exceeds twice its size after the last rewrite by this much."""
+CHUNK_NBYTES = 1 << 20
+
+
+class Known(Record, frozen=True, tag=True):
+    """The homes from now on, without times."""
+
+    homes: Homes
+
+
+class MeetingJournal:
+    """Of one process, whose CoordinatorJournal holds the folder's lock."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / KV_NAME
+        self._lock = threading.RLock()
+        self._file, self._nbytes, self._most_nbytes = -1, 0, 0
+        self._closed = False
+        self._whole: Callable[[], Iterable[Known | Change]] = tuple
+
+    def read(self) -> Iterator[Known | Change]:
+        """The intact records of an earlier process; none if there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                left_nbytes = os.fstat(file.fileno()).st_size - len(KV_MAGIC)
+                if file.read(len(KV_MAGIC)) != KV_MAGIC:
+                    log.warning("journal %s begins with something else: nothing of it is used", self._path)
+                    return
+                while left_nbytes:
+                    head = file.read(min(_HEAD.size, left_nbytes))
+                    nbytes, check = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+                    data = file.read(nbytes) if nbytes <= left_nbytes - _HEAD.size else b""
+                    if not data or len(data) < nbytes or crc32c(data, crc32c(_SIZE.pack(nbytes))) != check:
+                        log.warning("journal %s: its last %d bytes are not whole, and nothing of them is used", self._path,
+                                    left_nbytes)
+                        return
+                    yield msgspec.msgpack.decode(data, type=Known | Put | Added | Dropped)
+                    left_nbytes -= len(head) + nbytes
+        except FileNotFoundError:
+            return
+        except (OSError, *MALFORMED) as error:
+            log.warning("journal %s cannot be read on: %s", self._path, one_line(error))
+
+    def begin(self, whole: Callable[[], Iterable[Known | Change]]) -> None:
+        """Rewrites the file with the records of `whole`, now and whenever it has grown too much."""
+        with self._lock:
+            if self._closed:
+                return
+            self._whole, part = whole, self._path.with_name(f"{KV_NAME}.new")
+            former, self._file, self._nbytes = self._file, -1, 0
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()  # left by an earlier process, possibly with another mode
+                self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                data = bytearray(KV_MAGIC)
+                for record in whole():
+                    data += _packed(record)
+                    if len(data) >= CHUNK_NBYTES:
+                        self._append(data)
+                        data = bytearray()
+                self._append(data)
+                part.replace(self._path)
+            except OSError as error:
+                self._fail(error)
+            finally:
+                if former >= 0:
+                    os.close(former)
+            self._most_nbytes = 2 * self._nbytes + SLACK_NBYTES
+
+    def note(self, record: Known | Change) -> None:
+        """Appends a record. When it returns, a later process will find it."""
+        with self._lock:
+            if self._file < 0:
+                return
+            try:
+                self._append(_packed(record))
+            except OSError as error:
+                self._fail(error)
+                return
+            if self._nbytes > self._most_nbytes:
+                self.begin(self._whole)
+
+    def wait(self) -> None:
+        """Returns after a pending write: a disk that blocks also delays calls, and homes must not count as silent then."""
+        with self._lock:
+            return
+
+    def forget(self) -> None:
+        """Removes the file, so that it cannot be resumed."""
+        for path in (self._path, self._path.with_name(f"{KV_NAME}.new")):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def close(self) -> None:
+        """As `forget`, and stops writing: the job is over, or continues without a journal."""
+        with self._lock:
+            self._closed = True
+            self.forget()
+            if self._file >= 0:
+                with contextlib.suppress(OSError):  # in case its name could not be removed
+                    os.ftruncate(self._file, 0)
+                os.close(self._file)
+                self._file = -1
+
+    def _append(self, data: bytes | bytearray) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._nbytes += len(data)
+
+    def _fail(self, error: OSError) -> None:
+        """Gives up the journal, since one with a gap is useless."""
+        self.close()
+        log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends its homes", self._path,
+                    error.strerror)
+
+
+def _packed(record: Known | Change) -> bytes:
+    data = msgspec.msgpack.encode(record)
+    return _HEAD.pack(len(data), crc32c(data, crc32c(_SIZE.pack(len(data))))) + data

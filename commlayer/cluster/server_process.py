@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from commlayer import native
-from commlayer.cluster import client, messages, piping
+from commlayer.cluster import child_processes, client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
@@ -30,7 +30,7 @@ from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_co
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
-    from commlayer.cluster.serving import Serving
+    from commlayer.cluster.summation_server import Serving
 
 log = logging.getLogger("commlayer")
 
@@ -111,11 +111,11 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
             control, near = coordinator.address, coordinator.near
             orphaned = functools.partial(coordinator.orphaned, part.parent)
         if part.parent:
-            piping.follow_parent(part.parent, end, orphaned)
+            child_processes.follow_parent(part.parent, end, orphaned)
         if part.sums:
             _choose_tensors(config)
             # Imported late: it loads numpy, which a coordinator does not need.
-            from commlayer.cluster.serving import Serving
+            from commlayer.cluster.summation_server import Serving
 
             serving = Serving(config.bind, data_port, config, coordinator)
             stack.callback(lambda: serving.close(over=not goes_on(), flush_s=None if part.parent or stopped.is_set() or
@@ -254,7 +254,7 @@ def main() -> None:
     """Entry point of the child that embedded.py starts. Its argument is JSON of a Part and of the coordinator to join."""
     options = json.loads(sys.argv[1])
     try:
-        given = {"token": piping.hear().decode(), "join": options.pop("join")}
+        given = {"token": child_processes.read_line().decode(), "join": options.pop("join")}
         run(read_config({name: value for name, value in given.items() if value}), Part(**options))
     except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from commlayer import native
 from commlayer.cluster import messages
-from commlayer.cluster.journal import LOCK, NAME
+from commlayer.cluster.server_journal import LOCK, NAME
 from commlayer.doctor.report import Finding, fail, ok, warn
 from commlayer.errors import RecordError
 from commlayer.records import Record

@@ -27,10 +27,10 @@ from commlayer.doctor.server import CLOCK_FAIL_S, CLOCK_S, duration_text, rate_t
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Record
 from commlayer.transport import secret
-from commlayer.transport.hello import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.stream_transport import Settings, StreamTransport
 
 
 class Node(Record, frozen=True):
@@ -294,7 +294,7 @@ def compare_nodes(
     since another version may not understand the messages.
     """
     store, number, hosts_store = rendezvous
-    from commlayer.cluster.members import exchange  # loads torch
+    from commlayer.cluster.process_groups import exchange  # loads torch
 
     deadline = until
 

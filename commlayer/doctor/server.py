@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec import structs
 
 from commlayer.autotune.measure import link_rates
-from commlayer.cluster import carriers, messages
-from commlayer.cluster.coordinator_channel import CoordinatorChannel
+from commlayer.cluster import messages, uplink
+from commlayer.cluster.client import CoordinatorChannel, check
 from commlayer.cluster.messages import ABOUT_NBYTES, About, Told
-from commlayer.cluster.tls_check import check
 from commlayer.config import Config, host_port
 from commlayer.doctor import network
 from commlayer.doctor.network import Reached, dial
@@ -234,7 +233,7 @@ def query_server(config: Config, version: str, wire: int) -> Server:
 
 
 def _path(one: ServerInfo, config: Config, keys: Keys | None) -> ServerPath:
-    where, alone = carriers.streams_at(one, config.join), carriers.streams_alone(one, config.join)
+    where, alone = uplink.streams_at(one, config.join), uplink.streams_alone(one, config.join)
     tcp = None if alone or config.carrier == "grpc" else dial_tls(one.address, keys, tls.DATA)
     needed = where and config.carrier != "tcp" and (tcp is None or tcp.answer != "open")
     return ServerPath(one.address, tcp, where, _streams(where, keys) if needed else "")
@@ -245,7 +244,7 @@ def _streams(address: str, keys: Keys | None) -> str:
     try:
         if keys is not None:
             check(address, keys, deadline, f"server {address}")
-        carriers.stream_to(host_port(address), keys, deadline).close()
+        uplink.stream_to(host_port(address), keys, deadline).close()
     except CommError as error:
         return error.what
     return "open"

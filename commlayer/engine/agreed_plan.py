@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from commlayer import planner, records
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.engine.plan_check import unsuited
 from commlayer.engine.ways import Forbids, ways_of
 from commlayer.errors import CommError, InvalidInput

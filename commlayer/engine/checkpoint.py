@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from commlayer import records
-from commlayer.cluster.all_or_none import gather, gather_bytes, together
+from commlayer.cluster.collectives import gather, gather_bytes, together
 from commlayer.cluster.messages import named_at
 from commlayer.compressors import restore, snapshot
 from commlayer.engine import checkpoint_files, shared_buffers

@@ -17,13 +17,12 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from commlayer.cluster import home_world
-from commlayer.cluster.embedded import Embedded
-from commlayer.cluster.groups import Groups
-from commlayer.cluster.leaving import end as end_part
-from commlayer.cluster.rank_rows import RowChannel
+from commlayer.cluster import site_process_group
+from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.server_codecs import expected_nbytes
 from commlayer.cluster.uplink import Uplink
+from commlayer.cluster.uplink import end as end_part
 from commlayer.compressors import codec_of
 from commlayer.engine.fault import FaultVerdict
 from commlayer.engine.local_steps import LocalSteps
@@ -255,7 +254,7 @@ class Connection:
         if self.joined is not None:
             self.joined.restore()
             self.joined = Joined({}, lambda: None, self.joined.followed)  # the rest is as large as model and optimizer
-        home_world.release()
+        site_process_group.release()
 
     def stats(self) -> dict[str, float]:
         counters = Counters() if self.worker is None else self.worker.counters

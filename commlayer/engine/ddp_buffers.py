@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.cluster.process_groups import Pending, named
 from commlayer.engine.connection import Connection
 from commlayer.engine.hooks import uncompiled
 from commlayer.errors import CommError
-from commlayer.transport.pending import Pending, named
 
 WHAT = "broadcast of the buffers of DistributedDataParallel"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from commlayer.cluster.client import first_cause
+from commlayer.cluster.process_groups import GROUP
 from commlayer.cluster.uplink import Uplink
 from commlayer.errors import CommError, PeerLost
-from commlayer.transport.pending import GROUP
 from commlayer.transport.protocol import peer_name
 
 

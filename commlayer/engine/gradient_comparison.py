@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors.debts import owed
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.codec_floor import exchanges_gradients, lossy

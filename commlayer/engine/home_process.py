@@ -1,8 +1,8 @@
 """Runs a training script as one process of a home, as `commlayer launch` starts it, with torch's world set to the whole job.
 
 A script that creates the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have.
-Here that call returns the group of home_world.py, whatever its arguments. Rank and world come from the environment, and traffic
-between homes passes through the coordinator. So a script written for torchrun runs unchanged.
+Here that call returns the group of site_process_group.py, whatever its arguments. Rank and world come from the environment,
+and traffic between homes passes through the coordinator. So a script written for torchrun runs unchanged.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OWN = (None, "", "env://")
 
 def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     """Creates torch's default group. `inside`: the backend for groups within this machine. `timeout_s`: deadline_s if 0."""
-    from commlayer.cluster import home_world
-    from commlayer.cluster.home import Desk
+    from commlayer.cluster import site_process_group
+    from commlayer.cluster.site_client import Desk
 
     config = read_config()  # from the environment, in which the launcher stores the settings used with the coordinator
     leave = config.min_workers > 0
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
-    home_world.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
+    site_process_group.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
                      without=leave, held=AHEAD if launch.joins >= 0 else "", patience_s=judged_s(config) if leave else 0.0)
 
@@ -124,13 +124,13 @@ def _ddp_alone() -> None:
     """DDP's constructor compares and shares weights. A joining home receives its weights later, in attach()."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from commlayer.cluster import home_world
+    from commlayer.cluster import site_process_group
 
     known = DistributedDataParallel.__init__
 
     @functools.wraps(known)
     def made(*args: Any, **more: Any) -> None:
-        with home_world.alone():
+        with site_process_group.alone():
             known(*args, **more)
 
     DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
@@ -161,10 +161,10 @@ def _new_group(known: Callable[..., Any], ranks: Any = None, timeout: Any = None
                *args: Any, **more: Any) -> Any:
     import torch.distributed as dist
 
-    from commlayer.cluster import home_world
+    from commlayer.cluster import site_process_group
 
     members = range(dist.get_world_size()) if ranks is None else ranks
-    return known(ranks, timeout, home_world.backend_for(members, backend), *args, **more)
+    return known(ranks, timeout, site_process_group.backend_for(members, backend), *args, **more)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.transport.crc import crc32c
 
 

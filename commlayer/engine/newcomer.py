@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 
 from commlayer.cluster import messages
-from commlayer.cluster.groups import Groups
-from commlayer.cluster.members import Members
-from commlayer.cluster.rank_rows import RowChannel
+from commlayer.cluster.collectives import Groups, RowChannel
+from commlayer.cluster.epoch_change import wire_generation
+from commlayer.cluster.process_groups import Members
 from commlayer.cluster.uplink import Uplink
-from commlayer.cluster.view_change import wire_generation
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.agreement import AWAY, Word
 from commlayer.engine.connection import Connection, Joined

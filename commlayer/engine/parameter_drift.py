@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from commlayer.cluster.all_or_none import gather, gather_bytes
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups, gather, gather_bytes
 from commlayer.config import Config
 from commlayer.engine.connection import Connection
 from commlayer.engine.ended_peers import UNEQUAL

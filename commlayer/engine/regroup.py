@@ -1,7 +1,7 @@
 """Continues with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
 
-The coordinator makes a view (epoch) of the remaining members (cluster/regrouping.py). Each rank learns of it where it waits for
-others. Members then exchange messages to find the step that all of them repeat.
+The coordinator makes a view (epoch) of the remaining members (cluster/epoch_change.py). Each rank learns of it where it waits
+for others. Members then exchange messages to find the step that all of them repeat.
 
 If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
 may receive that result while it waits for messages. It then has to continue, because the others may wait for it after that
@@ -32,11 +32,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from commlayer import records
-from commlayer.cluster import home_world, members
-from commlayer.cluster.groups import Groups
-from commlayer.cluster.home import Desk
+from commlayer.cluster import process_groups, site_process_group
+from commlayer.cluster.collectives import Groups
+from commlayer.cluster.epoch_change import ViewChange, wire_generation
+from commlayer.cluster.site_client import Desk
 from commlayer.cluster.uplink import Uplink
-from commlayer.cluster.view_change import ViewChange, wire_generation
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AWAY, Found, Says, Standing, Word, new_in
@@ -265,8 +265,8 @@ def new_world(made: Connection, config: Config, home: str, view: View) -> None:
     former = made.groups
     assert former is not None
     former.close()
-    home_world.begin_again(Desk(config.join, config, home), ids, ids.index(made.id), view.generation)
-    members.begin_anew()
+    site_process_group.begin_again(Desk(config.join, config, home), ids, ids.index(made.id), view.generation)
+    process_groups.begin_anew()
     made.groups = Groups(1, config.deadline_s, former.device)
     made.rank, made.world = made.groups.rank, made.groups.world
     if made.rows is not None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from commlayer.cluster import messages
-from commlayer.cluster.members import Members, exchange
+from commlayer.cluster.process_groups import Members, exchange
 from commlayer.config import Config, Launch, alike, is_loopback, master, read_launch, use_interface
 from commlayer.engine import home_process, optimizer_settings
 from commlayer.errors import CommError, InvalidInput, coded

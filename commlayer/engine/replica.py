@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from commlayer import records
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.engine.connection import Connection
 from commlayer.engine.model_job import buffers_of, parameters_of
 from commlayer.engine.shared_buffers import agreed

@@ -12,9 +12,8 @@ import torch
 
 from commlayer import records
 from commlayer.cluster import messages, uplink
-from commlayer.cluster.embedded import Embedded
-from commlayer.cluster.groups import Groups
-from commlayer.cluster.rank_rows import RowChannel
+from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.compressors import kernels
 from commlayer.config import Config, codec_threads, is_loopback, notice_s, reconnect_window_s, verdict_s
 from commlayer.engine import requested_plan

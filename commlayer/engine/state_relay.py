@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from commlayer.cluster.relayed_group import AHEAD, PART_NBYTES
+from commlayer.cluster.site_process_group import AHEAD, PART_NBYTES
 from commlayer.engine.agreement import Word, name_of
 from commlayer.engine.view_words import ViewWords
 from commlayer.records import View

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import records
-from commlayer.cluster.all_or_none import gather, together
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups, gather, together
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.agreed_plan import Offer, bytes_of, check_plan, plan_in
 from commlayer.engine.connection import Connection

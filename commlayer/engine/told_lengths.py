@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.cluster.all_or_none import gather
+from commlayer.cluster.collectives import gather
 from commlayer.engine.connection import Connection
 from commlayer.engine.initial_sync import align
 from commlayer.engine.step import Regroup

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from commlayer.cluster.all_or_none import gather_bytes
+from commlayer.cluster.collectives import gather_bytes
 from commlayer.engine.connection import Connection
 from commlayer.engine.observers import Observer, Observers, Place
 from commlayer.engine.predicted_events import Prediction, origins, predict

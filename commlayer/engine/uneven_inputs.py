@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from commlayer.cluster.rank_rows import Rows
+from commlayer.cluster.collectives import Rows
 from commlayer.engine.connection import Connection
 from commlayer.engine.initial_sync import align
 from commlayer.engine.observers import Observers, Place

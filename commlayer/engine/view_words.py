@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from commlayer.cluster import home_world
-from commlayer.cluster.world_store import ANY
+from commlayer.cluster import site_process_group
+from commlayer.cluster.site_process_group import ANY
 from commlayer.engine.agreement import Word, name_of
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import View
@@ -63,7 +63,7 @@ class ViewWords:
         while True:
             try:
                 newer = self.newest is not view
-                rows = home_world.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
+                rows = site_process_group.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
                                               view=view.generation, rank=waits[0], limit_s=waits[1]).found
             except CommError as error:
                 now = time.monotonic()
@@ -89,7 +89,7 @@ class ViewWords:
     def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
         """Writes these rows, and deletes the others."""
         try:
-            home_world.desk().ask(until, put=rows, drop=drop, view=view.generation)
+            site_process_group.desk().ask(until, put=rows, drop=drop, view=view.generation)
         except CommError:
             if not self.hears_of(view):
                 raise

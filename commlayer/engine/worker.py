@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.debts import Debt
 from commlayer.compressors.tensors import give_back

@@ -11,16 +11,23 @@ import time
 from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
-from commlayer.transport import credit, framing, mailbox
-from commlayer.transport.byte_channel import ByteChannel, certified_of, tells_ends
+from commlayer.transport import flow_control, framing, mailbox
+from commlayer.transport.chunking import Assembly, cut, left_out
 from commlayer.transport.crc import crc32c
-from commlayer.transport.credit import Credit
+from commlayer.transport.flow_control import Credit, Pacer
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox, Operation
-from commlayer.transport.pacing import Pacer
-from commlayer.transport.parts import Assembly, cut
-from commlayer.transport.protocol import MAY_LACK_ZEROS, Flag, Header, Kind, Message, peer_name
-from commlayer.transport.zero_chunks import left_out
+from commlayer.transport.protocol import (
+    MAY_LACK_ZEROS,
+    ByteChannel,
+    Flag,
+    Header,
+    Kind,
+    Message,
+    certified_of,
+    peer_name,
+    tells_ends,
+)
 
 INLINE_NBYTES = 64 << 10
 """On an idle connection, the caller's thread writes bodies up to this size, as far as it can without blocking."""
@@ -153,7 +160,7 @@ class Connection:
         self._name = f" ({self.certified.name})" if self.certified else ""
         near = _on_one_machine(sock)
         self._paced = (pacer, sock) if not near and isinstance(sock, socket.socket) else None
-        self._credit = None if near or not credit.SUPPORTED else Credit()
+        self._credit = None if near or not flow_control.SUPPORTED else Credit()
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._assembly = Assembly(reader.allocate, lambda: reader.max_nbytes, lambda: box.max_kept_nbytes)
         reader.place = self._assembly.place
@@ -249,19 +256,19 @@ class Connection:
 
     def _hold_s(self) -> float:
         """How long the most urgent frame should wait until earlier bytes have drained. Called under the lock."""
-        if self._credit is None or self._queue[0][-1].nbytes <= credit.LEAST_NBYTES:
+        if self._credit is None or self._queue[0][-1].nbytes <= flow_control.LEAST_NBYTES:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
             try:
-                self._credit.see(now, credit.look(self._sock))
-                credit.bound_unsent(self._sock, self._credit.part_nbytes)
+                self._credit.see(now, flow_control.look(self._sock))
+                flow_control.bound_unsent(self._sock, self._credit.part_nbytes)
                 if self._paced is not None:
                     pacer, sock = self._paced
                     pacer.bound(sock, self._credit.nbytes_s)
             except (OSError, struct.error):  # the kernel does not report it: then no frame is delayed
                 self._credit = None
                 return 0.0
-        return self._credit.wait_s(credit.waiting_nbytes(self._sock))
+        return self._credit.wait_s(flow_control.waiting_nbytes(self._sock))
 
     def _pace(self, frame: _Outgoing) -> None:
         if self._paced is None:

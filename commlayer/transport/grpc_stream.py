@@ -7,15 +7,19 @@ the reader reads. Client and server use the same code, since a call and a contex
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from commlayer import config as settings
-from commlayer.transport.credit import Seen
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, one_line
+from commlayer.transport.flow_control import Seen
 from commlayer.transport.key_folder import Certified
 
 settings.quiet_grpc()
@@ -231,3 +235,182 @@ def _joined(buffers: Any, nbytes: int) -> bytes:
         pieces.append(piece)
         room -= len(piece)
     return b"".join(pieces)
+
+
+# ---- The two ends of a stream: the server's handler and the client's dial.
+
+class TlsCredentials(NamedTuple):
+    """In PEM: CA, this node's certificate and its key. `name`: the name in every coordinator's certificate."""
+
+    ca: str
+    certificate: str
+    key: str
+    name: str
+
+
+def open_channel(
+    address: str, options: list[tuple[str, Any]], credentials: TlsCredentials | None, *, on_loop: bool = False,
+) -> Any:
+    """Opens a gRPC channel, with TLS if there are keys. `on_loop`: a grpc.aio channel on the running loop."""
+    kind: Any = grpc.aio if on_loop else grpc
+    if credentials is None:
+        return kind.insecure_channel(address, options=options)
+    ca, certificate, key = (part.encode() for part in credentials[:3])
+    # Certificates name nodes, not addresses, so the two need not agree.
+    options = [*options, ("grpc.ssl_target_name_override", credentials.name)]
+    return kind.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)
+
+
+SERVICE, METHOD = "commlayer.Data", "Frames"
+TAKEN = ("commlayer-frames", "1")
+"""The server's initial metadata. A client that writes before it would not receive the reason of a refusal."""
+OPTIONS = [
+    FRAME_OPTION,
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES), ("grpc.max_send_message_length", MESSAGE_NBYTES),
+    ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000), ("grpc.http2.max_pings_without_data", 0),
+    # Otherwise it would share the connection of the control calls to the same address, and delay them.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+"""Options of a client's channel."""
+AGAIN_S = 0.1
+"""Pause after RESOURCE_EXHAUSTED: pending handshakes end soon."""
+Take = Callable[[GrpcStream, str], bool]
+"""Accepts a stream that was opened from an address. Returns False if too many are pending; LookupError if none are accepted."""
+
+_dialled: set[tuple[str, int]] = set()
+"""Addresses that this process has dialed. A forked child (a DataLoader worker) closes its copies of their sockets; gRPC
+does not expose them, so the child finds them by address. Otherwise peers would see a dead trainer as connected."""
+
+
+def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.GenericRpcHandler:
+    """The server's handler. `certified` maps gRPC's peer name to a certificate, or raises PermissionError if one is missing."""
+
+    async def frames(_: Any, context: Any) -> None:
+        name = context.peer()
+        try:
+            peer = certified(name)
+        except PermissionError as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        over, answered = asyncio.Event(), asyncio.Event()
+
+        async def finish() -> None:
+            over.set()
+
+        async def write(data: bytes) -> None:
+            await answered.wait()  # a message written before the initial metadata would end the stream
+            await context.write(data)
+
+        stream = GrpcStream(context.read, write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
+        try:
+            try:
+                room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
+            except LookupError as error:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+            if not room:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
+            await context.send_initial_metadata((TAKEN,))
+            answered.set()
+            await over.wait()  # or cancelled: the peer is gone
+        finally:
+            stream.close()
+
+    calls = {METHOD: grpc.stream_stream_rpc_method_handler(frames)}
+    return grpc.method_handlers_generic_handler(SERVICE, calls)
+
+
+def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, channel: bytes = b"") -> GrpcStream:
+    """Dials over the grpc.aio channel that `opened` returns. Raises PeerLost or DeadlineExceeded with the address."""
+    begin, where = time.monotonic(), f"{host}:{port} over gRPC"
+
+    async def made() -> GrpcStream:
+        link = opened()
+        call = link.stream_stream(f"/{SERVICE}/{METHOD}")()
+        try:
+            async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
+                await call.wait_for_connection()
+                if TAKEN not in ((key, value) for key, value in await call.initial_metadata()):
+                    await call.read()  # raises the server's reason
+                    raise Refused(f"{where} answers, and is no server of commlayer's: check the address", code="E-ADDRESS")
+        except BaseException:
+            call.cancel()
+            await link.close()
+            raise
+        stream = GrpcStream(call.read, call.write, call.done_writing, lambda: stream.spawn(end()), channel=channel)
+
+        async def end() -> None:
+            call.cancel()
+            await link.close()
+
+        return stream
+
+    with contextlib.suppress(OSError):
+        _dialled.update(info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
+    refusal: CommError | None = None
+    while True:
+        try:
+            stream: GrpcStream = run(made(), deadline - begin + 5.0)
+            return stream
+        except TimeoutError:
+            # A reason from the server is more useful than the timeout of a later attempt.
+            raise refusal or DeadlineExceeded(
+                f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, and the firewalls "
+                "between") from None
+        except grpc.aio.AioRpcError as error:
+            refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + AGAIN_S > deadline:
+                raise refusal from None
+        time.sleep(AGAIN_S)
+
+
+def _refusal(error: Any, where: str) -> CommError:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine",
+                       code="E-ADDRESS")
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return Refused(f"does not let the stream in: {one_line(error.details())}")
+    return PeerLost(f"cannot reach {where}: {one_line(error.details())}: check the address and that it runs there")
+
+
+def _close_copies() -> None:
+    """Runs in a forked child, where gRPC is not used: its fork support is off."""
+    for name in os.listdir("/proc/self/fd") if _dialled and os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError, ValueError):
+            copy = socket.socket(fileno=int(name))
+            address = None
+            with contextlib.suppress(OSError):
+                address = copy.getpeername()
+            # gRPC uses IPv6 sockets for IPv4 as well.
+            if isinstance(address, tuple) and (address[0].removeprefix("::ffff:"), address[1]) in _dialled:
+                copy.close()
+            else:
+                copy.detach()
+    _dialled.clear()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+# ---- The process's event loop for gRPC servers and streams, on its own thread.
+#
+# There is a single loop: grpc.aio wakes every loop it knows for the events of each.
+
+_lock = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
+def running() -> asyncio.AbstractEventLoop:
+    with _lock:
+        if not _loops:
+            # Not epoll: forked children would share it and remove its entries when they exit.
+            loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+            threading.Thread(target=loop.run_forever, name="commlayer-grpc", daemon=True).start()
+            _loops.append(loop)
+        return _loops[0]
+
+
+def run(what: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    """Runs a coroutine and returns its result. Must not be called on the loop itself."""
+    return asyncio.run_coroutine_threadsafe(what, running()).result(timeout_s)
+
+
+os.register_at_fork(after_in_child=_loops.clear)  # the thread exists only in the parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 
 NONCE_NBYTES = 16
 PROOF_NBYTES = hashlib.sha256().digest_size
@@ -39,3 +40,80 @@ def unproved(secret: str) -> str:
     """The error line, with the remedy, for a process that was refused and holds `secret`, or none."""
     held = "has another secret than the job" if secret else "has no secret, and the job has one"
     return f"this process {held}: {REMEDY}"
+
+
+# ---- Mutual authentication of calls to the coordinator: both ends prove that they know the job's secret.
+#
+# The coordinator derives its challenge from the connection's name, so unauthenticated clients cost it no memory. The proof of a
+# call covers the challenge, the method, the body and the caller's certificate, if any: a relay has another certificate, so it
+# cannot use the proof. The proof of the reply covers the call's proof.
+
+CHALLENGE = "Challenge"
+FRESH = 3
+"""How often a refused call is repeated with a new challenge, since the connection may have been replaced in the meantime."""
+Call = Callable[[str, bytes, float], bytes]
+"""Method, body, timeout in seconds: returns the reply."""
+
+
+class Unproved(Exception):
+    """The other end does not know the secret, or knows another one."""
+
+
+class Judge:
+    """The coordinator's end."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret, self._key = secret, nonce()
+
+    def challenge(self, peer: str) -> bytes:
+        """The challenge of the connection that the transport calls `peer`."""
+        return hmac.digest(self._key, peer.encode(), "sha256")[:NONCE_NBYTES]
+
+    def opened(self, peer: str, method: str, data: bytes, channel: bytes = b"") -> bytes:
+        """Verifies a call and returns its body, or raises Unproved. `channel`: fingerprint of the caller's certificate."""
+        given, body = data[:PROOF_NBYTES], data[PROOF_NBYTES:]
+        if not proves(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *_bound(channel)):
+            raise Unproved
+        return body
+
+    def sealed(self, data: bytes, answer: bytes) -> bytes:
+        """The reply to the call `data`, with its proof."""
+        return proof(self._secret, b"answer", data[:PROOF_NBYTES], answer) + answer
+
+
+class Asker:
+    """A client's end of one channel. `refused`: whether an error of `call` means that the proof was refused."""
+
+    def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool], channel: bytes = b"") -> None:
+        self._secret, self._call, self._refused, self._channel = secret, call, refused, channel
+        self._challenge = b""
+
+    def ask(self, method: str, body: bytes, timeout_s: float) -> bytes:
+        """Makes a call and returns its verified reply. Thread-safe.
+
+        A new connection has a new challenge, so a refused call is repeated with a fresh one. If the challenge is still the
+        same, the secret is wrong.
+        """
+        challenge, refused, why = self._challenge, b"", None
+        for _ in range(1 + FRESH):
+            if not challenge:
+                challenge = self._challenge = self._call(CHALLENGE, b"", timeout_s)
+            if challenge == refused:
+                break
+            mine = proof(self._secret, b"ask", method.encode(), challenge, body, *_bound(self._channel))
+            try:
+                data = self._call(method, mine + body, timeout_s)
+            except Exception as error:
+                if not self._refused(error):
+                    raise
+                challenge, refused, why = b"", challenge, error
+                continue
+            answer = data[PROOF_NBYTES:]
+            if not proves(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
+                raise Unproved
+            return answer
+        raise Unproved from why
+
+
+def _bound(channel: bytes) -> tuple[bytes, ...]:
+    return (channel,) if channel else ()

@@ -1,18 +1,29 @@
-"""Timing of shaped links: when bytes leave and arrive, with state shared by a host's processes."""
+"""Link shaping: a transport that gives hosts slow links, to emulate a WAN on one machine without root, as the demo does.
+
+A frame waits for the sender's uplink in order of (step, order) and goes to the inner transport when its last bit is sent. The
+receiver delivers it after the delay and its turn on the downlink. Peers on one host are not shaped.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import heapq
 import mmap
 import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from commlayer.errors import InvalidInput
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError
+from commlayer.records import View
+from commlayer.transport import framing, mailbox
+from commlayer.transport.framing import HEADER_NBYTES
+from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind, Message, Transport, Wrapper
 
 CHUNK_NBYTES = 16 << 10
 """Reserved of an uplink at once, so that the processes of one host take turns."""
@@ -99,3 +110,239 @@ class ShapedLinks:
     def close(self) -> None:
         self._free.close()
         os.close(self._fd)
+
+
+_WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
+"""Carriers never deliver BYE, so this receive ends only with the peer."""
+FLUSH_S = 5.0
+
+
+class _Arrival(NamedTuple):
+    """An incoming frame before its first bit, then (`reserved`) until it is complete. A loss stays after the data."""
+
+    peer: int
+    what: Message | CommError
+    last_bit: float
+    reserved: bool = False
+
+
+def shaped(inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock | None = None) -> Shaped:
+    """`hosts` maps each peer, including this one, to an index into links.hosts. Peers not in it are not shaped."""
+    return Shaped(inner, links, hosts, clock or MonotonicClock())
+
+
+class Shaped(Wrapper):
+    """A Transport; created by shaped(). `sent_nbytes` and `received_nbytes` count frames per peer, including headers."""
+
+    def __init__(self, inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock) -> None:
+        super().__init__(inner)
+        self._links, self._hosts, self._clock = links, hosts, clock
+        self.sent_nbytes: Counter[int] = Counter()
+        self.received_nbytes: Counter[int] = Counter()
+        self._mailbox = Mailbox()
+        self._work = threading.Condition()
+        self._up: list[tuple[int, int, int, float, Operation, Header, memoryview]] = []
+        self._down: list[tuple[float, int, _Arrival]] = []
+        self._newest: dict[int, float] = {}  # by peer: latest first bit, and
+        self._whole: dict[int, float] = {}  # latest completion time
+        self._seq = 0
+        self._sending = False
+        self._watched: set[int] = set()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._pace, name="shaped uplink", daemon=True),
+            threading.Thread(target=self._delay, name="shaped downlink", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        for peer in inner.peers:
+            self._watch(peer)
+        inner.recv().on_done(self._arrived)
+
+    def _near(self, peer: int) -> bool:
+        host = self._hosts[self.rank]
+        return self._hosts.get(peer, host) == host
+
+    # ---- sending
+
+    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        self._watch(peer)
+        view = memoryview(body).cast("B")
+        framing.pack(header, len(view))  # raises errors now instead of on the pacing thread
+        operation = mailbox.sending(peer, header)
+        if (error := self._mailbox.failure(peer)) is not None:
+            operation.fail(error)
+            return operation
+        with self._work:
+            self.sent_nbytes[peer] += HEADER_NBYTES + len(view)
+            if not self._near(peer):
+                self._seq += 1
+                heapq.heappush(self._up, (header.step, header.order, self._seq, self._clock.now(), operation, header, view))
+                self._work.notify_all()
+        if self._near(peer):
+            mailbox.follow(operation, self._inner.send(peer, header, view))
+        return operation
+
+    def _pace(self) -> None:
+        """The uplink: sends one frame after the other, in chunks so that this host's processes take turns."""
+        host = self._hosts[self.rank]
+        while not self._stop.is_set():
+            with self._work:
+                self._sending = False
+                self._work.notify_all()
+                while not self._up:
+                    self._work.wait()
+                    if self._stop.is_set():
+                        return
+                *_, queued, operation, header, body = heapq.heappop(self._up)
+                self._sending = True
+            remaining = HEADER_NBYTES + len(body)
+            while remaining > 0 and not self._stop.is_set():
+                nbytes = min(remaining, CHUNK_NBYTES)
+                self._clock.sleep_until(self._links.send(host, queued, nbytes), self._stop)
+                remaining -= nbytes
+            assert operation.peer is not None
+            mailbox.follow(operation, self._inner.send(operation.peer, header, body))
+
+    # ---- receiving
+
+    def _arrived(self, handle: Handle) -> None:
+        """Posts one receive at a time, after the previous message is handled, so that arrivals keep their order."""
+        while handle.error() is None:
+            self._take(handle.message())
+            handle = self._inner.recv()
+            if not handle.done():
+                handle.on_done(self._arrived)
+                return
+        # The inner transport has ended; each peer's watch reports it.
+
+    def _take(self, message: Message) -> None:
+        peer, nbytes = message.peer, HEADER_NBYTES + len(message.body)
+        with self._work:
+            self.received_nbytes[peer] += nbytes
+        if self._near(peer):
+            self._deliver(peer, message)
+        else:
+            first_bit, last_bit = self._links.reaches(self._hosts[peer], self._hosts[self.rank], self._clock.now(), nbytes)
+            self._put(first_bit, _Arrival(peer, message, last_bit))
+
+    def _watch(self, peer: int) -> None:
+        with self._work:
+            if peer in self._watched or (self._mailbox.failure(peer) is not None and peer not in self._inner.peers):
+                return
+            self._watched.add(peer)
+        self._mailbox.admit(peer)
+        self._inner.recv(peer, _WATCH).on_done(lambda handle: self._lost(peer, handle))
+
+    def _lost(self, peer: int, handle: Handle) -> None:
+        error = handle.error()
+        assert error is not None
+        if self._near(peer):
+            self._deliver(peer, error)
+        else:
+            self._put(0.0, _Arrival(peer, error, 0.0))
+
+    def _put(self, due: float, arrival: _Arrival) -> None:
+        """Adds an arrival to the delay line. Arrivals of one peer never overtake each other."""
+        with self._work:
+            self._seq += 1
+            due = self._newest[arrival.peer] = max(due, self._newest.get(arrival.peer, due))
+            heapq.heappush(self._down, (due, self._seq, arrival))
+            self._wake.set()
+            self._work.notify_all()
+
+    def _delay(self) -> None:
+        """The delay line: a frame reserves the downlink at its first bit, and is delivered when it is complete."""
+        host = self._hosts[self.rank]
+        while not self._stop.is_set():
+            with self._work:
+                self._wake.clear()
+                while not self._down:
+                    self._work.wait()
+                    if self._stop.is_set():
+                        return
+                due, seq, arrival = self._down[0]
+                ready = due <= self._clock.now()
+                if ready:
+                    heapq.heappop(self._down)
+            if not ready:
+                self._clock.sleep_until(due, self._wake)  # or until an arrival that may be due earlier
+            elif arrival.reserved:
+                self._deliver(arrival.peer, arrival.what)
+            else:
+                if isinstance(arrival.what, Message):
+                    nbytes = HEADER_NBYTES + len(arrival.what.body)
+                    complete_s = self._links.receive(host, due, arrival.last_bit, nbytes)
+                    self._whole[arrival.peer] = max(complete_s, self._whole.get(arrival.peer, complete_s))
+                with self._work:
+                    heapq.heappush(self._down, (self._whole.get(arrival.peer, due), seq, arrival._replace(reserved=True)))
+
+    def _deliver(self, peer: int, what: Message | CommError) -> None:
+        if isinstance(what, CommError):
+            with self._work:
+                self._watched.discard(peer)
+            self._mailbox.end(what, peer)
+            return
+        self._watch(peer)
+        try:
+            self._mailbox.deliver(what)
+        except CorruptFrame as error:
+            self.abort(error, peer)
+
+    # ---- Transport
+
+    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+        if peer is not None:
+            self._watch(peer)
+        return self._mailbox.recv(peer, match)
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return mailbox.wait(handle, deadline)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        self._mailbox.abort(reason, peer)
+        with self._work:
+            dropped = [item for item in self._up if peer in (None, item[4].peer)]
+            self._up = [item for item in self._up if peer not in (None, item[4].peer)]
+            heapq.heapify(self._up)
+        for item in dropped:
+            item[4].fail(reason)
+        self._inner.abort(reason, peer)
+
+    def close(self, flush_s: float | None = None) -> None:
+        with self._work:
+            self._work.wait_for(lambda: not self._up and not self._sending, FLUSH_S if flush_s is None else flush_s)
+        self._stop.set()
+        with self._work:
+            self._wake.set()
+            self._work.notify_all()
+        reason = CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
+        self._mailbox.abort(reason)
+        for item in self._up:
+            item[4].fail(reason)
+        self._inner.close(flush_s)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+
+
+ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or empty for none"
+
+
+def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
+    """The transport itself, or one whose peers on other nodes have the link in `setting`."""
+    if not setting:
+        return transport
+    nodes = {m.rank: m.node for m in view.members} | {SERVER_BASE + s.id: s.node for s in view.servers}
+    return shaped(transport, parse_shape(setting), nodes)
+
+
+def parse_shape(setting: str) -> ShapedLinks:
+    """Parses the setting; all hosts have the same link. Processes that name the same path share the links' state."""
+    try:
+        words = dict(part.split("=", 1) for part in setting.split(","))
+        path, hosts = words.pop("path"), int(words.pop("hosts"))
+        link = HostLink(**{name: float(value) for name, value in words.items()})
+        return ShapedLinks(path, [link] * hosts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError("E-ARGUMENT", f"shape: got {setting!r} ({error}), allowed: {ALLOWED}") from None

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
+from commlayer.cluster.process_groups import Pending
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.compressors import Codec, identity, parse, wrap
@@ -27,10 +28,9 @@ from commlayer.planner.pricing.collectives import moves
 from commlayer.planner.pricing.lines import ZERO
 from commlayer.planner.pricing.path_cost import bare
 from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo
-from commlayer.transport.hello import Hello
-from commlayer.transport.pending import Pending
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, peer_name
-from commlayer.transport.stream_transport import StreamTransport
 
 CODEC_NUMEL = (1 << 12, 1 << 16, 1 << 20)
 """Elements: from 16 KiB, where calls cost more than bytes, to 4 MiB, which exceeds the cache of one core."""

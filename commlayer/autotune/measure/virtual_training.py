@@ -17,8 +17,7 @@ from torch import nn
 
 from commlayer import planner
 from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_cell import Reply
+from commlayer.cluster.summation import Reply, Summation
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.bucket import WorkerBucket

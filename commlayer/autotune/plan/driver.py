@@ -56,8 +56,7 @@ from commlayer.autotune.plan.measuring import PROBE_AGAIN_S, PROBE_S, measured
 from commlayer.autotune.plan.replan import Replanner
 from commlayer.autotune.plan.state import Proposing
 from commlayer.autotune.plan.step_reports import StepReports
-from commlayer.cluster.all_or_none import gather
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups, gather
 from commlayer.engine.connection import Connection
 from commlayer.engine.switch import switch
 from commlayer.errors import CommError

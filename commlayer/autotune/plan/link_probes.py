@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.autotune.measure import link_rates
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.config import host_port
 from commlayer.engine.connection import Connection
 from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_towards

@@ -18,7 +18,7 @@ from commlayer.engine.connection import Connection
 from commlayer.engine.worker import Worker
 from commlayer.observe import Rates, RecordedStep
 from commlayer.records import Job
-from commlayer.transport.zero_chunks import CHUNK_NBYTES
+from commlayer.transport.chunking import CHUNK_NBYTES
 
 PROBE_S = 1.0
 """Time of all probes together, without the waits between ranks."""

@@ -11,7 +11,7 @@ from collections import deque
 from statistics import fmean
 
 from commlayer.autotune.plan.facts import StepReport
-from commlayer.cluster.rank_rows import Rows
+from commlayer.cluster.collectives import Rows
 from commlayer.engine.spacing import row_spacing
 from commlayer.observe import Direction, InterfaceCounters
 

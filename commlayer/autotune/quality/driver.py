@@ -30,7 +30,7 @@ from commlayer.autotune.quality.policy import (
     least_usual,
     typical_cosine,
 )
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.config import Config
 from commlayer.engine import codec_floor, gradient_comparison
 from commlayer.engine.connection import Connection

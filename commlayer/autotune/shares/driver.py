@@ -24,7 +24,7 @@ from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sa
 from commlayer.balance.events import Event, said
 from commlayer.balance.profiling import LIMIT_S, WorkerProfile
 from commlayer.balance.share_solver import FREE
-from commlayer.cluster.rank_rows import RowChannel, Rows
+from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 

@@ -18,8 +18,8 @@ from commlayer.autotune.measure.step_times import LossOf, Trial, batches_of
 from commlayer.balance import Communication, Policy, Sampler
 from commlayer.balance.first_shares import Opening, SharesOf, opening
 from commlayer.balance.profiling import WorkerProfile, ladder, profile
-from commlayer.cluster.members import Members
-from commlayer.cluster.rank_rows import RowChannel, Rows
+from commlayer.cluster.collectives import RowChannel, Rows
+from commlayer.cluster.process_groups import Members
 from commlayer.config import read_launch
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session

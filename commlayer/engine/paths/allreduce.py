@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
+from commlayer.cluster.process_groups import Pending
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.route import Route, fill, take_back
 from commlayer.engine.staging import Staging
 from commlayer.engine.step import Step
-from commlayer.transport.pending import Pending
 
 
 class _Issued(NamedTuple):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commlayer.cluster.stage_groups import Channel
+from commlayer.cluster.collectives import Channel
+from commlayer.cluster.process_groups import Pending
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.planner.model.shards import together
-from commlayer.transport.pending import Pending
 
 Error = Callable[[], BaseException | None]
 

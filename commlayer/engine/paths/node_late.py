@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.lanes import Lane
 from commlayer.engine.late_results import LateResult

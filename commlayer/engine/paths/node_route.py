@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from commlayer.cluster.groups import Groups
-from commlayer.cluster.stage_groups import Channel
+from commlayer.cluster.collectives import Channel, Groups
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.lanes import Lane
 from commlayer.engine.paths.in_node import InNode, in_node

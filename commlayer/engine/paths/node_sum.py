@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.lanes import Lane
 from commlayer.engine.paths.in_node import InNode

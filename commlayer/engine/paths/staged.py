@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from commlayer.cluster.groups import Groups
-from commlayer.cluster.stage_groups import Channels
+from commlayer.cluster.collectives import Channels, Groups
+from commlayer.cluster.process_groups import GROUP, Pending
 from commlayer.compressors.codec import Codec
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.lanes import Lane
@@ -24,7 +24,6 @@ from commlayer.engine.step import Step
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.planner.model import paths
 from commlayer.records import Plan
-from commlayer.transport.pending import GROUP, Pending
 
 TINY = 1e-30
 """If all workers have weight 0; the step then ends with an error about it."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlayer.cluster.stage_groups import Channel, Channels
+from commlayer.cluster.collectives import Channel, Channels
+from commlayer.cluster.process_groups import Pending
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State
@@ -20,7 +21,6 @@ from commlayer.engine.paths.path_program import Decode, Encode, Exchange, Range,
 from commlayer.engine.step import Counters, Step
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
-from commlayer.transport.pending import Pending
 
 LENGTH_NBYTES = 16
 """Before each payload in its slot: the number of payload bytes. The width keeps the payload aligned."""

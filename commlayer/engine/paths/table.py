@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from commlayer.cluster.groups import Groups
+from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.lanes import Lane

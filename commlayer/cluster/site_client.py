@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from commlayer.cluster import messages
-from commlayer.cluster.coordinator_channel import CoordinatorChannel, check_name
-from commlayer.cluster.tls_check import check
+from commlayer.cluster.client import CoordinatorChannel, check, check_name
 from commlayer.config import Config, reconnect_window_s
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.key_folder import Keys

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
-from commlayer.cluster.homes import Door
 from commlayer.cluster.membership import Place, State, Taken, conflict, cut, failure, over
 from commlayer.cluster.messages import FINISHED, Gone, Join, Overdue, Pulse, Seat, incompatible
-from commlayer.cluster.unmet import Unmet
-from commlayer.errors import coded, without_code
-from commlayer.records import Member, View
-from commlayer.transport.protocol import SERVER_BASE
+from commlayer.cluster.sites import Door, Unmet
+from commlayer.errors import CorruptFrame, coded, one_line, without_code
+from commlayer.records import MALFORMED, Member, Record, View
+from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
 FORMER = 64
 """How many departed workers keep their registration after all have switched to a view without them, to be sent the reason if
@@ -197,7 +197,7 @@ def _shut(state: State, view: View, there: int) -> Door:
     return Door(shut, full=full)
 
 
-def join(state: State, request: Join, now: float) -> Taken:
+def admit(state: State, request: Join, now: float) -> Taken:
     """Admits a worker to the running job: makes a view with it as the last member. Or refuses it."""
     view = state.view
     assert view is not None
@@ -262,3 +262,50 @@ def _there(state: State) -> set[int]:
 
 def _workers(state: State) -> dict[int, Place]:
     return {p.rank: p for p in state.places.values() if p.join.kind == "worker"}
+
+
+class ViewChange(Record, frozen=True):
+    """Body of a PLAN frame with the flag ABANDON."""
+
+    view: View
+    """Only its members contribute from now on, in this order; members that join come last."""
+    step: int
+    """The step under way. No member has received it completely, and all repeat it; the server rolls it back."""
+    undone: dict[int, int]
+    """By bucket, what was not applied of the step before, as in a PUSH of this step."""
+    plan: bytes
+    """The plan to use with this view."""
+
+
+def wire_generation(view: View) -> int:
+    """The first wire generation of a view; later plans under the same view continue the count.
+
+    >>> from commlayer.records import View
+    >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
+    (1, 131073)
+    """
+    return ((view.generation - 1) << 16) + 1
+
+
+def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
+    """Why the change cannot follow `view`, whichever worker sends it; "" if it can."""
+    new = change.view
+    if generation != wire_generation(new) or new.generation <= view.generation:
+        return f"view {new.generation} in generation {generation}, while view {view.generation} is in force"
+    if structs.replace(new, generation=view.generation, members=view.members) != view:
+        return "its servers or its plan are not those of the job"
+    stay = tuple(m for m in view.members if m in new.members)
+    joined = new.members[len(stay):]
+    numbers = {m.rank for m in (*view.members, *joined)}  # unordered: workers join later than their homes get these numbers
+    if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
+        return "its members are none of those in force, or not in their order and ahead of who joins"
+    if sender not in {m.rank for m in new.members}:
+        return "its sender is none of its members"
+    return ""
+
+
+def read_change(message: Message) -> ViewChange:
+    try:
+        return msgspec.msgpack.decode(message.body, type=ViewChange)
+    except MALFORMED as error:
+        raise CorruptFrame(f"PLAN of other members is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None

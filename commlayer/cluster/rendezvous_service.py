@@ -1,6 +1,6 @@
 """The coordinator's service for homes: their registration, and the key-value store that their ranks share.
 
-Decisions are in homes.py and values in meeting_store.py; this class adds the lock and the clock.
+Decisions are in sites.py and values in kv_store.py; this class adds the lock and the clock.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
-from commlayer.cluster import homes, meeting_store
+from commlayer.cluster import kv_store, sites
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.meeting_journal import Known, MeetingJournal
-from commlayer.cluster.meeting_store import MeetingStore, Writer
+from commlayer.cluster.coordinator_journal import Known, MeetingJournal
+from commlayer.cluster.kv_store import MeetingStore, Writer
 from commlayer.cluster.messages import Ask, Attend, Attended, Kept, version
-from commlayer.cluster.unmet import Meetings, Unmet
+from commlayer.cluster.sites import Meetings, Unmet
 from commlayer.errors import coded
 from commlayer.transport.protocol import peer_name
 
@@ -34,11 +34,11 @@ class Gathering:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
-                 door: Callable[[], homes.Door | None] = lambda: None, journal: MeetingJournal | None = None,
+                 door: Callable[[], sites.Door | None] = lambda: None, journal: MeetingJournal | None = None,
                  noticed_s: float = 0.0) -> None:
         """`door`: whether the running job admits homes. `journal`: resumes from it, and records from the job's begin on.
         `noticed_s`: a process counts as silent after this many seconds."""
-        self._state, self._store = homes.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
+        self._state, self._store = sites.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
         self._lock = threading.Lock()
@@ -46,21 +46,21 @@ class Gathering:
         self._journal = journal
         for record in journal.read() if journal is not None else ():
             if isinstance(record, Known):
-                self._state = homes.still(record.homes, clock())
+                self._state = sites.still(record.homes, clock())
             else:
                 self._store.again(record)
 
     def supersede(self, asked: Attend, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `asked` is the restart of a home, removes the former one. Returns the ranks that are free now, and the reason.
         `still_s`: for how long this process was stopped until now, so that it could not receive heartbeats."""
-        view = (self._door() or homes.Door()).generation
+        view = (self._door() or sites.Door()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s
-            token = homes.predecessor(before, asked, now, self._noticed_s if before.begun else self._silence_s, seen_s)
+            token = sites.predecessor(before, asked, now, self._noticed_s if before.begun else self._silence_s, seen_s)
             if not token:
                 return frozenset(), ""
             why = f"was started again (pid {asked.pid})"
-            self._state = homes.gone(before, token, why, max(1, view))
+            self._state = sites.gone(before, token, why, max(1, view))
             self._note(before)
             self._write_down(before)
         home = before.here[token]
@@ -71,7 +71,7 @@ class Gathering:
         door = self._door()
         with self._lock:
             before = self._state
-            self._state, reply = homes.attend(before, asked, self._clock(), door, 2 * self._noticed_s)
+            self._state, reply = sites.attend(before, asked, self._clock(), door, 2 * self._noticed_s)
             self._note(before)
             self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
@@ -84,7 +84,7 @@ class Gathering:
             return Kept(error=why)
         store, newest = self._store, 1
         if asked.put or asked.add:
-            newest = max(1, (self._door() or homes.Door()).generation)
+            newest = max(1, (self._door() or sites.Door()).generation)
         by = self._writer(asked.home, newest)
         # Writes for an earlier view are dropped, so that all readers that know the newer view read the same values.
         put = asked.put if not asked.view or asked.view >= newest else ()
@@ -129,7 +129,7 @@ class Gathering:
             self._settled = view
             self._store.forget(view)
             with self._lock:
-                self._state = homes.forget(self._state, view)
+                self._state = sites.forget(self._state, view)
 
     def unmet(self) -> list[Unmet]:
         """Pending waits of ranks for other ranks, where the waiting rank gave a limit."""
@@ -137,43 +137,43 @@ class Gathering:
 
     def shut(self) -> str:
         """Why the running job admits no home; "" if it does."""
-        door = self._door() or homes.Door()
+        door = self._door() or sites.Door()
         with self._lock:
-            return homes.shut(self._state, door)
+            return sites.shut(self._state, door)
 
     def staying(self, dead: Collection[int]) -> bool:
         """Whether a home is present that may still call: homes stay registered until their scripts end. If the job continues
         without the `dead` workers, their homes do not count, since their scripts may hang forever."""
         with self._lock:
-            return homes.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
+            return sites.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
     def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
         """Removes silent homes. `ended`: ranks that have left the job. `still_s`: as in `supersede`."""
         if self._journal is not None:
             self._journal.wait()
-        view = (self._door() or homes.Door()).generation
+        view = (self._door() or sites.Door()).generation
         with self._lock:
             before, now = self._state, self._clock()
-            self._state = homes.tick(homes.still(before, now) if still_s else before, now, self._silence_s, ended, view)
+            self._state = sites.tick(sites.still(before, now) if still_s else before, now, self._silence_s, ended, view)
             self._note(before)
             self._write_down(before)
 
-    def _whole(self) -> Iterator[Known | meeting_store.Change]:
-        yield Known(homes.still(self._state, 0.0))
+    def _whole(self) -> Iterator[Known | kv_store.Change]:
+        yield Known(sites.still(self._state, 0.0))
         yield from self._store.changes()
 
-    def _write_down(self, before: homes.Homes) -> None:
+    def _write_down(self, before: sites.Homes) -> None:
         """Journals which homes take part. Once the job has begun, only arrivals and departures change that."""
         if self._journal is not None and self._state.begun and self._state.here.keys() != before.here.keys():
-            self._journal.note(Known(homes.still(self._state, 0.0)))
+            self._journal.note(Known(sites.still(self._state, 0.0)))
 
     def _heard(self, home: str) -> str:
         """Resets the home's silence. Returns why it is not in this meeting; "" if it is."""
         with self._lock:
             if home in self._state.here:
-                self._state = homes.heard(self._state, home, self._clock())
+                self._state = sites.heard(self._state, home, self._clock())
                 return ""
-            return self._state.former.get(home, homes.RESTARTED)
+            return self._state.former.get(home, sites.RESTARTED)
 
     def _is_of(self, home: str, rank: int) -> bool:
         """Whether the rank belongs to the home, so that no home reports waits for another one's ranks."""
@@ -187,10 +187,10 @@ class Gathering:
             state = self._state
         mine, workers = state.here.get(home), max(1, state.workers)
         if mine is None:  # it left after `_heard`, and its meeting has ended
-            return Writer(f"home {home}", meeting_store.LEAST_EACH_NBYTES)
+            return Writer(f"home {home}", kv_store.LEAST_EACH_NBYTES)
         certificate = mine.asked.certificate
-        each = max(meeting_store.MAX_KEPT_NBYTES // workers, meeting_store.LEAST_EACH_NBYTES)
-        most = each * min(workers, homes.parts(state, certificate) if certificate else mine.asked.workers)
+        each = max(kv_store.MAX_KEPT_NBYTES // workers, kv_store.LEAST_EACH_NBYTES)
+        most = each * min(workers, sites.parts(state, certificate) if certificate else mine.asked.workers)
         return Writer(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _cast_out(self, home: str) -> str:
@@ -201,13 +201,13 @@ class Gathering:
         lost, ranks = self._lost(), range(one.first, one.first + one.asked.workers)
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
 
-    def _note(self, before: homes.Homes) -> None:
+    def _note(self, before: sites.Homes) -> None:
         """Logs homes that have come or left."""
         state = self._state
         for token, home in state.here.items():
             if token not in before.here:
                 news = f"joins the {home.world - home.asked.workers} workers that there are" if home.world else \
-                    homes.missing(state) or f"all {state.workers} workers are"
+                    sites.missing(state) or f"all {state.workers} workers are"
                 log.info("home %s is here: %s", home.who, news)
                 self._audit.note("attended", where=home.who, workers=home.asked.workers)
         left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()

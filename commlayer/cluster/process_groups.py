@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from commlayer.cluster import home_world
-from commlayer.cluster.store_waits import bounded
+from commlayer.cluster import site_process_group
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
-from commlayer.transport.pending import GROUP, named
 
 _told: dict[str, int] = {}
 """By ranks: how many exchanges they have made. All of them take part in each, so their counts agree."""
@@ -87,7 +88,7 @@ class Members:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._all = self.world == dist.get_world_size()
-        self.reachable = not home_world.relayed()
+        self.reachable = not site_process_group.relayed()
         """Whether members can connect to each other. Ranks in different homes cannot: their collectives pass through the
         coordinator, and are for small or rare data."""
 
@@ -99,7 +100,7 @@ class Members:
         """Makes a process group of these members (None: all); None on ranks outside it. All members call it in one order."""
         chosen = range(self.world) if members is None else list(members)
         ranks = [self.ranks[m] for m in chosen]
-        backend = home_world.backend_for(ranks, backend)
+        backend = site_process_group.backend_for(ranks, backend)
         what = "making a process group"
 
         def make(**how: Any) -> Any:
@@ -108,7 +109,7 @@ class Members:
                 return bounded(lambda: dist.new_group(ranks, timeout=timeout, backend=backend, **how), timeout_s, what, GROUP)
 
         if self._all:
-            group = home_world.strict(make())
+            group = site_process_group.strict(make())
             return group if self.rank in chosen else None
         with self._numbered(timeout_s, what):
             return make(use_local_synchronization=True)
@@ -125,7 +126,7 @@ class Members:
 
     def allow(self, group: Any, timeout_s: float) -> None:
         """Sets the timeout of collectives that begin in that group from now on. Only for groups on CPUs."""
-        home_world.allow(group, datetime.timedelta(seconds=timeout_s))
+        site_process_group.allow(group, datetime.timedelta(seconds=timeout_s))
 
     @contextlib.contextmanager
     def _numbered(self, timeout_s: float, what: str) -> Iterator[None]:
@@ -146,3 +147,96 @@ class Members:
         finally:
             for filler in fillers:
                 dist.destroy_process_group(filler)
+
+
+# ---- Deadlines for calls that wait in torch's store.
+#
+# The store's own timeout does not work if its server stops responding: after the timeout the client sends a cancellation and
+# waits for the reply to it without a limit.
+
+T = TypeVar("T")
+
+GRACE_S = 1.0
+"""The call's own deadline should come first, since its error says more."""
+
+
+def bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) -> T:
+    """Runs call(), which has that deadline itself. DeadlineExceeded of `peer` if it does not return by then.
+
+    The call runs in a daemon thread, which is left behind after a timeout and does not keep the process alive.
+    """
+    over: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            over.set_result(call())
+        except BaseException as error:
+            over.set_exception(error)
+
+    threading.Thread(target=run, name="commlayer-store", daemon=True).start()
+    try:
+        return over.result(deadline_s + GRACE_S)
+    except TimeoutError:
+        if over.done():
+            raise
+        raise DeadlineExceeded(f"{what}: the process group's store has not answered within {deadline_s:g} s",
+                               peer=peer) from None
+
+
+GROUP = "a peer of the process group"
+"""A collective does not report which peer failed; the heartbeats do."""
+LOOK_S = 0.5
+POLL_S = 2e-4
+
+
+class Pending:
+    def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
+        self._work, self._what, self._on_device = work, what, on_device
+
+    def is_over(self) -> bool:
+        """Whether `wait` would return at once."""
+        work = self._work
+        return work is None or bool(work.is_completed())
+
+    def over(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Like `wait`, but on CUDA the host waits too, so the current stream is not blocked during the wait."""
+        while self._on_device and not self.is_over() and time.monotonic() < deadline:
+            if (cause := failed()) is not None:
+                raise cause
+            time.sleep(POLL_S)
+        self.wait(deadline, failed)
+
+    def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Waits until `deadline` (time.monotonic()), or until failed() returns an error, which is raised.
+
+        On CUDA `wait` orders the current stream and does not block the host; there the group's own timeout applies.
+        """
+        work = self._work
+        with named(self._what):
+            if self._on_device:
+                work.wait()
+                return
+            while work is not None:
+                left_s = deadline - time.monotonic()
+                try:
+                    work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
+                    work = self._work = None  # the work object would keep its group's connections open
+                except RuntimeError as error:
+                    if not _timed_out(error) or left_s <= 0:
+                        raise
+                    if (cause := failed()) is not None:
+                        raise cause from None
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Turns torch's errors into a one-line CommError that names the failed operation."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = DeadlineExceeded if _timed_out(error) else CommError
+        raise kind(f"{what} failed: {str(error).splitlines()[0]}", peer=GROUP) from None
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()

@@ -8,19 +8,23 @@ data; gradients are sent through servers.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
-from commlayer.cluster.world_store import Desk
 from commlayer.errors import CommError, InvalidState
 
 NAME = "homes"
@@ -327,3 +331,244 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
     if not data:
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)
+
+
+# ---- Sets up torch.distributed for ranks in several homes, which reach each other only through the coordinator.
+#
+# torch reports rank and world size of the whole job, so scripts shard their data and log as on one cluster.
+
+class _World(NamedTuple):
+    desk: Desk
+    name: str
+    """Equal on all ranks. torch counts its groups from 0 in each world, so keys need this prefix."""
+    ids: tuple[int, ...]
+    """The coordinator's rank number of each rank."""
+    home: frozenset[int]
+    """Those of these numbers that are on this machine."""
+    inside: str
+    timeout_s: float
+    store: WorldStore
+    """torch keeps only the C++ half of this object, which calls the Python half."""
+    without: bool
+    """Whether scripts' collectives leave out ranks that are gone."""
+    held: str
+    """As in RelayedGroup, for scripts' collectives in the default group."""
+    patience_s: float
+    """As in RelayedGroup."""
+
+
+_worlds: list[_World] = []
+_groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
+_moved: dict[str, RelayedGroup] = {}
+"""Default groups of former worlds, kept here because Python may have no other reference to them (DDP holds its group in C++).
+Keyed by the name of a group's first world, which is equal on all ranks, also on ranks that joined later."""
+END_S = 5.0
+
+
+def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
+          held: str = "", patience_s: float = 0.0) -> None:
+    """Makes torch's default group. `home`: numbers of the ranks on this machine, whose own groups use the backend `inside`.
+    `without`: scripts' collectives leave out ranks that are gone. `held`: until `release` they fail with that line.
+    `patience_s`: how long collectives wait beyond their timeout until a missing rank is evicted."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
+    if not _worlds:
+        atexit.register(_end)
+    _make(_World(desk, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
+                 WorldStore(desk, timeout_s, rank), without, held, patience_s), rank)
+
+
+def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
+    """Makes the default group of the remaining ranks in a new view. Other groups of the former world become unusable."""
+    former, default = _worlds[-1], dist.group.WORLD
+    for group in [group for group in _groups if group is default]:
+        _moved[former.name] = group
+    moved = [*_moved.values()]
+    dist.destroy_process_group()
+    for group in moved:
+        group.join(END_S)  # scripts' collectives leave out ranks that are gone, so they end soon
+    former.desk.close()
+    for group in [group for group in _groups if group not in moved]:
+        group.abort()
+    name = f"view{generation}"
+    _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s, ids[rank])), rank)
+    for origin, group in _moved.items():
+        group.move(desk, f"{name}/{origin}", ids, rank)
+
+
+def _make(world: _World, rank: int) -> None:
+    _worlds.append(world)
+    dist.init_process_group(NAME, store=PrefixStore(world.name, world.store), rank=rank, world_size=len(world.ids),
+                            timeout=datetime.timedelta(seconds=world.timeout_s))
+
+
+def release() -> None:
+    """Scripts' collectives are carried out from now on."""
+    if _worlds and _worlds[-1].held:
+        _worlds[-1] = _worlds[-1]._replace(held="")
+        for group in _groups:
+            group.held = ""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Collectives on hold succeed locally meanwhile, as if all ranks had this rank's data."""
+    groups = [group for group in _groups if group.held]
+    for group in groups:
+        group.alone = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.alone = False
+
+
+def allow(group: Any, timeout: datetime.timedelta) -> None:
+    """Sets the timeout of collectives that begin in the group from now on."""
+    if isinstance(group, RelayedGroup):
+        group.allow(timeout.total_seconds())
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def desk() -> Desk:
+    """The store client of this world's ranks."""
+    return _worlds[-1].desk
+
+
+def strict(group: Any) -> Any:
+    """Marks a group of commlayer's own: its collectives include all members or fail, and are never on hold."""
+    if isinstance(group, RelayedGroup):
+        group.without, group.held = False, ""
+    return group
+
+
+def relayed() -> bool:
+    """Whether torch's world is of this kind, so that its ranks do not reach each other."""
+    return dist.is_initialized() and dist.get_backend() == NAME
+
+
+def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
+    """The backend for a group of these ranks, where `wanted` is requested. Sockets are used only within one machine."""
+    if not relayed():
+        return wanted
+    world = _worlds[-1]
+    at_home = {world.ids[rank] for rank in ranks} <= world.home
+    return (wanted if wanted not in (None, NAME) else world.inside) if at_home else NAME
+
+
+def _group(options: Any, _: Any) -> RelayedGroup:
+    world = _worlds[-1]
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    group = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
+                         options.group_rank, options.timeout.total_seconds())
+    group.without, group.held, group.patience_s = world.without, world.held, world.patience_s
+    _groups.add(group)
+    return group
+
+
+def _end() -> None:
+    """A thread that still waits inside gRPC would crash the process when the interpreter ends."""
+    for group in _groups:
+        group.shutdown()
+    for world in _worlds:
+        world.desk.close()
+    for group in _groups:
+        group.join(END_S)
+
+
+# ---- A torch.distributed Store on top of the coordinator's key-value store, for ranks in several homes.
+
+ANY = -1
+
+
+_Store: Any = distributed_c10d.Store
+
+
+class Found(Protocol):
+    @property
+    def found(self) -> tuple[bytes | None, ...]: ...
+
+    @property
+    def sum(self) -> int: ...
+
+    @property
+    def over(self) -> bool:
+        """The missing values will not come: their writers are gone."""
+        ...
+
+
+class Desk(Protocol):
+    """Client of the key-value store; cluster/site_client.py implements it."""
+
+    def ask(
+        self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
+        want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
+        view: int = 0, rank: int = ANY, limit_s: float = 0.0,
+    ) -> Found: ...
+
+    def close(self) -> None: ...
+
+
+class WorldStore(_Store):  # type: ignore[misc]
+    """The methods that torch needs. It calls them by name, also from C++."""
+
+    def __init__(self, desk: Desk, timeout_s: float, rank: int = ANY) -> None:
+        """`rank`: the coordinator's number of the rank that waits here."""
+        super().__init__()
+        self.desk, self._timeout_s, self._rank = desk, timeout_s, rank
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._asked(lambda until: self.desk.ask(until, put=[(key, data)]))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [value or b"" for value in self._all(keys, self._timeout_s)]
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._asked(lambda until: self.desk.ask(until, add=(key, value))).sum)
+
+    def check(self, keys: list[str]) -> bool:
+        values = self._asked(lambda until: self.desk.ask(until, want=[(key, ANY) for key in keys], wait=False)).found
+        return None not in values
+
+    def delete_key(self, key: str) -> bool:
+        present = self.check([key])
+        self._asked(lambda until: self.desk.ask(until, drop=[key]))
+        return present
+
+    deleteKey = delete_key
+    """The name that torch's C++ code calls."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self._all(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def _all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
+        until = time.monotonic() + timeout_s
+        want = [(key, ANY) for key in keys]  # torch does not say which rank writes a key
+        values: tuple[bytes | None, ...] = self._asked(
+            lambda _: self.desk.ask(until, want=want, rank=self._rank, limit_s=timeout_s)).found
+        if None in values:
+            missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+            raise InvalidState("E-DEADLINE", f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
+        return values
+
+    def _asked(self, call: Callable[[float], Any]) -> Any:
+        """Converts errors to RuntimeErrors, the only ones that torch handles."""
+        try:
+            return call(time.monotonic() + self._timeout_s)
+        except CommError as error:
+            raise InvalidState("E-PROCESS-GROUP", str(error)) from error

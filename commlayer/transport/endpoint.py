@@ -12,18 +12,14 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
-from commlayer.transport import hello as greeting
-from commlayer.transport.byte_channel import ByteChannel, binding_of, certified_of
+from commlayer.transport import handshake as greeting
 from commlayer.transport.connection import Connection, drop, tune, watch
+from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
-from commlayer.transport.hello import Admit, Hello, Later, same_job
+from commlayer.transport.handshake import HURRY_S, Admit, Hall, Hello, Later, Probe, same_job
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.listener import listening, wake
 from commlayer.transport.mailbox import Mailbox
-from commlayer.transport.pacing import Pacer
-from commlayer.transport.protocol import Handle, Header, Key, Kind, Message, peer_name
-from commlayer.transport.receive_buffers import Pool
-from commlayer.transport.unproved_connections import HURRY_S, Hall, Probe
+from commlayer.transport.protocol import ByteChannel, Handle, Header, Key, Kind, Message, binding_of, certified_of, peer_name
 
 Address = tuple[str, int]
 FORMER_S = 0.5
@@ -402,3 +398,75 @@ class StreamTransport:
             rest = list(self._ending)
         for connection in rest:
             connection.join(time.monotonic() + 1.0)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Port 0 lets the system choose one. Raises InvalidInput with a remedy."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(where[:2], family=family, backlog=128)
+    except OSError as error:
+        raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
+
+
+def wake(listener: socket.socket) -> None:
+    """Makes the thread blocked in accept() return."""
+    try:
+        listener.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "the address is not of this machine: bind one that is, or 0.0.0.0 for all"
+    if error.errno == errno.EACCES:
+        return "not allowed: choose a port above 1023"
+    return error.strerror or str(error)
+
+
+# ---- A pool of receive buffers: a large new buffer costs a page fault every 4 KiB, so buffers are reused.
+#
+# The owner of a message may return its body with Pool.give; not returning it only costs speed.
+
+MIN_NBYTES = 64 << 10
+"""The allocator is faster for smaller buffers."""
+
+
+class Pool:
+    """Buffers by size class, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
+
+    def __init__(self, cap_nbytes: int = 256 << 20) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[bytearray]] = {}
+        self._room = cap_nbytes
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes < MIN_NBYTES:
+            return memoryview(bytearray(nbytes))
+        size = size_class(nbytes)
+        with self._lock:
+            free = self._free.get(size)
+            buffer = free.pop() if free else None
+            if buffer is not None:
+                self._room += size
+        return memoryview(bytearray(size) if buffer is None else buffer)[:nbytes]
+
+    def give(self, body: memoryview) -> None:
+        """Takes back a body from take(). No array or tensor may still use it; this view raises ValueError from now on."""
+        buffer = body.obj
+        body.release()
+        if not isinstance(buffer, bytearray) or len(buffer) < MIN_NBYTES or size_class(len(buffer)) != len(buffer):
+            return
+        with self._lock:
+            if len(buffer) <= self._room:
+                self._room -= len(buffer)
+                self._free.setdefault(len(buffer), []).append(buffer)
+
+
+def size_class(nbytes: int) -> int:
+    """The smallest m * 2**e >= nbytes with 8 <= m < 16, so that at most an eighth is wasted."""
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step

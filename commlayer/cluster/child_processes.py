@@ -1,0 +1,330 @@
+"""Child processes of a training process: the servers that it starts, and the sidecar that sends its heartbeats.
+
+A server ends with its parent. Its standard input is a pipe that closes when the parent ends. It also checks its parent's
+process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called
+attach() ends.) The pipe first carries the job's secret. An orderly end is announced on it, so the child recognizes a crash.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from commlayer.config import Config, child_environment
+from commlayer.errors import CommError, DeadlineExceeded
+
+ROOT = Path(__file__).parents[2]
+# The child must run the same package as this process, installed or not, and nothing from the current directory.
+RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.cluster.server_process import main; main()"
+TAIL_LINES = 15
+GRACE_S = 5.0
+
+
+class Embedded:
+    """A running child. `control` and `data` are its addresses; empty for a role that it does not have."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stderr: _Stderr, control: str, data: str) -> None:
+        self.control, self.data = control, data
+        self.pid = process.pid
+        self._process, self._stderr, self._owner = process, stderr, os.getpid()
+
+    @classmethod
+    def start(
+        cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
+    ) -> Embedded:
+        """Starts a coordinator and server `number` (None: no server); with `join` only the server. Returns when it is ready.
+
+        CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
+        """
+        part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None}
+        part["number"] = -1 if number is None else number
+        command = [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)]
+        if join:
+            # A configured port is the coordinator's, which may be on this machine, as may other servers.
+            config = msgspec.structs.replace(config, port=0)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # Ctrl-C must reach only the trainer, which ends the child when it no longer needs it.
+            start_new_session=True, env=child_environment(config),
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        send_line(process, config.token.encode())
+        stderr = _Stderr(process.stderr)
+        embedded = cls(process, stderr, "", "")
+        try:
+            line = _first_line(process, config.join_deadline_s)
+        except BaseException:
+            embedded.close()
+            raise
+        if line is None:
+            embedded.close()
+            raise CommError(f"did not start: {stderr.tail() or f'exit code {process.returncode}'}", peer="embedded server")
+        addresses = json.loads(line)
+        embedded.control, embedded.data = addresses["control"], addresses["data"]
+        stderr.forward()
+        return embedded
+
+    def over(self, timeout_s: float) -> bool:
+        """Waits up to `timeout_s` for the child to end by itself, as it does after all workers have left. Whether it did."""
+        return os.getpid() == self._owner and _ended(self._process, max(0.0, timeout_s))
+
+    def close(self) -> None:
+        """Ends the child in bounded time."""
+        if os.getpid() != self._owner:
+            return  # a forked copy of the trainer does not own it
+        process = self._process
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            process.stdin.write(END_LINE)
+            process.stdin.close()
+        if process_state(self.pid) in ("T", "t"):
+            process.kill()  # a stopped process handles no other signal
+        if not _ended(process, GRACE_S):
+            process.terminate()
+            if not _ended(process, GRACE_S):
+                process.kill()
+                process.wait()
+        self._stderr.finish()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+class _Stderr:
+    """Drains the child's standard error: keeps the last lines, and prints new ones after forward()."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._lines: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._forward = False
+        self._thread = threading.Thread(target=self._drain, name="commlayer-stderr", daemon=True)
+        self._thread.start()
+
+    def forward(self) -> None:
+        self._forward = True
+
+    def tail(self) -> str:
+        self._thread.join(timeout=1.0)
+        return "\n".join(self._lines).strip()
+
+    def finish(self) -> None:
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._pipe.close()
+
+    def _drain(self) -> None:
+        for data in self._pipe:
+            line = data.decode("utf-8", "replace").rstrip("\n")
+            self._lines.append(line)
+            if self._forward:
+                print(line, file=sys.stderr, flush=True)
+
+
+def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
+    """The first line of its standard output; None if it ended without one."""
+    assert process.stdout is not None
+    descriptor = process.stdout.fileno()
+    deadline, data = time.monotonic() + deadline_s, b""
+    while b"\n" not in data:
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            raise DeadlineExceeded(f"did not start within {deadline_s:g} s", peer="embedded server")
+        more = os.read(descriptor, 4096)
+        if not more:
+            return None
+        data += more
+    return data
+
+
+def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+# ---- How a parent controls a child: over the child's standard input. Secrets are passed there too, since command lines and
+# environments can be read by others.
+
+END_LINE = b"end\n"
+"""Sent by the parent when the child is to end."""
+LOOK_S = 1.0
+EXIT_S = 5.0
+
+
+def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Sends a line to the child. Ignores a child that has ended, which other code detects."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+
+
+def read_line(descriptor: int = 0) -> bytes:
+    """In the child: reads the first line and no byte more. Empty if the parent ended before it sent the line."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = os.read(descriptor, 1)
+        if not more:
+            return b""
+        line += more
+    return line[:-1]
+
+
+def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
+    """In the child: sets `stop` when the parent requests it, or has ended; `orphaned` is called first in that case. Exits the
+    process if it has not stopped after EXIT_S."""
+
+    def follow() -> None:
+        message = b""
+        while os.getppid() == parent:
+            readable, _, _ = select.select([0], [], [], LOOK_S)
+            if readable:
+                message = os.read(0, len(END_LINE))
+                break
+        if not message and not stop.is_set():
+            orphaned()
+        stop.set()
+        time.sleep(EXIT_S)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="commlayer-parent", daemon=True).start()
+
+
+# ---- The heartbeat sidecar: a child process that sends a worker's heartbeats while a thread of the worker holds Python's GIL.
+#
+# The worker's heartbeat thread stops while another thread holds the GIL. A C call that holds it for half a minute must not
+# count as death. So the sidecar sends heartbeats in addition to that thread, under the same registration. It reports the
+# parent's state from the kernel: running, stopped, or ended (its last message). Silence alone could also mean a cut network.
+# Without /proc there is no sidecar. It imports neither torch nor numpy.
+
+log = logging.getLogger("commlayer")
+
+
+RUN_SIDECAR = "import sys; sys.path.append(sys.argv.pop(1)); " \
+              "from commlayer.cluster.child_processes import sidecar_main; sidecar_main()"
+STOPPED_STATES = frozenset("TtZXx")
+"""States of a process that does not run: stopped, traced, dead."""
+RUNNING, STOPPED, EXITED = range(3)
+PARENT_EXIT_S = 1.0
+
+
+class HeartbeatSidecar:
+    """A running child."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process, self._owner, self._exit_logged = process, os.getpid(), False
+        self.pid = process.pid
+
+    def close(self) -> None:
+        """Ends the child. Idempotent; does nothing in a forked copy of the trainer, which does not own the child."""
+        if os.getpid() != self._owner or self._process.stdin is None or self._process.stdin.closed:
+            return
+        self._process.stdin.close()
+        self._process.terminate()
+        try:
+            self._process.wait(PARENT_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def look(self) -> None:
+        """Logs once that the child has ended, if it has."""
+        if not self._exit_logged and self._process.poll() is not None:
+            self._exit_logged = True
+            log.warning("the process %d that kept this worker's heartbeats going has ended (exit code %s): from now on a call "
+                        "that holds the GIL for longer than dead_after_s counts as death", self.pid, self._process.returncode)
+
+
+def start_sidecar(
+    address: str, secret: str, bodies: list[bytes], options: list[tuple[str, Any]], every_s: float, call_s: float,
+    credentials: tuple[str, ...] | None = None, channel: bytes = b"",
+) -> HeartbeatSidecar | None:
+    """`bodies`: encoded Heartbeats for a parent that runs, is stopped, or has ended. `credentials`, `channel`: as in
+    grpc_stream.open_channel and Asker.
+
+    None if the child does not start, or there is no /proc.
+    """
+    if not Path("/proc/self/stat").exists():
+        return None
+    setup = {"address": address, "secret": secret, "bodies": [body.hex() for body in bodies], "options": options,
+             "every_s": every_s, "call_s": call_s, "credentials": credentials, "channel": channel.hex()}
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", RUN_SIDECAR, str(ROOT), str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )
+    except OSError as error:
+        log.warning("no process to keep heartbeats going beside the GIL: %s", error)
+        return None
+    send_line(process, json.dumps(setup).encode())
+    return HeartbeatSidecar(process)
+
+
+def is_awake(pid: int) -> bool:
+    """Whether the process exists and is not stopped."""
+    return process_state(pid) not in STOPPED_STATES
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of the process; X if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def beat(parent: int, send: Callable[[int], None], every_s: float) -> None:
+    """Calls `send` with RUNNING or STOPPED until the parent ends or closes standard input; then with EXITED if it has ended."""
+    while os.getppid() == parent:
+        send(RUNNING if is_awake(parent) else STOPPED)
+        if select.select([0], [], [], every_s)[0]:
+            break
+    # A parent that dies closes its files before its id is gone. A living one ends this child by a signal.
+    until = time.monotonic() + PARENT_EXIT_S
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(0.01)
+    if os.getppid() != parent:
+        send(EXITED)
+
+
+def sidecar_main() -> None:
+    """Entry point of the child. Its argument is the parent's process id; the rest is one line on standard input."""
+    parent = int(sys.argv[1])
+    line = read_line()
+    if not line:
+        return
+    init = json.loads(line)
+    import grpc
+
+    from commlayer.transport.grpc_stream import TlsCredentials, open_channel
+    from commlayer.transport.secret import Asker, Unproved
+
+    credentials = init["credentials"] and TlsCredentials(*init["credentials"])
+    channel = open_channel(init["address"], [tuple(option) for option in init["options"]], credentials)
+    asker = Asker(init["secret"], lambda method, data, timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
+        data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
+        bytes.fromhex(init["channel"]))
+    bodies = [bytes.fromhex(body) for body in init["bodies"]]
+
+    def send(which: int) -> None:
+        try:
+            asker.ask("Heartbeat", bodies[which], init["call_s"])
+        except (grpc.RpcError, Unproved):
+            pass  # the worker's own thread has the same error, and logs it
+
+    beat(parent, send, init["every_s"])
