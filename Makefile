@@ -46,11 +46,11 @@ unit: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3 $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
-# docs/recipes.md: the examples with Accelerate, transformers and Lightning, 210 MB of packages
+# docs/how-to/frameworks.md: the examples with Accelerate, transformers and Lightning, 210 MB of packages
 recipes: $(STAMP)-recipes
 	$(BIN)/python -m pytest -rs tests/test_recipes_*.py
 
-# docs/wan.md: other projects' systems for `bench tta`, each in an environment of its own, 2 GB
+# docs/benchmarks.md: other projects' systems for `bench tta`, each in an environment of its own, 2 GB
 RIVALS := torchft==0.2.0 hivemind==1.1.12
 rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
 
@@ -80,7 +80,7 @@ fuzz: setup
 
 # the pages in docs/reference that come from the code
 docs: setup
-	$(BIN)/python -m commlayer.compressors.catalogue docs/codecs.md
+	$(BIN)/python -m commlayer.compressors.catalogue docs/reference/codecs.md
 	$(BIN)/python docs/generate.py
 
 clean:

@@ -1,6 +1,6 @@
 """Writes the table of what ways of training cost in steps into the package, from what `bench learning` has measured.
 
-`python -m bench.learning_table` does that and renews the tables of docs/learning.md between its marks.
+`python -m bench.learning_table` does that and renews the tables of docs/benchmarks.md between its marks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from commlayer.files import between, write_whole
 from commlayer.planner.model.learning import ALONE, LearningRow
 from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
 
-PAGE = report.ROOT / "docs" / "learning.md"
+PAGE = report.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 NAMES = {"adam": "AdamW", "sgd": "SGD with momentum"}
 NOTABLE = 0.25

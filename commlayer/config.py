@@ -84,7 +84,7 @@ class Config(Record, frozen=True):
     audit: Text = ""
     """Coordinator and servers append a JSON line to this file for each join, refusal, departure and plan."""
     servers: Servers = "one"
-    """Number of summation servers that a job starts, unless its plan says so."""
+    """Number of summation servers that a job starts, unless its plan sets it."""
     node: Node = -1
     """Number of the machine that a server in this process shares. -1: the machine with the same host name, else one of its
     own. Workers under torchrun derive theirs."""

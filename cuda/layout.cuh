@@ -1,4 +1,4 @@
-// Where the parts of a sparse payload lie when its count is known on the device only; see docs/wire.md.
+// Where the parts of a sparse payload lie when its count is known on the device only; see docs/reference/wire.md.
 #ifndef CML_LAYOUT
 #define CML_LAYOUT
 #include "common.cuh"

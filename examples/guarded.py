@@ -1,4 +1,4 @@
-"""A plan far too lossy, and the guard that makes it finer. What docs/tuning.md measures.
+"""A plan far too lossy, and the guard that makes it finer. docs/benchmarks.md has its results.
 
 torchrun --nproc-per-node 2 examples/guarded.py --codec "topk(ratio=0.001)" --guard act --max-loss 0.05
 """

@@ -2,7 +2,7 @@
 
     python examples/homes.py                                           # alone
     torchrun --standalone --nproc-per-node 2 examples/homes.py         # two workers on one machine
-    commlayer launch --join HOST:PORT --keys DIR examples/homes.py     # in each home: docs/first-evening.md
+    commlayer launch --join HOST:PORT --keys DIR examples/homes.py     # in each home: docs/tutorials/first-evening.md
 
 What commlayer adds is marked. `make` is what `commlayer plan make examples/homes.py` asks for, too.
 """

@@ -1,4 +1,4 @@
-"""docs/codecs.md: every codec is in its table, and the table is what the code says."""
+"""docs/reference/codecs.md: every codec is in its table, and the table is what the code says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlayer.compressors import parse
 from commlayer.compressors.catalogue import CATALOGUE, main, renewed
 from commlayer.compressors.parse import FACTORIES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "codecs.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "codecs.md"
 
 
 def test_every_codec_has_an_entry_that_a_plan_can_spell() -> None:

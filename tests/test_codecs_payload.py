@@ -88,7 +88,8 @@ def test_golden_payloads(name: str, backend: str) -> None:
 
 def test_every_codec_has_a_golden_file_and_a_row_in_the_format() -> None:
     assert {file.read_bytes()[0] for file in GOLDEN.glob("*.bin")} == set(CODEC_IDS.values())
-    rows = (GOLDEN.parents[2] / "docs" / "wire.md").read_text().split("The body follows at once", 1)[1].split("\n\n")[1]
+    page = (GOLDEN.parents[2] / "docs" / "reference" / "wire.md").read_text()
+    rows = page.split("The body follows at once", 1)[1].split("\n\n")[1]
     described = {name.strip() for row in rows.splitlines()[2:] for name in row.split("|")[1].split(",")}
     assert described == set(CODEC_IDS)
 

@@ -165,11 +165,11 @@ def test_all_looks_of_one_machine_are_over_in_time() -> None:
     last = doctor.link_check()
     assert last is not None
     assert max(check.deadline_s for check in every) + last.deadline_s <= checks.ALONE_S
-    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    page = (ROOT / "docs" / "how-to" / "diagnose.md").read_text("utf-8")
     assert f"over in {checks.ALONE_S:g} s" in " ".join(page.split())
 
 
 def test_the_look_at_other_nodes_has_a_deadline_too() -> None:
     most_s = checks.Doctor(checks.Options(Config(join_deadline_s=60.0), nodes=4)).node_check().deadline_s
     assert most_s >= comparison.limit_s(4, 60.0), "what is late is named by who waits for it"
-    assert most_s + checks.ALONE_S <= 150.0, "docs/operations.md: two and a half minutes"
+    assert most_s + checks.ALONE_S <= 150.0, "docs/how-to/diagnose.md: two and a half minutes"

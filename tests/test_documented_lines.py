@@ -19,7 +19,7 @@ from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"(?:^|(?<=[\s'\"=]))(commlayer|python -m bench)(?=\s|$)((?:\.\w+)?)(.*)", re.DOTALL)
@@ -109,16 +109,15 @@ def test_a_line_of_a_page_is_one_that_the_command_takes(line: Line) -> None:
 
 def test_no_kind_of_line_is_overlooked() -> None:
     whole = {(line.page, line.program, line.words[0]) for line in ALL if line.whole}
-    for page, commands in (("README.md", ("serve", "launch")), ("security.md", ("keys",)),
-                           ("operations.md", ("serve", "launch", "keys", "doctor"))):
+    for page, commands in (("README.md", ("serve", "launch")), ("keys.md", ("keys",)),
+                           ("first-evening.md", ("serve", "launch", "keys", "doctor"))):
         assert {(page, "commlayer", command) for command in commands} <= whole
-    assert {("wan.md", "python -m bench", "tta"), ("chaos.md", "python -m bench", "chaos")} <= whole
-    # One torchrun starts, one is a word of another shell's, and one is said by a command.
-    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    there = [line.words for line in lines_of("", page) if line.whole]
-    assert ("doctor", "--nodes", "4") in there
-    assert ("doctor", "--master", "4:29499", "--nodes", "4") in there
-    assert ("launch", "--join", "203.0.113.1:7000", "--keys", "ITS-KEYS", "SCRIPT") in there
+    assert {("benchmarks.md", "python -m bench", "tta"), ("benchmarks.md", "python -m bench", "chaos")} <= whole
+    # One torchrun starts, and one is a word of another shell's.
+    pages = "\n".join(page.read_text("utf-8") for page in PAGES)
+    words = [line.words for line in lines_of("", pages) if line.whole]
+    assert ("doctor", "--nodes", "4") in words
+    assert ("doctor", "--master", "4:29499", "--nodes", "4") in words
 
 
 @pytest.mark.parametrize(("text", "problem"), [

@@ -24,7 +24,7 @@ import commlayer
 from commlayer.compressors import topk
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "running.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "torchrun.md").read_text("utf-8")
 WORLD, SAVED, KILLED, STEPS = 2, 4, 6, 9
 LIMIT_S = 110.0
 
@@ -79,7 +79,7 @@ def check(agents: list[tuple[str, str]], undisturbed: list[str]) -> None:
 def test_after_a_kill_all_start_again_and_come_to_the_same_weights(tmp_path: Path, undisturbed: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
                "--max-restarts", "1", str(Path(__file__)), str(tmp_path), "1"]
-    # As docs/running.md says: else the second attempt of torch 2.13 meets in the store of the first.
+    # As docs/how-to/torchrun.md says: else the second attempt of torch 2.13 meets in the store of the first.
     told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(command, env=environment() | told, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""docs/first-evening.md: its script trains alone and under torchrun and goes on from its weights; its homes are planned."""
+"""docs/tutorials/first-evening.md: its script trains alone and under torchrun and resumes; its homes are planned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from commlayer.cli.main import app
 
-PAGE = (ROOT / "docs" / "first-evening.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "first-evening.md").read_text("utf-8")
 
 
 def losses(line: list[str], folder: Path) -> list[float]:

@@ -2,7 +2,7 @@
 
 Each case trains one model twice through DDP, by torch's hook and by ours, and compares the gradients of every step. What they
 may differ by is a few roundings of the type on the wire; powersgd, whose random start is its own, is exact for both where
-gradients are of its rank. docs/recipes.md has the table.
+gradients are of its rank. docs/how-to/frameworks.md has the table.
 """
 
 from __future__ import annotations

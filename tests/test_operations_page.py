@@ -1,4 +1,4 @@
-"""docs/operations.md: the lines for Slurm and Kubernetes start a job."""
+"""docs/how-to/torchrun.md: the lines for Slurm and Kubernetes start a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "torchrun.md").read_text("utf-8")
 TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run "
 WAIT_S = 90.0
 

@@ -1,4 +1,4 @@
-"""docs/planning.md is what people follow: its commands print what the page says. COMMLAYER_GOLDEN=1 writes the page anew."""
+"""docs/tutorials/planning.md: its commands print what the page shows. COMMLAYER_GOLDEN=1 rewrites the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from commlayer.cli.main import run
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[1] / "docs" / "tutorials" / "planning.md"
 CUT = "\n...\n"
 """In an output: the page leaves out the rest."""
 
@@ -33,7 +33,7 @@ def test_the_worked_decision_prints_what_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text("utf-8")
-    begin, end = page.index("## A decision, worked through"), page.index("## Your own model")
+    begin, end = page.index("## A worked example"), page.index("## Your own model")
     worked = page[begin:end]
     toml = re.search(r"```toml\n(.*?)```", worked, re.DOTALL)
     assert toml is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_tta_summary import row
 
-from bench.tta.page import KEPT, PARTS, Part, figures, overview, table
+from bench.tta.page import KEPT, PARTS, ROOT, Part, figures, overview, table
 from bench.tta.store import Store, longest
 from bench.tta.summary import AIMS, summary
 
@@ -73,6 +73,14 @@ def test_what_a_single_seed_cannot_judge_is_said_by_what_loses_nothing() -> None
     assert "DDP fp16 at 1 Gb/s, which loses next to nothing, ends +4.0 % on chars (1 seed)" in figures(
         [bound, halves | {"curve": above}])
     assert "DDP fp16 at 1 Gb/s, " not in figures([bound])
+
+
+def test_the_readme_shows_rows_of_the_overview() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines()
+            if line.startswith(("| chars,", "| digits,", "| passages,"))]
+    kept = overview(longest(Store(KEPT).rows.values())).splitlines()
+    assert [row for row in rows if row not in kept] == []
+    assert len(rows) > 4
 
 
 def test_a_page_without_a_place_for_rows_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/wan.md and README.md, of the rows that are kept with the project: `python -m bench.tta.page`.
+"""The tables of docs/benchmarks.md, of the rows that are kept with the project: `python -m bench.tta.page`.
 
 Whatever a page says of a row is what the row has; a test compares them. Measures nothing.
 """
@@ -167,8 +167,8 @@ class Part(NamedTuple):
         return between(text, f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->", self.made(rows))
 
 
-PARTS = (Part(ROOT / "docs" / "wan.md", "summary", figures), Part(ROOT / "docs" / "wan.md", "rows", table),
-         Part(ROOT / "README.md", "rows", overview))
+PAGE = ROOT / "docs" / "benchmarks.md"
+PARTS = (Part(PAGE, "summary", figures), Part(PAGE, "rows", table), Part(PAGE, "overview", overview))
 
 
 def main() -> int:

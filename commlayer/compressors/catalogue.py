@@ -1,6 +1,6 @@
-"""The catalogue of codecs: generates the table of docs/codecs.md from the entries below and from the codecs themselves.
+"""The catalogue of codecs: generates the table of docs/reference/codecs.md from the entries below and from the codecs.
 
-`python -m commlayer.compressors.catalogue docs/codecs.md` rewrites the table between the page's two marks.
+`python -m commlayer.compressors.catalogue docs/reference/codecs.md` rewrites the table between the page's two marks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def renewed(page: str) -> str:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m commlayer.compressors.catalogue docs/codecs.md", file=sys.stderr)
+        print("usage: python -m commlayer.compressors.catalogue docs/reference/codecs.md", file=sys.stderr)
         return 2
     page = Path(arguments[0])
     page.write_text(renewed(page.read_text()))

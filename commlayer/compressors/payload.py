@@ -1,6 +1,7 @@
 """Writes and reads the payload header.
 
-Sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32, count u32, seed u32. See docs/wire.md.
+Sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32, count u32, seed u32.
+See docs/reference/wire.md.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def letters() -> torch.Tensor:
 def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) -> dict[str, float]:
     """Trains on a fixed number of samples; returns the test loss and the seconds the training would have taken.
 
-    docs/planning.md describes local steps and late results ("local_steps", "stale").
+    docs/how-to/wait-less.md describes local steps and late results ("local_steps", "stale").
     """
     torch.set_num_threads(1)  # a model this small gains nothing from more
     cluster = cluster or Cluster()

@@ -48,7 +48,7 @@ def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
         at = max(line.rfind(": "), line.rfind("; "))
         if line[:at].endswith(ALLOWED):  # the word belongs to the remedy
             at -= len(ALLOWED)
-        line, remedy = (line[:at], line[at:].lstrip(",:; ")) if at > 0 else (line, "see docs/operations.md")
+        line, remedy = (line[:at], line[at:].lstrip(",:; ")) if at > 0 else (line, "see docs/how-to/diagnose.md")
     return fail(check, line, remedy)
 
 

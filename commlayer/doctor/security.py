@@ -53,7 +53,7 @@ def check_settings(config: Config) -> Iterator[Finding]:
         return
     if config.insecure and not config.keys:
         yield warn("secure", "plain text: anyone on the path can read and change it",
-                   "commlayer keys init, then COMMLAYER_KEYS on every machine (docs/security.md)")
+                   "commlayer keys init, then COMMLAYER_KEYS on every machine (docs/how-to/keys.md)")
     elif config.join and not config.token:
         yield fail("secure", "no secret, but joining a job needs one", "set COMMLAYER_KEYS or COMMLAYER_TOKEN_FILE")
 

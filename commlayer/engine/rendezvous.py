@@ -204,10 +204,10 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
         if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
             if keyed:
                 return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}; others have keys: make those with "
-                             "`commlayer keys add NAME` and set COMMLAYER_KEYS on every machine (docs/security.md)")
+                             "`commlayer keys add NAME` and set COMMLAYER_KEYS on every machine (docs/how-to/keys.md)")
             return coded("E-PLAIN-TEXT", f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} "
                          "machines and traffic between them is plain text without keys: make some with `commlayer keys init` "
-                         "and set COMMLAYER_KEYS on every machine (docs/security.md), or set COMMLAYER_INSECURE=1 on every "
+                         "and set COMMLAYER_KEYS on every machine (docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every "
                          "machine if you trust every machine on the way")
         if all(_local(row.address) for row in rows):
             return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: "

@@ -4,7 +4,7 @@ The update that an untouched element has missed: let q be sqrt(v) at the last to
 element by W_i * m / (q + E_i). The moments decay by known factors. W_i combines those of m over those of sqrt(v), the rate and
 the bias corrections; E_i is eps over the same decay of sqrt(v). So the sum over k steps depends on q and m alone, by the same
 function for all elements. Where eps is small relative to q, the sum is m / q times the sum of W. Elsewhere two terms W / (q +
-E) with the first four moments of all k terms replace them (Gauss quadrature). docs/optimizers.md states the accuracy.
+E) with the first four moments of all k terms replace them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SparseAdamW(Lazy):
     """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
 
     Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: no weight is more than `lag`
-    steps out of date; see docs/optimizers.md.
+    steps out of date; see docs/how-to/optimizers.md.
 
     >>> optimizer = SparseAdamW(model.parameters(), lr=3e-4)  # doctest: +SKIP
     """

@@ -17,7 +17,7 @@ NO_ROWS = torch.zeros(ROWS, 4)
 class SparseSGD(Lazy):
     """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
 
-    `lag`: no weight is more than `lag` steps out of date; see docs/optimizers.md.
+    `lag`: no weight is more than `lag` steps out of date; see docs/how-to/optimizers.md.
 
     >>> optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)  # doctest: +SKIP
     """

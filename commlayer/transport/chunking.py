@@ -105,7 +105,7 @@ def _breach(header: Header, what: str) -> CorruptFrame:
 # ---- Leaves zero chunks out of bodies before sending, and restores them.
 #
 # The short form is the body's size (u32), a bitmap with one bit per chunk (lowest bit first), and the nonzero chunks in order.
-# The last chunk may be shorter. See docs/wire.md, "Zeros".
+# The last chunk may be shorter. See docs/reference/wire.md, "Zero chunks".
 #
 # Imports numpy at the first body that is large enough: the coordinator, which starts during attach(), must not load it.
 

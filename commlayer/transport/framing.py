@@ -1,4 +1,4 @@
-"""Frame format: encodes headers to bytes and decodes bytes to frames, without I/O. Implements "Frames" in docs/wire.md."""
+"""Frame format: encodes headers and decodes bytes to frames, without I/O. Implements "Frames" in docs/reference/wire.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A node's folder of keys: reads its certificate, CA and revocation list, and builds TLS contexts.
 
-`commlayer keys` makes the folder; docs/security.md explains each file.
+`commlayer keys` makes the folder; docs/how-to/keys.md explains each file.
 """
 
 from __future__ import annotations

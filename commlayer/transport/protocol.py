@@ -68,7 +68,7 @@ NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame. docs/wire.md gives the bytes; only framing.py reads and writes them."""
+    """The fixed part of a frame. docs/reference/wire.md gives the bytes; only framing.py reads and writes them."""
 
     kind: int
     generation: int = 0

@@ -215,7 +215,7 @@ class LossTrend(Record, frozen=True):
 
 # ---- usual cosines and residuals under each codec
 #
-# Measured for whole models in the last four fifths of each training; docs/tuning.md lists them. The learning table does not
+# Measured for whole models in the last four fifths of each training; docs/benchmarks.md lists them. The learning table does not
 # apply to a model far outside these values.
 
 SLACK_COSINE, SLACK_RESIDUAL = 0.5, 3.0
@@ -228,7 +228,7 @@ UNKNOWN = (0.05, 60.0)
 """For codecs without reference values."""
 STEEPNESS = 1.5
 """With Adam, a model's excess of steps under a codec grows with this power of the lost direction, 1 - cosine squared. With SGD
-it does not (docs/tuning.md)."""
+it does not (docs/benchmarks.md)."""
 LARGEST_RATIO = 2.0
 """Largest ratio seen between models."""
 
@@ -306,7 +306,7 @@ SMOOTH = 0.3
 
 
 class AccuracyLimits(Record, frozen=True):
-    """The user's accuracy limits. Limits of 0 are derived from the budget, as measured in training (docs/tuning.md)."""
+    """The user's accuracy limits. Limits of 0 are derived from the budget, as measured in training (docs/benchmarks.md)."""
 
     budget: float = 0.05
     """Relative excess of the loss: 0.005 is half a percent."""

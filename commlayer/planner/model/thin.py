@@ -1,6 +1,6 @@
 """Sparse gradients ("thin" tensors): how much of a bucket is sent if zeros are left out.
 
-An embedding's gradient is zero in every row that no sample of the batch used, and frames leave zeros out (docs/wire.md). This
+An embedding's gradient is zero in every row that no sample of the batch used, and frames leave zeros out. This
 shortens uncompressed and rounded payloads, which are zero where gradients are. With error feedback a codec sends residuals
 later, so its payloads fill up.
 """

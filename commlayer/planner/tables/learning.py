@@ -1,6 +1,6 @@
 """Reads the shipped table of convergence factors, and others of the same format.
 
-`python -m bench learning` makes the shipped table; docs/learning.md describes it.
+`python -m bench learning` makes the shipped table; docs/benchmarks.md describes it.
 """
 
 from __future__ import annotations
