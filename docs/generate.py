@@ -24,7 +24,7 @@ from commlayer.engine.inspection import Inspection
 from commlayer.errors import CODES
 
 FOLDER = Path(__file__).parent / "reference"
-WIDTH = 110
+WIDTH = 124
 MADE = "Generated from the code by `make docs`; do not edit."
 
 # ---- settings
@@ -174,10 +174,10 @@ def api() -> str:
     lines += _entry("commlayer.CommError", commlayer.CommError, signature=False)
     lines += ["", "### commlayer.Config", "", "The settings of one process, as a record: see [settings.md](settings.md)."]
     for title, prefix, module, names in SECTIONS:
-        lines += ["", f"## {title}: {prefix}"]
-        for name in names:
+        lines += ["", f"## {title}: {prefix}", ""]
+        for name in sorted(names, key=lambda name: name == "Sampler"):
             item = getattr(module, name)
-            lines += _class(f"{prefix}.{name}", item) if name == "Sampler" else _entry(f"{prefix}.{name}", item, brief=True)
+            lines += _class(f"{prefix}.{name}", item) if name == "Sampler" else _item(name, item)
     return "\n".join([*lines, ""])
 
 
@@ -187,6 +187,14 @@ def _entry(name: str, item: Any, *, signature: bool = True, brief: bool = False)
         text += ["", *_doc(vars(item)["__init__"])]
     shown = _signature(name, item) if signature and not _plain_record(item) else []
     return ["", f"### {name}", *(["", "```python", *shown, "```"] if shown else []), *(["", *text] if text else [])]
+
+
+def _item(name: str, item: Any) -> list[str]:
+    """One item of a list: the call and the first paragraph of its docstring."""
+    text, call = " ".join(_doc(item, brief=True)), " ".join(line.strip() for line in _signature(name, item))
+    call = call.replace("( ", "(").replace(" )", ")")
+    return textwrap.wrap(f"- `{call}`{': ' if text else ''}{text}", WIDTH, subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False)
 
 
 def _class(name: str, kind: type, *, signature: bool = True, members: tuple[str, ...] = ()) -> list[str]:
