@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/homes.py         # two workers on one machine
     commlayer launch --join HOST:PORT --keys DIR examples/homes.py     # in each home: docs/tutorials/first-evening.md
 
-What commlayer adds is marked. `make` is what `commlayer plan make examples/homes.py` asks for, too.
+Lines that commlayer adds are marked. `commlayer plan make examples/homes.py` calls `make`, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import commlayer
 
 BATCH = 32
-"""Of each worker: three of them take steps of 96 samples, so choose the learning rate for that."""
+"""Per worker: three workers take steps of 96 samples, so choose the learning rate for that."""
 SAMPLES, EPOCH = 4096, 40
-"""Steps to an epoch: counted, not a pass through a worker's data, so that homes that leave and come stay in step."""
+"""Steps per epoch: a fixed number, so that homes stay in step when one leaves or joins."""
 CHECKPOINT = Path("checkpoint.pt")
 
 
@@ -38,7 +38,7 @@ def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 
 
 def data() -> TensorDataset:
-    """The same in each home; the sampler deals it out."""
+    """The same in each home; the sampler gives each worker its part."""
     x = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x[:, :10].argmax(1))
 
@@ -46,7 +46,7 @@ def data() -> TensorDataset:
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     unfinished = CHECKPOINT.with_suffix(".unfinished")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, unfinished)
-    os.replace(unfinished, CHECKPOINT)  # a crash leaves the old one whole
+    os.replace(unfinished, CHECKPOINT)  # a crash leaves the old file intact
 
 
 def farthest(rank: int, world: int, device: torch.device) -> bytes:
@@ -55,10 +55,10 @@ def farthest(rank: int, world: int, device: torch.device) -> bytes:
     if world == 1:
         return own
     step = torch.load(io.BytesIO(own), map_location="cpu", weights_only=True)["step"] if own else 0
-    found = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(found, torch.tensor([step, len(own)], device=device))
-    best = max(range(world), key=lambda place: int(found[place][0]))
-    if not (nbytes := int(found[best][1])):
+    checkpoints = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(checkpoints, torch.tensor([step, len(own)], device=device))
+    best = max(range(world), key=lambda place: int(checkpoints[place][0]))
+    if not (nbytes := int(checkpoints[best][1])):
         return b""
     content = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if rank == best else \
         torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -70,19 +70,19 @@ def main(epochs: int) -> None:
     model, _ = make()
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer.param_groups[0]["before"] = 0  # steps of earlier runs: with the optimizer's state it comes to homes that join
+    optimizer.param_groups[0]["before"] = 0  # steps of earlier runs; joining homes receive it with the optimizer's state
     samples = data()
     with commlayer.attach(model, optimizer) as session:  # commlayer
-        if not session.step and (content := farthest(session.rank, session.world, device)):  # a joining home is given all
+        if not session.step and (content := farthest(session.rank, session.world, device)):  # a joining home receives all
             saved = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             optimizer.param_groups[0]["before"] = saved["step"]
-            print(f"goes on from step {saved['step']}", flush=True)
+            print(f"continuing from step {saved['step']}", flush=True)
         first = optimizer.param_groups[0]["before"]
-        step = session.step  # commlayer: 0, but in a home that has joined a running job
+        step = session.step  # commlayer: 0, except in a home that joined a running job
         while step < epochs * EPOCH:
-            # Made anew for each epoch: where homes leave or come, others have their part from then on.
+            # A new sampler for each epoch: it divides the data among the workers that are left.
             sampler = DistributedSampler(samples, session.world, session.rank)  # commlayer: these two
             sampler.set_epoch((first + step) // EPOCH)
             for x, y in DataLoader(samples, BATCH, sampler=sampler, drop_last=True):
@@ -94,14 +94,14 @@ def main(epochs: int) -> None:
                 if step % EPOCH == 0:
                     break
             if step % EPOCH == 0:
-                session.drain()  # commlayer: local steps that are not shared yet, where the plan takes any: on all workers
+                session.drain()  # commlayer: exchanges local steps, on all workers
                 first = optimizer.param_groups[0]["before"]
                 if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # in each home, since another may be rank 0 next time
                     save(model, optimizer, first + step)
                 if session.rank == 0:
-                    told = session.stats()
-                    print(f"epoch {(first + step) // EPOCH}: loss {loss.item():.3f}, {told['sent_nbytes'] / 1e6:.1f} MB sent, "
-                          f"{told['exposed_s']:.1f} s waited for others", flush=True)
+                    stats = session.stats()
+                    print(f"epoch {(first + step) // EPOCH}: loss {loss.item():.3f}, {stats['sent_nbytes'] / 1e6:.1f} MB sent, "
+                          f"{stats['exposed_s']:.1f} s waited for others", flush=True)
 
 
 if __name__ == "__main__":

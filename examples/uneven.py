@@ -1,7 +1,7 @@
 """Four uneven workers share a batch as their speeds allow: torchrun --standalone --nproc-per-node 4 examples/uneven.py
 
-Each worker takes so many milliseconds to begin a step and for each sample, as GPUs of different age would; here it sleeps them.
-In the second third worker 0 slows down. It trains with equal shares first, then profiled and balanced, and compares.
+Each worker sleeps a number of milliseconds per step and per sample, like GPUs of different age.
+In the second third worker 0 slows down. Trains with equal shares first, then profiled and balanced, and compares.
 """
 
 import argparse
@@ -26,7 +26,7 @@ parser.add_argument("--modes", nargs="+", default=["equal", "balanced"], choices
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--batch", type=int, default=96)
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--seeds", type=int, default=1, help="train with so many seeds, and compare their accuracies")
+parser.add_argument("--seeds", type=int, default=1, help="train with this many seeds and compare accuracies")
 args = parser.parse_args()
 
 
@@ -58,7 +58,7 @@ def train(mode: str, seed: int) -> tuple[float, float]:
             sampler.set_epoch(epoch)
             slower = SLOWER if dist.get_rank() == 0 and args.epochs <= 3 * epoch < 2 * args.epochs else 1.0
             if first and slower > 1 and 3 * (epoch - 1) < args.epochs:
-                print(f"worker 0 takes {SLOWER} times as long from here on, for a third of the epochs", flush=True)
+                print(f"worker 0 takes {SLOWER} times as long for a third of the epochs", flush=True)
             mark = time.perf_counter()
             for batch in sampler.follow(loader, session) if mode == "equal" else controller.follow(loader):
                 (loss_of(model, batch) * sampler.fraction).backward()
@@ -81,16 +81,16 @@ def train(mode: str, seed: int) -> tuple[float, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in args.modes}
+    results: dict[str, list[tuple[float, float]]] = {mode: [] for mode in args.modes}
     for seed in range(args.seed, args.seed + args.seeds):
         for mode in args.modes:
-            found[mode].append(train(mode, seed))
-    if dist.get_rank() or len(found) + args.seeds < 3:
+            results[mode].append(train(mode, seed))
+    if dist.get_rank() or len(results) + args.seeds < 3:
         return
-    baseline_s = median(seconds for _, seconds in found[args.modes[0]])
+    baseline_s = median(seconds for _, seconds in results[args.modes[0]])
     print(f"\n{'':10}  {'training':>9}  {'speed':>7}  accuracy, {args.seeds} seed{'s' * (args.seeds > 1)}")
-    for mode, results in found.items():
-        accuracies, seconds = zip(*results, strict=True)
+    for mode, runs in results.items():
+        accuracies, seconds = zip(*runs, strict=True)
         spread = f" +- {stdev(accuracies):.3f}" if args.seeds > 1 else ""
         print(f"{mode:10}  {median(seconds):7.1f} s  {baseline_s / median(seconds):6.2f}x  {mean(accuracies):.3f}{spread}")
 

@@ -1,6 +1,6 @@
 """Accelerate, with gradient accumulation and its own checkpoints: torchrun --standalone --nproc-per-node 2 FILE
 
-What commlayer adds is marked: `save_state` and `load_state` then carry what the codec still owes.
+Lines that commlayer adds are marked. `save_state` and `load_state` then include residuals.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import commlayer
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--batches", type=int, default=120)
-    ask.add_argument("--save-at", type=int, default=60)
-    ask.add_argument("--out", default="out")
-    ask.add_argument("--resume", action="store_true")
-    asked = ask.parse_args(arguments)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", type=int, default=120)
+    parser.add_argument("--save-at", type=int, default=60)
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x = torch.randn(16 * asked.batches * accelerator.num_processes, 32)
+    x = torch.randn(16 * options.batches * accelerator.num_processes, 32)
     loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
     session = commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05), scaler=accelerator.scaler)
     accelerator.register_save_state_pre_hook(lambda models, weights, out: session.save_residuals(f"{out}/residuals"))
     accelerator.register_load_state_pre_hook(lambda models, out: session.load_residuals(f"{out}/residuals"))
     first = 0
-    if asked.resume:
-        accelerator.load_state(asked.out)
-        first, loader = asked.save_at, accelerator.skip_first_batches(loader, asked.save_at)
+    if options.resume:
+        accelerator.load_state(options.out)
+        first, loader = options.save_at, accelerator.skip_first_batches(loader, options.save_at)
     for number, (x, y) in enumerate(loader, first + 1):
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(x), y)
@@ -44,9 +44,9 @@ def main(arguments: list[str] | None = None) -> nn.Module:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             prepared.step()
             prepared.zero_grad()
-        if number == asked.save_at and not asked.resume:
-            accelerator.save_state(asked.out)
-    accelerator.print(f"batch {asked.batches}: loss {loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
+        if number == options.save_at and not options.resume:
+            accelerator.save_state(options.out)
+    accelerator.print(f"batch {options.batches}: loss {loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
     session.close()
     return accelerator.unwrap_model(model)
 

@@ -1,6 +1,6 @@
 """A loop like nanoGPT's, with micro-batches, clipping and a checkpoint: torchrun --standalone --nproc-per-node 2 FILE
 
-What commlayer adds is marked. `--resume` goes on from the checkpoint bit for bit, with what the codec still owes.
+Lines that commlayer adds are marked. `--resume` continues from the checkpoint bit for bit, with residuals.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--steps", type=int, default=60)
-    ask.add_argument("--save-at", type=int, default=30)
-    ask.add_argument("--out", type=Path, default=Path("out"))
-    ask.add_argument("--resume", action="store_true")
-    asked = ask.parse_args(arguments)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-at", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -41,14 +41,14 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05))  # commlayer
     kept: dict[str, Any]
-    first, checkpoint = 0, asked.out / "ckpt.pt"
-    if asked.resume:
+    first, checkpoint = 0, options.out / "ckpt.pt"
+    if options.resume:
         kept = torch.load(checkpoint, weights_only=True)
         model.module.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         first = kept["step"]
-        session.load_residuals(asked.out / "residuals")  # commlayer: on all ranks
-    for step in range(first, asked.steps):
+        session.load_residuals(options.out / "residuals")  # commlayer: on all ranks
+    for step in range(first, options.steps):
         for micro in range(MICRO):
             model.require_backward_grad_sync = micro == MICRO - 1
             x, y = batch(step, micro)
@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> nn.Module:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step + 1 == asked.save_at:
-            session.save_residuals(asked.out / "residuals")  # commlayer: on all ranks
+        if step + 1 == options.save_at:
+            session.save_residuals(options.out / "residuals")  # commlayer: on all ranks
             if dist.get_rank() == 0:
                 kept = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                 torch.save(kept, f"{checkpoint}.unfinished")
-                os.replace(f"{checkpoint}.unfinished", checkpoint)  # a crash leaves the old one whole
+                os.replace(f"{checkpoint}.unfinished", checkpoint)  # a crash leaves the old file intact
     if dist.get_rank() == 0:
-        print(f"step {asked.steps}: loss {MICRO * loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
+        print(f"step {options.steps}: loss {MICRO * loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
     session.close()  # commlayer
     return model.module
 

@@ -1,6 +1,6 @@
 """Lightning, by a strategy: python FILE, where Lightning starts the ranks, or torchrun --standalone --nproc-per-node 2 FILE
 
-The strategy is all that a script needs. Residuals lie beside Lightning's own checkpoints, and come back with them.
+The strategy is all that a script needs. Residuals are saved and loaded with Lightning's checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import commlayer
 
 
 class Commlayer(DDPStrategy):
-    """DDP, with commlayer's averages in place of its own."""
+    """DDP with commlayer's averages instead of its own."""
 
     def __init__(self, plan: Any = "auto", **ddp: Any) -> None:
         super().__init__(**ddp)
@@ -82,25 +82,25 @@ class Digits(LightningModule):
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--epochs", type=int, default=6)
-    ask.add_argument("--save-at", type=int, default=3)
-    ask.add_argument("--out", type=Path, default=Path("out"))
-    ask.add_argument("--resume", action="store_true")
-    ask.add_argument("--devices", type=int, default=2, help="Ranks on each machine.")
-    ask.add_argument("--nodes", type=int, default=1)
-    asked = ask.parse_args(arguments)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--save-at", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--devices", type=int, default=2, help="Ranks on each machine.")
+    parser.add_argument("--nodes", type=int, default=1)
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    x = torch.randn(16 * 10 * asked.devices * asked.nodes, 32)
+    x = torch.randn(16 * 10 * options.devices * options.nodes, 32)
     loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
     model = Digits()
     trainer = Trainer(
-        accelerator="auto" if torch.cuda.is_available() else "cpu", devices=asked.devices, num_nodes=asked.nodes,
-        strategy=Commlayer(commlayer.compressors.topk(ratio=0.05)), max_epochs=asked.epochs, accumulate_grad_batches=2,
+        accelerator="auto" if torch.cuda.is_available() else "cpu", devices=options.devices, num_nodes=options.nodes,
+        strategy=Commlayer(commlayer.compressors.topk(ratio=0.05)), max_epochs=options.epochs, accumulate_grad_batches=2,
         gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(asked.out, filename="{epoch}", every_n_epochs=asked.save_at, save_top_k=-1)],
+        callbacks=[ModelCheckpoint(options.out, filename="{epoch}", every_n_epochs=options.save_at, save_top_k=-1)],
     )
-    trainer.fit(model, loader, ckpt_path=asked.out / f"epoch={asked.save_at - 1}.ckpt" if asked.resume else None)
+    trainer.fit(model, loader, ckpt_path=options.out / f"epoch={options.save_at - 1}.ckpt" if options.resume else None)
     return model
 
 

@@ -1,6 +1,6 @@
 """transformers' Trainer, by a callback: torchrun --standalone --nproc-per-node 2 FILE
 
-The callback is all that a script needs. Residuals go into the Trainer's own checkpoints, and come back with them.
+The callback is all that a script needs. Residuals are saved and loaded with the Trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import commlayer
 
 
 class Commlayer(TrainerCallback):
-    """Set `trainer` before training: the model that DDP has wrapped is known to it alone."""
+    """Set `trainer` before training: only the trainer knows the DDP module."""
 
     def __init__(self, plan: Any = "auto") -> None:
         self.plan = plan
@@ -43,25 +43,26 @@ class Commlayer(TrainerCallback):
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--steps", type=int, default=60)
-    ask.add_argument("--save-at", type=int, default=30)
-    ask.add_argument("--out", default="out")
-    ask.add_argument("--resume", action="store_true")
-    asked = ask.parse_args(arguments)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-at", type=int, default=30)
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16))
     text = torch.arange(512 * 16).remainder(7).view(512, 16)
     callback = Commlayer(commlayer.compressors.topk(ratio=0.05))
     settings = TrainingArguments(
-        asked.out, max_steps=asked.steps, save_steps=asked.save_at, per_device_train_batch_size=8, learning_rate=3e-3,
-        gradient_accumulation_steps=2, lr_scheduler_type="constant", logging_steps=asked.steps, report_to=[], disable_tqdm=True,
+        options.out, max_steps=options.steps, save_steps=options.save_at, per_device_train_batch_size=8, learning_rate=3e-3,
+        gradient_accumulation_steps=2, lr_scheduler_type="constant", logging_steps=options.steps, report_to=[],
+        disable_tqdm=True,
         ddp_find_unused_parameters=False, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
     )
     train_dataset = [{"input_ids": row, "labels": row} for row in text]
     trainer = Trainer(model, settings, train_dataset=train_dataset, callbacks=[callback])
     callback.trainer = trainer
-    trainer.train(resume_from_checkpoint=f"{asked.out}/checkpoint-{asked.save_at}" if asked.resume else None)
+    trainer.train(resume_from_checkpoint=f"{options.out}/checkpoint-{options.save_at}" if options.resume else None)
     return model
 
 
