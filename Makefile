@@ -10,11 +10,12 @@ STAMP := .venv/.commlayer-ready-$(MODULES)
 # Tests that measure links and speeds, which they would share with others beside them. All others pass on a machine that is busy;
 # many wait for processes and deadlines, so three go at a time, in the order of their names, which has no long file last. What takes
 # a worker of pytest's down is tried again with the next one: thrice, and not for an hour.
-ALONE := $(wildcard tests/test_lab_*.py tests/test_bench_baselines.py tests/test_autoplan_links.py tests/test_session_autoplan.py \
-	tests/test_comm_cost_live.py tests/test_worker_profiles_live.py tests/test_balancing_example.py)
+ALONE := $(wildcard tests/nightly/test_lab_*.py) $(addprefix tests/nightly/test_,bench_baselines.py autoplan_links.py session_autoplan.py \
+	comm_cost_live.py worker_profiles_live.py balancing_example.py)
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test lint types unit recipes rivals cuda bench bench-check fuzz docs clean
+.PHONY: setup demo test test-all lint types recipes rivals cuda bench bench-check fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
@@ -31,10 +32,15 @@ $(STAMP)-recipes: $(STAMP)
 demo: setup
 	$(BIN)/commlayer demo
 
-# Without the frameworks (no network) the tests of recipes skip, and say why.
+# What a commit needs, in some 8 minutes on 2 cores.
 test: setup lint types
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit tests/oracle tests/sim tests/multi
+
+# Everything. Without the frameworks (no network) the tests of recipes are skipped, and say why.
+test-all: test
 	-@$(MAKE) -s $(STAMP)-recipes
-	@$(MAKE) -s unit
+	$(BIN)/python -m pytest $(PARALLEL) $(addprefix --ignore=,$(ALONE)) tests/nightly tests/chaos
+	$(BIN)/python -m pytest $(ALONE)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -42,13 +48,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-unit: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3 $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest $(ALONE)
-
 # docs/how-to/frameworks.md: the examples with Accelerate, transformers and Lightning, 210 MB of packages
 recipes: $(STAMP)-recipes
-	$(BIN)/python -m pytest -rs tests/test_recipes_*.py
+	$(BIN)/python -m pytest -rs tests/nightly/test_recipes_*.py
 
 # docs/benchmarks.md: other projects' systems for `bench tta`, each in an environment of its own, 2 GB
 RIVALS := torchft==0.2.0 hivemind==1.1.12
@@ -62,7 +64,7 @@ rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
 
 # The CUDA sources for every target (needs nvcc, no GPU).
 cuda: setup
-	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/test_cuda_compile.py
+	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/nightly/test_cuda_compile.py
 
 # make bench NAME=overhead
 bench: setup
@@ -76,7 +78,7 @@ bench-check: setup
 SECONDS ?= 300
 fuzz: setup
 	$(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=new
-	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
+	$(BIN)/python tests/nightly/fuzz.py --seconds $(SECONDS)
 
 # the pages in docs/reference that come from the code
 docs: setup

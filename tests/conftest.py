@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from homes_kit import Homes
 from hypothesis import settings
+from support.sites import Homes
+
+# Scripts that tests start import `support`, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
 
 # Before torch and numpy are loaded. The tensors here are small, and where several tests share the cores, threads that wait for
 # each other's part of a product spin: most of the time of such a test. Child processes inherit it; torchrun sets the same.

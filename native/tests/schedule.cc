@@ -1,6 +1,6 @@
 // Runs the planner's simulation on problems read from stdin, each array in a block of exactly its size, and prints the seconds.
 // A problem is lines of "NAME N VALUE...", under the names of cml_schedule, then "run N CHOICE..." and any number of
-// "sweep N BUCKET... LIMIT MOST", which follow the run's choice. tests/test_native_schedule.py writes them and compares with the twin.
+// "sweep N BUCKET... LIMIT MOST", which follow the run's choice. tests/sim/test_native_schedule.py writes them and compares with the twin.
 #include "commlayer.h"
 
 #include <algorithm>

@@ -1,0 +1,173 @@
+"""`python -m bench chaos`: schedules that go on where a piece of them stopped, findings that can be repeated, the soak."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.lab import needs_lab
+
+from bench import Unmeasurable
+from bench.__main__ import main
+from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
+from bench.chaos.campaign import Campaign, Row
+from bench.chaos.cluster import Evidence
+from bench.chaos.reports import Finding
+from bench.chaos.schedules import Asked, Done
+from bench.chaos.simulated import Sums
+from bench.chaos.trials import Setting, Trial
+from bench.chaos.verdict import Verdict
+from commlayer.errors import CommError
+
+
+@pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])
+def test_pieces_are_those_of_the_whole(members: bool, agreement: bool, tmp_path: Path) -> None:
+    whole = schedules.run(Asked(30, 5, 0.0, None, members, agreement))["summary"]
+    file = tmp_path / "schedules.json"
+    for schedules_so_far in (10, 20, 30):
+        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
+    timed = {"seconds", "schedules_per_s"}
+    assert {name: whole[name] for name in whole.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
+    assert {"events", "views" if members else "rounds_together" if agreement else "contributions"} < whole.keys()
+    assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
+    assert schedules.run(Asked(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
+    with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
+        schedules.run(Asked(60, 6, 0.0, file, members, agreement))
+    with pytest.raises(Unmeasurable, match="its schedules are of .*; name another file"):
+        schedules.run(Asked(60, 5, 0.0, file, members, not agreement))
+    file.write_text("{}x")
+    with pytest.raises(Unmeasurable, match="not what an earlier piece has written"):
+        schedules.run(Asked(60, 5, 0.0, file, members, agreement))
+
+
+def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
+    done = Done()
+    schedules.one(Asked(1, 41, 0.0, None), 41, done)
+    assert done.wrong == 1
+    (finding,) = done.findings
+    assert finding["again"] == "python -m bench chaos --schedules 1 --seed 41"
+    assert "lost" in finding["wrong"]
+
+
+def test_damaged_bytes_end_their_own_connection_and_nothing_else() -> None:
+    found = fuzzed.run(2000, 3)
+    summary = found["summary"]
+    assert found["code"] == 0, found
+    assert (summary["sockets.inputs"], summary["sockets.findings"], summary["sockets.tracebacks"]) == (fuzzed.LEAST, 0, 0)
+    assert summary["sockets.sums_of_others"] >= 2
+    told = {row["socket"]: row["inputs"] for row in found["rows"] if "socket" in row}
+    assert len(told) == 4
+    assert all(told.values())
+
+
+def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless:
+        """Which neither answers nor closes."""
+
+        def __init__(self, listener: socket.socket) -> None:
+            self.data = self.control = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    monkeypatch.setattr(fuzzed, "PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets = fuzzed._Sockets(Careless(listener), random.Random(1))  # type: ignore[arg-type]
+        assert "was still open after 0.2 s" in sockets._greeting()
+        assert "a member was not let in" in sockets._frames()
+
+
+def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
+    found = soak.run(400, 1)["summary"]
+    assert (found["finished"], found["other_digests"], found["wrong_on_the_wire"], found["accounts_balance"]) == (
+        True, 0, 0, True), found
+    assert found["connections_cut"] >= 3
+    assert found["servers_killed"] >= 4
+
+
+def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_time() -> None:
+    for steps in (1200, 2400, 4800):  # how many go by while a process starts is the machine's affair
+        found = soak_homes.run(steps, 1)["summary"]
+        assert (found["finished"], found["other_digests"], found["idle_homes"], found["stuck_homes"]) == (True, 0, 0, 0), found
+        if found["homes_left"]:
+            break
+    assert found["homes_killed"] >= 1
+    assert found["homes_left"] >= 1
+    assert found["homes_joined"] == found["homes_killed"] + found["homes_left"]
+
+
+@pytest.mark.parametrize(("options", "line"), [
+    (["--runs", "-1"], "--runs: got -1, allowed: 0 and more"),
+    (["--faults", "cut,earthquake"], "--faults: got 'earthquake', allowed: kill-worker, "),
+    (["--seconds", "nan"], "--seconds: got nan, allowed: 0 and more"),
+    (["--schedules", "1", "--resume", "{}/none/file"], "its folder does not exist"),
+    (["--schedules", "1", "--resume", "{}"], "it is a folder"),
+    (["--homes"], "--homes: says what --soak is of; name how many steps"),
+    (["--members"], "--members: says what --schedules are of; name how many"),
+    (["--json", "{}"], "it is a folder"),
+])
+def test_what_it_refuses_is_a_line_before_any_work(options: list[str], line: str, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", *(option.format(tmp_path) for option in options)]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(["chaos", "--schedules", "3"]) == 0
+    made = schedules.one
+
+    def broken_off(asked: Asked, seed: int, done: Done) -> None:
+        if seed == 2:
+            raise KeyboardInterrupt
+        made(asked, seed, done)
+
+    monkeypatch.setattr(schedules, "one", broken_off)
+    assert main(["chaos", "--schedules", "5", "--resume", str(tmp_path / "kept.json")]) == 130
+    assert msgspec.json.decode((tmp_path / "kept.json").read_bytes(), type=Done).schedules == 2
+    monkeypatch.setattr(schedules, "one", made)
+    monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
+    assert main(["chaos", "--schedules", "1", "--seed", "41"]) == 1
+
+
+def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def exits(error: BaseException | None, *wrong: str) -> tuple[int, dict[str, Any]]:
+        found = Evidence([[], []], [None, None], 1, 0.0, 1.0, (), None, None, (), (), 0.0, "a line")
+        said = Verdict("goes on", tuple(Finding("left", line) for line in wrong), 0.1, 1, 0)
+        row = Row(Trial(7, "cut", Setting("identity()")), said, found)
+
+        def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
+            yield row
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(Campaign, "run", run)
+        code = main(["chaos", "--quick", "--runs", "3", "--json", str(tmp_path / "found.json")])
+        return code, json.loads((tmp_path / "found.json").read_text())
+
+    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
+    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr("bench.chaos.command.QUICK_SCHEDULES", 2)
+    assert exits(None)[0] == 0
+    code, told = exits(None, "something was left")
+    assert (code, told["rows"][0]["wrong"], told["rows"][0]["lines"]) == (1, ["something was left"], ["a line"])
+    assert told["rows"][0]["again"] == "python -m bench chaos --faults cut --seed 7 --runs 1"
+    for error, expected in ((KeyboardInterrupt(), 130), (CommError("no ports", peer="chaos"), 2)):
+        code, told = exits(error)
+        assert (code, len(told["rows"]), told["summary"]["asked"], told["summary"]["runs"]) == (expected, 1, 3, 1)
+
+
+@needs_lab
+def test_on_hosts_a_link_that_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes() -> None:
+    with hosts.campaign() as campaign:
+        row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5))
+        cut_off = campaign.one(Trial(0, "isolate-home", Setting("identity()", workers=3, least=2), "worker", 1, 5))
+    assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ())
+    assert row.evidence.shots > 0
+    assert (cut_off.verdict.outcome, cut_off.verdict.wrong) == ("goes on without worker 1", ()), cut_off.evidence.lines

@@ -1,0 +1,241 @@
+"""attach() with codecs that lose something: training converges, nothing is lost over skipped steps, buffers and idle ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.attached import Run, Setting, coordinators, data, loss_of, mlp, play, weights
+from support.rank_pool import Servers, pool
+from torch import nn
+
+WORLD = 2
+TOPK = "topk(ratio=0.05, values='int8', exact=False)"
+INT8 = "int8(block=64)"
+RUNS = "block_threshold(ratio=0.2, run=8, values='int4')"
+DITHERED = "qsgd(block=64, levels=7, norm='max')"
+FACTORS = "powersgd(rank=2)"
+DRAWN = "randomk(ratio=0.7, values='bf16', unbiased=False)"
+
+
+def fit(run: Run) -> dict[str, Any]:
+    model = mlp()
+    wrapped = run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.15, momentum=0.8)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 200 else 0.3)
+    losses = []
+    for step in range(300):
+        optimizer.zero_grad()
+        loss = loss_of(run, wrapped, step % 5)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return weights(model) | {"losses": torch.stack(losses)}
+
+
+@pytest.fixture(scope="module")
+def dense() -> torch.Tensor:
+    losses: torch.Tensor = play(0, WORLD, fit, None)["losses"]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("codec", "how"), [(TOPK, "module"), (TOPK, "ddp"), (INT8, "module"), (INT8, "ddp"), (RUNS, "module"), (DRAWN, "ddp"),
+                       (DITHERED, "module"), (FACTORS, "module")]
+)
+def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Tensor) -> None:
+    with coordinators(1, WORLD, 2) as made:
+        results = pool(WORLD).call(play, WORLD, fit, Setting(how, (made[0].address,), codec, servers=2))
+    both = torch.stack([r["losses"] for r in results]).mean(0)
+    begin, dense_end, end = float(dense[:10].mean()), float(dense[-10:].mean()), float(both[-10:].mean())
+    assert dense_end < 0.3 * begin, "the reference must have learned"
+    assert end < dense_end + 0.1 * begin
+    for name, tensor in results[0].items():
+        assert name == "losses" or torch.equal(tensor, results[1][name])
+
+
+def scheduled(run: Run) -> dict[str, Any]:
+    """What the workers took as the learning rate, step by step, while a schedule changes it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    wrapped = run.wrap(model, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    rates = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(run, wrapped, step).backward()
+        optimizer.step()
+        schedule.step()
+        rates.append(run.sessions[0].inspect.connection.worker.rate)
+    return {"rates": rates}
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_session_passes_the_learning_rate_on(how: str) -> None:
+    codec = "error_feedback(int8(), lr_correction=True)"
+    with coordinators(1, WORLD, 1) as made:
+        results = pool(WORLD).call(play, WORLD, scheduled, Setting(how, (made[0].address,), codec))
+    assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
+
+
+# ---- conservation
+
+SIZES = [(300,), (40, 50)]
+SKIPS = {s: s % 2 for s in range(4, 200, 9)}
+"""Step -> the rank on which an inf appears."""
+
+
+def gradient(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(s, generator=generator) for s in SIZES]
+
+
+class Given(nn.Module):
+    """Its gradients are what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in SIZES])
+
+    def forward(self, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.parts, gradients, strict=True)]).sum()
+
+
+def pass_on(run: Run) -> dict[str, Any]:
+    """SGD with learning rate 1: the parameters are minus the sum of all averages that were applied."""
+    model = Given()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    wrapped = run.wrap(model, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scales = []
+    for step in range(200):
+        given = gradient(run.rank, step)
+        if SKIPS.get(step) == run.rank:
+            given[step % 2].view(-1)[step] = float("inf")
+        optimizer.zero_grad()
+        scaler.scale(wrapped(*given)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    worker = run.sessions[0].inspect.connection.worker
+    residuals = {bucket.id: bucket.state["residual"].clone() for bucket in worker.coded}
+    return {"applied": [-p.detach() for p in model.parts], "scales": scales, "residuals": residuals, "undone": worker.undone(),
+            "buckets": {b.id: [(s.tensor, s.start, s.stop) for s in b.slices] for b in worker.plan.buckets}}
+
+
+@pytest.mark.parametrize(("how", "per_node"), [("module", 1), ("ddp", 1), ("module", WORLD)])
+def test_mass_is_conserved_through_grad_scaler(how: str, per_node: int) -> None:
+    """Applied sums plus all residuals are what went in, over 200 steps, changes of scale and skipped steps."""
+    with Servers(WORLD, 2) as servers:
+        setting = Setting(how, (servers.address,), TOPK, ranks_per_node=per_node, servers=2)
+        results = pool(WORLD).call(play, WORLD, pass_on, setting)
+        kept = servers.residuals()
+    assert results[0]["scales"] == results[1]["scales"]
+    shrinks = [s for s in range(1, 200) if results[0]["scales"][s] < results[0]["scales"][s - 1]]
+    assert shrinks == list(SKIPS)
+    assert not results[0]["undone"], "the last step must not be one that servers still have to hear of"
+    total = [WORLD * a.double() for a in results[0]["applied"]]
+    order = [0, 1] if how == "module" else sizes_in_order(results[0])
+    everyones = [r["residuals"] for r in results]
+    assert sum(len(r) for r in everyones) == len(kept) * WORLD // per_node, "ranks of a node share the buckets"
+    for residuals in [*everyones, kept]:
+        for bucket, residual in residuals.items():
+            at = 0
+            for tensor, start, stop in results[0]["buckets"][bucket]:
+                total[order[tensor]].view(-1)[start:stop] += residual[at : at + stop - start].double()
+                at += stop - start
+    for tensor, size in enumerate(SIZES):
+        put_in = torch.zeros(size, dtype=torch.float64)
+        for step in range(200):
+            for rank in range(WORLD):
+                if step not in SKIPS:  # a skipped step is dropped, as torch alone drops it
+                    put_in += gradient(rank, step)[tensor].double()
+        torch.testing.assert_close(total[tensor], put_in, rtol=0, atol=2e-3)
+
+
+def sizes_in_order(result: dict[str, Any]) -> list[int]:
+    """Through DDP tensors have numbers of their own: told apart by their sizes here."""
+    numel = {}
+    for slices in result["buckets"].values():
+        for tensor, _, stop in slices:
+            numel[tensor] = max(numel.get(tensor, 0), stop)
+    return [[torch.Size(s).numel() for s in SIZES].index(numel[t]) for t in sorted(numel)]
+
+
+# ---- buffers, and ranks without samples
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def batchnorm(run: Run) -> dict[str, Any]:
+    """Alone: a replica per part, averaged by hand, since statistics of the union are not those of its parts."""
+    replicas = [normalised() for _ in run.parts]
+    wrapped = [run.wrap(m) for m in replicas]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in replicas]
+    for step in range(4):
+        for part, model, optimizer in zip(run.parts, wrapped, optimizers, strict=True):
+            optimizer.zero_grad()
+            x, y = data(part, step)
+            nn.functional.mse_loss(model(x * (part + 1)), y).backward()
+        if run.alone:
+            with torch.no_grad():
+                for same in zip(*(m.parameters() for m in replicas), strict=True):
+                    mean = torch.stack([p.grad for p in same]).mean(0)
+                    for p in same:
+                        p.grad.copy_(mean)
+                for same in zip(*(m.buffers() for m in replicas), strict=True):
+                    if same[0].is_floating_point():
+                        mean = torch.stack(same).mean(0)
+                        for b in same:
+                            b.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: t.clone() for name, t in replicas[0].state_dict().items()}
+
+
+@pytest.mark.parametrize("codec", ["identity()", INT8])
+def test_batchnorm_buffers_are_averaged(codec: str) -> None:
+    with coordinators(1, WORLD, 1) as made:
+        results = pool(WORLD).call(play, WORLD, batchnorm, Setting("module", (made[0].address,), codec))
+    expected = play(0, WORLD, batchnorm, None)
+    assert int(results[0]["1.num_batches_tracked"]) == 4
+    loose = {} if codec == "identity()" else {"rtol": 0.05, "atol": 0.05}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(results[0][name], tensor, **loose, msg=lambda m, n=name: f"{n}: {m}")
+        assert torch.equal(results[0][name], results[1][name])
+
+
+def out_of_samples(run: Run) -> dict[str, Any]:
+    """Rank 1 has half the batches of rank 0; then it takes part with weight 0."""
+    model = mlp()
+    wrapped = run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        if run.alone:
+            losses = [nn.functional.mse_loss(wrapped(x), y) for x, y in (data(p, step) for p in ([0, 1] if step < 3 else [0]))]
+            torch.stack(losses).mean().backward()
+        elif run.rank == 0 or step < 3:
+            run.weight(1)
+            loss_of(run, wrapped, step).backward()
+        else:
+            run.weight(0)
+            run.sessions[0].synchronize()
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("path", ["service", "all-reduce"])
+def test_a_rank_without_samples_takes_part_with_weight_0(path: str) -> None:
+    setting = Setting("module") if path == "service" else Setting("module", servers=0, plan="auto", ranks_per_node=2)
+    with coordinators(1, WORLD, setting.servers) as made:
+        setting = setting._replace(addresses=tuple(m.address for m in made))
+        results = pool(WORLD).call(play, WORLD, out_of_samples, setting)
+    for name, tensor in play(0, WORLD, out_of_samples, None).items():
+        torch.testing.assert_close(results[1][name], tensor)
+        assert torch.equal(results[0][name], results[1][name])

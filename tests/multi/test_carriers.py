@@ -1,0 +1,343 @@
+"""Which carrier a worker takes: what is set, else what gets through; and that one port is enough for a job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from support.coordinators import WAIT_S, Failures, quick
+from support.meshes import WIRES, exchange_pair, keys, soon
+
+from commlayer import records
+from commlayer.cluster import client, grpc_server, messages, uplink
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.summation_server import Serving
+from commlayer.config import host_port
+from commlayer.errors import DeadlineExceeded, PeerLost, Refused
+from commlayer.planner import default_plan
+from commlayer.records import Job, ServerInfo, TensorInfo
+from commlayer.transport import grpc_stream
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import MOST, Hello
+from commlayer.transport.protocol import SERVER_BASE
+
+JOB = Job((TensorInfo("weight", (100,)),))
+PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
+
+
+@pytest.fixture
+def opened() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+class Server:
+    """A coordinator with a server in its process, or a server of its own, until the test ends."""
+
+    def __init__(self, opened: contextlib.ExitStack, *, beside: bool = True, **fields: Any) -> None:
+        self.opened, self.beside, self.config = opened, beside, quick(**fields)
+        self.coordinator = Coordinator(self.config, servers=1)
+        opened.callback(self.coordinator.close)
+        self.serving = Serving("127.0.0.1", 0, self.config, self.coordinator if beside else None)
+        opened.callback(self.serving.close)
+
+    def worker(self, *, joined: str = "", data: str = "", **fields: Any) -> uplink.Uplink:
+        """One that joins by that address and hears that TCP is there."""
+        address = joined or self.coordinator.address
+        with ThreadPoolExecutor(2) as pool:
+            request = messages.server(data or self.serving.address, beside=self.beside, streams=self.serving.streams)
+            seat = pool.submit(client.join, self.coordinator.address, request, self.config, Failures())
+            mine = messages.worker(PLAN.job, 0, 1, plan=records.encode(PLAN))
+            up = pool.submit(uplink.connect, address, mine, quick(**fields))
+            member = seat.result(WAIT_S)
+            self.opened.enter_context(contextlib.closing(SimpleNamespace(close=member.leave)))
+            self.serving.start(member.view, member.plan, member.rank)
+            made = up.result(WAIT_S)
+        self.opened.callback(made.close)
+        return made
+
+
+def channel(up: Any) -> str:
+    (one,) = up.transport._inner._connections.values()
+    return type(one._sock).__name__
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def answering(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """An address where connections get that treatment, one after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def loop() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = listener.accept()
+                    threading.Thread(target=serve, args=(one,), daemon=True).start()
+
+        threading.Thread(target=loop, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def web_server(sock: socket.socket) -> None:
+    with sock:
+        sock.recv(1000)
+        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
+def swallow(sock: socket.socket) -> None:
+    sock.recv(1000)
+    threading.Event().wait(WAIT_S)
+
+
+def http2_only(target: str) -> Callable[[socket.socket], None]:
+    """A proxy in front of `target` that ends whatever does not begin as HTTP/2 does."""
+
+    def serve(sock: socket.socket) -> None:
+        first = sock.recv(1 << 16)
+        if not first.startswith(b"PRI * HTTP/2.0"):
+            sock.close()
+            return
+        inner = socket.create_connection(host_port(target))
+        inner.sendall(first)
+        for source, sink in ((sock, inner), (inner, sock)):
+            threading.Thread(target=pump, args=(source, sink), daemon=True).start()
+
+    return serve
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(1 << 16):
+            sink.sendall(piece)
+        sink.shutdown(socket.SHUT_RDWR)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if " at " in r.getMessage() and "over" in r.getMessage()]
+
+
+def test_what_gets_through_is_taken_and_said_in_a_line(opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "commlayer")
+    server = Server(opened)
+    assert channel(server.worker()) == "socket"
+    assert said(caplog) == [f"server 0: over TCP at {server.serving.address}"]
+
+
+@pytest.mark.parametrize(("how", "why"), [
+    ("closed", "cannot reach .*refused"), ("web", "probably an HTTP server|connection lost"), ("swallow", "no CHALLENGE"),
+])
+def test_where_tcp_does_not_get_through_grpc_does(
+    how: str, why: str, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(uplink, "TCP_S", 0.3)
+    caplog.set_level(logging.INFO, "commlayer")
+    server = Server(opened)
+    there = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
+             "swallow": lambda: opened.enter_context(answering(swallow))}[how]()
+    up = server.worker(data=there)
+    assert channel(up) == "GrpcStream"
+    (line,) = said(caplog)
+    assert line.startswith(f"server 0: over gRPC at {server.coordinator.address}, since TCP did not get through: ")
+    assert re.search(why, line)
+
+
+def test_a_proxy_that_passes_http2_alone_and_one_open_port_are_enough(opened: contextlib.ExitStack) -> None:
+    """The worker knows the proxy's address and no other: all others are closed to it."""
+    server = Server(opened)
+    proxy = opened.enter_context(answering(http2_only(server.coordinator.address)))
+    assert channel(server.worker(joined=proxy, data=closed_port())) == "GrpcStream"
+
+
+def test_a_server_that_takes_streams_alone_opens_no_other_port(opened: contextlib.ExitStack) -> None:
+    server = Server(opened, carrier="grpc")
+    assert server.serving.address == server.serving.streams == server.coordinator.address
+    assert channel(server.worker()) == "GrpcStream"
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, opened: contextlib.ExitStack) -> None:
+    fields = {"keys": str(keys().folder)} if secured else {}
+    server = Server(opened, beside=False, **fields)
+    assert len({server.serving.address, server.serving.streams, server.coordinator.address}) == 3
+    assert channel(server.worker(carrier="grpc", **fields)) == "GrpcStream"
+
+
+@pytest.mark.parametrize(("here", "there", "line"), [
+    ("grpc", "tcp", "server 0: takes no gRPC .*carrier.*E-SETTING"),
+    ("tcp", "grpc", "server 0: takes gRPC .* alone .*carrier.*E-SETTING"),
+])
+def test_settings_that_do_not_meet_are_said(here: str, there: str, line: str, opened: contextlib.ExitStack) -> None:
+    with pytest.raises(Refused, match=line):
+        Server(opened, carrier=there).worker(carrier=here)
+
+
+def test_neither_gets_through(opened: contextlib.ExitStack) -> None:
+    """Both reasons, the first one first."""
+    server = Server(opened, beside=False)
+    server.serving.streams = closed_port()
+    with pytest.raises(PeerLost, match=r"server 0: .*; nor over gRPC: .*E-PEER-LOST") as caught:
+        server.worker(data=closed_port())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.ExitStack) -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    opened.callback(coordinator.close)
+    worker = StreamTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    with pytest.raises(Refused, match="server 0: takes no gRPC .*E-ADDRESS"):
+        uplink.over_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
+
+
+def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
+    """A server that has answered no does so over any carrier."""
+    seen: list[str] = []
+    end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
+    opened.callback(end.close)
+    worker = StreamTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    host, port = end.listen()
+    there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
+    with pytest.raises(Refused, match="server 0: not today.*E-REFUSED"):
+        uplink.dialler(worker, there, "", quick(), None)(soon())
+    assert seen == ["job"]
+
+
+def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said its first word, so TCP gets through. What got through once is dialled again, and nothing else."""
+    monkeypatch.setattr(uplink, "TCP_S", 0.2)
+    late = threading.Event()
+    threading.Timer(0.5, late.set).start()
+    end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
+    opened.callback(end.close)
+    worker = StreamTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    host, port = end.listen()
+    dial = uplink.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
+    dial(soon())
+    assert exchange_pair(worker, end)
+    end.close()
+    worker.abort(PeerLost("gone", peer="server 0"), SERVER_BASE)
+    with pytest.raises(PeerLost, match=r"cannot reach (?!.*over gRPC).*E-PEER-LOST"):
+        dial(soon())
+
+
+def test_silence_is_broken_by_empty_messages_that_nobody_sees(
+    opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that proxies keep a stream open between two steps."""
+    monkeypatch.setattr(grpc_stream, "IDLE_S", 0.02)
+    ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
+    for end, other in (ends, reversed(ends)):
+        (one,) = end._connections.values()
+        told, last_s = one._sock, one._sock._wrote_s
+        with told._changed:
+            assert told._changed.wait_for(lambda told=told, last_s=last_s: told._wrote_s > last_s, WAIT_S)
+        assert exchange_pair(end, other)
+
+
+def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.ExitStack) -> None:
+    refused: list[str] = []
+    settings = Settings(hello_s=0.1, refused=lambda where, why: refused.append(why))
+    end = WIRES["grpc"].end(Hello("test", SERVER_BASE), settings=settings)
+    opened.callback(end.close)
+    with contextlib.closing(WIRES["grpc"].raw(end.listen())) as silent:
+        assert silent.recv_into(bytearray(1)) == 0
+    assert "no HELLO before the deadline" in refused[0]
+
+
+@pytest.mark.parametrize(("carrier", "missed"), [("tcp", ("worker 0",)), ("grpc", ())])
+def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
+    """Whom a server is said to miss is dead long before reconnect_s; gRPC ends streams for a cut link, too."""
+    end = WIRES[carrier].end(Hello("test", SERVER_BASE), settings=Settings(resume=True))
+    opened.callback(end.close)
+    broken = threading.Event()
+    end.broken = lambda *_: broken.set()
+    worker = WIRES[carrier].end(Hello("test", 0, session=b"s" * 16), settings=Settings(resume=True))
+    opened.callback(worker.close)
+    worker.dial(SERVER_BASE, end.listen(), soon())
+    assert exchange_pair(worker, end)
+    (one,) = worker._connections.values()
+    one._sock.close() if carrier == "grpc" else one._sock.shutdown(socket.SHUT_RDWR)
+    assert broken.wait(WAIT_S)
+    assert end.missed() == missed
+
+
+@pytest.mark.parametrize("room", [False, None])
+def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: bool | None) -> None:
+    """Its timer would keep it, and what it has read, for a while."""
+    came: list[Any] = []
+
+    def take(stream: Any, _: str) -> bool:
+        came.append(stream)
+        if room is None:
+            raise LookupError("nobody is here")
+        return room
+
+    port = grpc_server.stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
+    opened.callback(port.close)
+    worker = StreamTransport(Hello("job", 0))
+    opened.callback(worker.close)
+    with pytest.raises((PeerLost, Refused)):
+        uplink.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
+    until = soon()
+    while not all(stream._over for stream in came):
+        threading.Event().wait(0.01)
+        assert time.monotonic() < until
+    assert came
+
+
+def test_who_is_refused_until_time_is_over_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that nobody answered, whenever its last try was cut off."""
+    full = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "come again")
+    answers = iter([full, TimeoutError(), TimeoutError()])
+
+    def run(dialling: Any, _deadline: float) -> None:
+        dialling.close()
+        raise next(answers)
+
+    monkeypatch.setattr(grpc_stream, "run", run)
+    with pytest.raises(PeerLost, match="come again.*E-PEER-LOST"):
+        grpc_stream.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+    with pytest.raises(DeadlineExceeded, match="127.0.0.1:1 .*E-DEADLINE"):
+        grpc_stream.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+
+
+def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
+    """They have as many places as silent sockets have, and must make room as those must."""
+    end = WIRES["grpc"].end(Hello("test", SERVER_BASE))
+    opened.callback(end.close)
+    address = end.listen()
+    for _ in range(MOST):
+        opened.callback(WIRES["grpc"].raw(address).close)
+    before = threading.active_count()
+    worker = WIRES["grpc"].end(Hello("test", 0))
+    opened.callback(worker.close)
+    worker.dial(SERVER_BASE, address, soon())
+    assert exchange_pair(worker, end)
+    assert threading.active_count() - before < 10
+
+
+def test_a_stream_that_is_closed_is_gone_with_its_connection() -> None:
+    """Not only when its next empty message would have been due."""
+    with WIRES["grpc"].mesh(2):
+        held = len(os.listdir("/proc/self/fd"))
+    until = soon()
+    while len(os.listdir("/proc/self/fd")) > held - 3:  # its two ends and the listener
+        threading.Event().wait(0.01)
+        assert time.monotonic() < until

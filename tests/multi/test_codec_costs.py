@@ -1,0 +1,100 @@
+"""Costs beside codecs: measured on real sockets and groups, fitted, and what they do to prices."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from msgspec import structs
+from support.planner import DENSE, PROFILE, SHARED, flat, tall
+from support.rank_pool import pool
+
+from commlayer.autotune.measure import calibration
+from commlayer.cluster.collectives import Groups
+from commlayer.planner.model.cluster import Line, Profile
+from commlayer.planner.pricing.collectives import moves
+from commlayer.planner.pricing.path_cost import Prices
+
+BUDGET_S = 0.2
+
+
+def measured(rank: int, per_node: int, budget_s: float) -> calibration.Grouped:
+    groups = Groups(per_node, 30.0, torch.device("cpu"))
+    try:
+        return calibration.measure_collectives(groups, budget_s)
+    finally:
+        groups.close()
+
+
+@pytest.mark.parametrize(("world", "per_node", "inside", "across"), [
+    (2, 2, True, False), (2, 1, False, True), (4, 2, True, True),
+])
+def test_collectives_are_measured_alike_on_all_ranks(world: int, per_node: int, inside: bool, across: bool) -> None:
+    results = pool(world).call(measured, per_node, BUDGET_S)
+    assert all(found == results[0] for found in results)
+    for line, there in zip(results[0], (inside, across), strict=True):
+        assert (line.slope_s > 0) == there
+        assert line == calibration.NO_COLLECTIVES or line.floor_s < 1.0, "a message inside a machine takes no second"
+
+
+def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> None:
+    line = pool(2).call(measured, 1, 0.0)[0].across
+    assert line.floor_s > 0
+    assert (line.slope_s, line.error) == (calibration.LEAST_BYTE_S, 0.0)
+
+
+def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:
+    before = threading.active_count()
+    found = calibration.measure_overheads(sizes=(16, 1 << 14), steps=2)
+    for line in found:
+        assert 0 < line(16) < 0.1
+        assert line(1 << 14) >= line(16)
+    until = time.monotonic() + 10.0  # threads end by themselves once their sockets are closed
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to copy from")
+def test_copies_to_a_gpu_take_time() -> None:
+    line = calibration.measure_copies()
+    assert line is not None
+    assert 1e-7 < line(1 << 20) < 1e-2
+
+
+def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool = True, numel: int = 1 << 20) -> float:
+    """Of the bucket's tasks one after the other."""
+    cluster = tall(2, 4) if tall_nodes else flat(4)
+    tasks = Prices(cluster, profile).tasks(path, numel, codec)
+    return sum(max(s for _, s in task.lanes) + task.latency_s for task in tasks)
+
+
+def test_what_was_measured_inside_nodes_goes_before_what_they_say() -> None:
+    path = "node.reduce net.allreduce node.broadcast"
+    slower = structs.replace(PROFILE, inside=Line(1e-3, 1e-9))
+    said = seconds(PROFILE, path)
+    # Two nodes, each with a reduce and a broadcast of two messages in a row.
+    assert seconds(slower, path) - said == pytest.approx(2 * 2 * (2 * (1e-3 - 1e-5) + 4 * (1 << 20) * (1e-9 - 8 / 100e9)))
+
+
+def test_no_collective_between_nodes_is_faster_than_its_links() -> None:
+    path = "allreduce"
+    said = seconds(PROFILE, path, tall_nodes=False)
+    quick, slow = (structs.replace(PROFILE, across=line) for line in (Line(1e-9, 1e-12), Line(5e-3, 20e-9)))
+    assert seconds(quick, path, tall_nodes=False) == said
+    move = moves("allreduce", 4)
+    assert seconds(slow, path, tall_nodes=False) == pytest.approx(move.messages * 5e-3 + move.passes * 4 * (1 << 20) * 20e-9)
+
+
+def test_what_an_allreduce_adds_up_is_priced_by_its_own_bytes() -> None:
+    """Not by the payloads' on the way to a server."""
+    wider = structs.replace(PROFILE, codecs=tuple(structs.replace(c, reduced=Line(8, 2.0)) if c.codec == SHARED else c
+                                                  for c in PROFILE.codecs))
+    summed, served = "encode@cpu all.allreduce decode@cpu", "encode@cpu net.push net.pull decode@cpu"
+    passes = moves("allreduce", 4).passes
+    more_nbytes = passes * ((2.0 - 0.04) * (1 << 20) + 8 - 16)
+    assert (seconds(wider, summed, SHARED, tall_nodes=False) - seconds(PROFILE, summed, SHARED, tall_nodes=False)
+            == pytest.approx(more_nbytes * 8 / 1e9))
+    assert seconds(wider, served, SHARED, tall_nodes=False) == seconds(PROFILE, served, SHARED, tall_nodes=False)

@@ -1,0 +1,368 @@
+"""Joining and heartbeats over real sockets, with the coordinator and its clients in this process."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+
+from commlayer.cluster import client, membership, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.site_client import Attendance
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, Refused, cause_of
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE
+
+PLAN = b"a plan"
+
+
+def join_all(address: str, world: int, failures: list[Failures] | None = None, **fields: Any) -> list[client.Membership]:
+    config = quick(**fields)
+
+    def one(rank: int) -> client.Membership:
+        request = messages.worker("job", rank, world, plan=PLAN if rank == 0 else b"")
+        return client.join(address, request, config, failures[rank] if failures else Failures())
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
+    world = 64
+    coordinator = Coordinator(quick(dead_after_s=60.0))
+    opened.append(coordinator)
+    # Slow heartbeats: 64 clients in one process share one interpreter.
+    members = join_all(coordinator.address, world, heartbeat_s=2.0, dead_after_s=60.0)
+    opened.extend(members)
+    assert len({messages.pack(m.view) for m in members}) == 1
+    assert [m.rank for m in members] == list(range(world))
+    assert {m.plan for m in members} == {PLAN}
+
+
+@pytest.mark.parametrize("who", ["worker", "home"])
+def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "RESOLVE_S", 0.3)
+    address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
+    attendance = Attendance(address, config, messages.attend(1, messages.ANY), lambda _: None)
+    meet = {"home": lambda: attendance.meet(60.0),
+            "worker": lambda: client.join(address, messages.worker("job", 0, 1), config, Failures())}[who]
+    with pytest.raises(CommError, match=r"'no-such-host\.invalid'.*E-ADDRESS") as told:
+        meet()
+    assert told.value.peer == f"coordinator {address}"
+    assert not isinstance(told.value, DeadlineExceeded)
+
+
+def test_a_large_plan_fits(opened: list[Any]) -> None:
+    plan = bytes(24 << 20)
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    opened.append(client.join(coordinator.address, messages.worker("job", 0, 1, plan=plan), quick(), Failures()))
+    assert opened[-1].plan == plan
+
+
+def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bytes(range(256)) * (3 * messages.PART_NBYTES // 256 + 1)
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    polls: queue.Queue[messages.Join] = queue.Queue()
+    parts: queue.Queue[messages.Part] = queue.Queue()
+    call = client.CoordinatorChannel.call
+
+    def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
+        if method in ("Join", "Part"):
+            (polls if method == "Join" else parts).put(request)
+        return call(self, method, request, *rest)
+
+    monkeypatch.setattr(client.CoordinatorChannel, "call", watched)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=plan), quick(), Failures())
+        sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
+        with coordinator._lock:  # as after a silence
+            coordinator._state = membership.leave(coordinator._state, sent[0].token, "silent")
+        sent += [polls.get(timeout=WAIT_S) for _ in range(3)]
+        opened.append(client.join(coordinator.address, messages.worker("job", 1, 2), quick(), Failures()))
+        opened.append(waiting.result(WAIT_S))
+    assert {p.plan for p in sent} == {b""}
+    assert {p.plan_digest for p in sent} == {messages.digest_of(plan)}
+    assert sorted(p.begin for p in parts.queue) == [i * messages.PART_NBYTES for i in range(4)]
+    assert [m.plan for m in opened[1:]] == [plan, plan]
+
+
+def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+
+    def late(rank: int) -> str:
+        with pytest.raises(DeadlineExceeded) as caught:
+            client.join(coordinator.address, messages.worker("job", rank, 4), quick(), Failures(), deadline_s=1.0)
+        assert (caught.value.peer, caught.value.code) == (f"coordinator {coordinator.address}", "E-DEADLINE")
+        return caught.value.what
+
+    with ThreadPoolExecutor(2) as pool:
+        lines = list(pool.map(late, (0, 1)))
+    assert "2 of 4 workers joined before the deadline of 1 s; missing: ranks 2, 3" in lines
+    assert "0 of 4 workers joined" in membership.missing(coordinator._state)
+
+
+def test_nobody_at_the_address_is_said_by_the_deadline() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        with pytest.raises(DeadlineExceeded, match=rf"coordinator {address}: .*0\.5 s.*E-DEADLINE"):
+            client.join(address, messages.worker("job", 0, 1), quick(), Failures(), deadline_s=0.5)
+
+
+def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(client.join, f"127.0.0.1:{port}", messages.worker("job", 0, 1), quick(), Failures())
+        opened.append(Coordinator(quick(port=port)))
+        opened.append(joining.result(WAIT_S))
+
+
+def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    with ThreadPoolExecutor(1) as pool:
+        ended = threading.Event()
+        request = messages.worker("jobA", 0, 2)
+        waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
+        while "rank 1" not in membership.missing(coordinator._state):
+            assert not waiting.done()
+        why = r"worker 1 on .* another model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
+        with pytest.raises(Refused, match=why):
+            client.join(coordinator.address, messages.worker("jobB", 1, 2), quick(), Failures())
+        ended.set()
+        with pytest.raises(CommError, match=f"coordinator {coordinator.address}: .*E-COMM"):
+            waiting.result(WAIT_S)
+
+
+def test_the_data_port_says_that_it_is_none_for_control_calls(caplog: pytest.LogCaptureFixture, opened: list[Any]) -> None:
+    """Else homes ask there until their deadline, four times a second, each time with a warning at the server."""
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings())
+    opened.append(server)
+    address = "{}:{}".format(*server.listen())
+    attendance = Attendance(address, quick(), messages.attend(1), lambda _: None)
+    with caplog.at_level(logging.WARNING, "commlayer"):
+        for asks in (lambda: client.join(address, messages.worker("job", 0, 1), quick(), Failures()),
+                     lambda: attendance.meet(WAIT_S)):
+            with pytest.raises(Refused, match=f"coordinator {address}: .*data.*E-ADDRESS"):
+                asks()
+    attendance.close("refused")
+    assert len(caplog.records) <= 8
+
+
+class Later(messages.Join, frozen=True):
+    """Of a version to come, which says more."""
+
+    more: int = 1
+
+
+def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    channel = client.CoordinatorChannel(coordinator.address)
+    opened.append(channel)
+    mine = msgspec.structs.asdict(messages.worker("job", 0, 1))
+    for said, line in (({"version": "9.9"}, "commlayer 9.9, here .*E-VERSION"),
+                       ({}, "Join .*`more`.*E-FRAME")):
+        with pytest.raises(Refused, match=line):
+            channel.call("Join", Later(**mine | said), messages.Seat, WAIT_S)
+    assert not coordinator._state.places
+
+
+def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    channel = client.CoordinatorChannel(coordinator.address)
+    opened.append(channel)
+    for bad in (messages.Pulse(), messages.Leave("token")):
+        with pytest.raises(Refused, match="Join failed: .* a Join .*E-FRAME"):
+            channel.call("Join", bad, messages.Seat, WAIT_S)
+    assert membership.missing(coordinator._state) == "0 of ? workers joined"
+
+
+def test_a_silent_worker_is_reported_once_to_each_of_the_others(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    failures = [Failures() for _ in range(3)]
+    members = join_all(coordinator.address, 3, failures)
+    opened.extend(members)
+    members[1].close()
+    for other in (0, 2):
+        assert failures[other].came.wait(WAIT_S)
+        members[other].leave()  # joins the heartbeat thread, so that no later report can be missed
+        assert [error.peer for error in failures[other].errors] == ["worker 1"]
+        assert "no heartbeat for" in str(failures[other].errors[0])
+    assert failures[1].errors == []
+
+
+def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    failures = Failures()
+    ended = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        request = messages.server("127.0.0.1:1")
+        serving = pool.submit(client.join, coordinator.address, request, quick(), failures, ended=ended)
+        first, second = join_all(coordinator.address, 2, [failures, failures])
+        server = serving.result(WAIT_S)
+    opened.extend((server, second))
+    assert (server.name, server.plan) == ("server 0", PLAN)
+    first.leave("ValueError: out of data")
+    assert not coordinator.over.is_set()
+    # A second leave comes after the first on every path, so what the server hears last tells of both.
+    second.leave()
+    assert ended.wait(WAIT_S)
+    assert coordinator.over.wait(WAIT_S)
+    assert {peer: gone.reason for peer, gone in server.left.items()} == {
+        "worker 0": "ValueError: out of data", "worker 1": "finished"}
+    assert {str(error) for error in failures.errors} == {"worker 0: left the job: ValueError: out of data [E-PEER-LOST]"}
+    server.leave()
+
+
+@pytest.mark.parametrize(("lives", "named"), [(False, "server 0"), (True, "worker 0")])
+def test_who_gives_a_server_up_first_is_not_named_in_its_place(lives: bool, named: str, opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    failures = Failures()
+    with ThreadPoolExecutor(1) as pool:
+        request = messages.server("127.0.0.1:1")
+        serving = pool.submit(client.join, coordinator.address, request, quick(), Failures())
+        first, second = join_all(coordinator.address, 2, [Failures(), failures])
+        server = serving.result(WAIT_S)
+    opened.extend((server, second))
+    if not lives:
+        server.close()  # without a word, so it is missed much later than the other worker is told of
+    first.leave("PeerLost: server 0: connection lost, and it could not be reached again")
+    assert failures.came.wait(WAIT_S)
+    assert [error.peer for error in failures.errors] == [named]
+
+
+class Warnings(logging.Handler):
+    """Collects what the package warns of, to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: queue.Queue[str] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.put(record.getMessage())
+
+
+@pytest.fixture
+def warnings() -> Iterator[Warnings]:
+    log, watch = logging.getLogger("commlayer"), Warnings()
+    log.addHandler(watch)
+    yield watch
+    log.removeHandler(watch)
+
+
+def test_training_goes_on_without_its_coordinator_and_says_so_once(opened: list[Any], warnings: Warnings) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    failures = Failures()
+    (member,) = join_all(coordinator.address, 1, [failures])
+    opened.append(member)
+    coordinator.close()
+    line = warnings.lines.get(timeout=WAIT_S)
+    assert f"coordinator {coordinator.address}: not reachable" in line
+    assert "training goes on" in line
+    opened.append(Coordinator(quick(port=int(coordinator.address.rpartition(":")[2]))))
+    assert "was restarted and does not know this job" in warnings.lines.get(timeout=WAIT_S), "and not the first line again"
+    member.leave()
+    assert warnings.lines.empty()
+    assert failures.errors == []
+
+
+def test_a_port_in_use_is_one_line(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    with pytest.raises(InvalidInput, match=f"{coordinator.address} .*E-ADDRESS"):
+        Coordinator(quick(port=int(coordinator.address.rpartition(":")[2])))
+    with pytest.raises(InvalidInput, match="203.0.113.1:0.*E-ADDRESS"):
+        Coordinator(quick(bind="203.0.113.1", insecure=True))
+
+
+def test_forked_children_that_exit_do_not_disturb_the_heartbeats(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick())
+    opened.append(coordinator)
+    failures = [Failures(), Failures()]
+    opened.extend(join_all(coordinator.address, 2, failures))
+    fork = multiprocessing.get_context("fork")
+    for leave in (_exit_quietly, _exit_and_collect) * 4:
+        child = fork.Process(target=leave, args=(opened[1:],))
+        child.start()
+        child.join(WAIT_S)
+        assert child.exitcode == 0, "a child must not hang in what it inherited"
+    opened[1].close()
+    assert failures[1].came.wait(WAIT_S), "the heartbeats of the parent still work"
+    assert [error.peer for error in failures[1].errors] == ["worker 0"]
+    assert failures[0].errors == []
+
+
+def _exit_quietly(members: list[Any]) -> None:
+    del members
+
+
+def _exit_and_collect(members: list[Any]) -> None:
+    import gc
+
+    members.clear()
+    gc.collect()
+    raise SystemExit(0)
+
+
+def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
+    lost = PeerLost("no heartbeat for 2.0 s from b: it was killed, stopped or cut off", peer="worker 1")
+
+    def because_of(error: BaseException, peer: str) -> PeerLost:
+        """As a job that ends with that error tells why it leaves."""
+        return PeerLost(f"left the job: {type(error).__name__}: {error}".splitlines()[0], peer=peer)
+
+    named = PeerLost(lost.what, peer=lost.peer)
+    named.call("worker 1 (ben)")
+    assert str(named) == str(lost).replace("worker 1", "worker 1 (ben)")
+    left = because_of(named, "worker 0")
+    tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
+    for heard, first in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
+        assert client.first_cause(heard) is first
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("no room\nfor it"), "ValueError: no room"),
+    (PeerLost("is gone", peer="worker 1"), "PeerLost: worker 1: is gone [E-PEER-LOST]"),
+])
+def test_what_others_hear_of_an_end_is_one_line(error: BaseException, said: str) -> None:
+    assert cause_of(error) == said
+
+
+def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
+    journal = CoordinatorJournal(str(tmp_path))
+    coordinator = Coordinator(quick(), servers=1, journal=journal)
+    with ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(client.join, coordinator.address, messages.server("127.0.0.1:1"), quick(), Failures())
+        working = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 1, plan=PLAN), quick(), Failures())
+        server, worker = serving.result(WAIT_S), working.result(WAIT_S)
+        assert list(tmp_path.iterdir()), "who takes part is written down"
+        worker.leave()
+        closing = pool.submit(coordinator.close)
+        while list(tmp_path.iterdir()):
+            assert not closing.done()
+        server.leave()
+        closing.result(WAIT_S)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,210 @@
+"""A summation server between its coordinator and its workers: whom it admits, plans that it cannot serve, what it tells."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from support.coordinators import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
+from support.meshes import FAR
+
+from commlayer import records
+from commlayer.cluster import client, messages, uplink
+from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.summation_server import Serving, Stalled
+from commlayer.config import host_port
+from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
+from commlayer.planner import default_plan
+from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+
+JOB = Job((TensorInfo("weight", (100,)),))
+PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
+BUCKET = PLAN.buckets[0]
+
+
+def view_of(plan: bytes, serving: Serving, world: int = 2) -> View:
+    members = tuple(Member(rank, rank, "host") for rank in range(world))
+    return View(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
+
+
+def plan_of(*buckets: Bucket, **fields: Any) -> Plan:
+    return msgspec.structs.replace(PLAN, buckets=buckets or PLAN.buckets, **fields)
+
+
+def changed(**fields: Any) -> Plan:
+    return plan_of(msgspec.structs.replace(BUCKET, **fields))
+
+
+UNFIT = [
+    (b"\x00", "E-PLAN-REFUSED", "plan of worker 0: JSON is malformed"),
+    (records.encode(plan_of(ranks_per_node=0)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 0"),
+    (records.encode(plan_of(ranks_per_node=3)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 3"),
+    (records.encode(changed(owner=7)), "E-PLAN-REFUSED", "plan of worker 0: bucket 0: owner 7"),
+    (records.encode(changed(slices=(Slice(0, 0, 1 << 62),))), "E-PLAN-REFUSED",
+     f"plan of worker 0: bucket 0: {1 << 62} elements"),
+    (records.encode(plan_of(servers=2)), "E-PLAN-REFUSED", "plan of worker 0: it is for 2 servers, the job has 1"),
+    (records.encode(changed(codec="zip()")), "E-CODEC-NAME", "codec 'zip()'"),
+]
+
+
+@pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
+def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
+                                                                                line: str, opened: list[Any]) -> None:
+    serving = Serving("127.0.0.1", 0, quick())
+    opened.append(serving)
+    with pytest.raises(InvalidInput) as caught:
+        serving.start(view_of(plan, serving), plan, 0)
+    assert caught.value.what.startswith(line)
+    assert caught.value.code == code
+    assert "\n" not in str(caught.value)
+    opened.append(StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
+    with pytest.raises(Refused) as refused:
+        opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
+    assert str(refused.value) == f"server 0: {caught.value}"
+    assert (refused.value.peer, refused.value.code) == ("server 0", code)
+
+
+def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
+    serving = Serving("127.0.0.1", 0, quick())
+    opened.append(serving)
+    plan = records.encode(PLAN)
+    serving.start(view_of(plan, serving), plan, 0)
+    for rank in (0, 2, SERVER_BASE + 1):
+        opened.append(StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
+        where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
+        if rank == 0:
+            opened[-1].dial(SERVER_BASE, where, deadline)
+        else:
+            with pytest.raises(Refused, match=r"server 0: .*2 workers.*E-RANK\]"):
+                opened[-1].dial(SERVER_BASE, where, deadline)
+
+
+def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> None:
+    here, there = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
+    opened.extend((here, there))
+    here.limit_kept(1500)
+    there.dial(0, here.listen(), time.monotonic() + WAIT_S)
+    for step in range(2):
+        there.send(0, Header(Kind.DATA, step=step, sender=1), bytes(900))
+    with pytest.raises(PeerLost, match="worker 0: connection.*E-PEER-LOST"):
+        there.wait(there.recv(0), time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
+def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code: str, opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    request = messages.worker("job", 0, 1, plan=records.encode(PLAN))
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(client.join, coordinator.address, messages.server(address), quick(), Failures())
+        with pytest.raises(RecordError) as caught:
+            uplink.connect(coordinator.address, request, quick())
+        opened.append(SimpleNamespace(close=serving.result(WAIT_S).leave))
+    assert caught.value.what.startswith("address of server 0: ")
+    assert address.partition(":")[0] in caught.value.what
+    assert caught.value.code == code
+    assert coordinator._state.places[request.token].left == f"could not reach a server: {caught.value}"
+
+
+class Pair:
+    """A coordinator, a server and two connected workers in this process."""
+
+    def __init__(self, opened: list[Any], plan: Plan = PLAN, deadline_s: float = 0.1, host: str = "127.0.0.1") -> None:
+        config = quick(deadline_s=deadline_s, dead_after_s=WAIT_S)  # nobody dies here, however late a heartbeat is
+        coordinator, self.serving, ended = Coordinator(config, servers=1), Serving(host, 0, config), threading.Event()
+        opened.extend((coordinator, self.serving))
+        with ThreadPoolExecutor(3) as pool:
+            seat = pool.submit(client.join, coordinator.address, messages.server(self.serving.address), config, Failures(),
+                               ended=ended)
+            requests = [messages.worker(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
+            ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
+            member = seat.result(WAIT_S)
+            opened.append(SimpleNamespace(close=member.leave))  # without a word it would be waited for
+            self.serving.start(member.view, member.plan, member.rank)
+            self.ups = [up.result(WAIT_S) for up in ups]
+        opened.extend(self.ups)
+        # A server welcomes a worker just before it can send to it unasked.
+        until(lambda: len(self.serving._transport.peers) == len(self.ups), "both are connected")
+        self.failures, self.stalled = Failures(), threading.Event()
+        self.left: queue.Queue[tuple[str, int]] = queue.Queue()
+        self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)
+
+    def failure(self) -> CommError:
+        assert self.failures.came.wait(WAIT_S)
+        error: CommError = self.failures.errors[0]
+        return error
+
+
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
+        exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
+    monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.05)
+    job = Pair(opened)
+    payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
+    job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
+    assert job.stalled.wait(WAIT_S), "the server has said whom it waits for, once"
+    job.ups[0].close(exchanges=exchanges)
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges)
+    job.stalled.clear()
+    assert job.stalled.wait(WAIT_S), "it is said again"
+    assert job.failures.errors == []
+    job.ups[1].follow(job.failures, lambda *_: None, lambda *told: job.left.put(told), 1)
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
+
+
+def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[Any]) -> None:
+    """It says so once. The worker that heard it may be on its way to another view, and has no use for it any more."""
+    job = Pair(opened)
+    assert job.ups[1]._membership is not None
+    job.ups[1]._membership._take(messages.Pulse(lost=(messages.Gone("worker 0", "no heartbeat for 4.0 s"),)))
+    assert job.failure().peer == "worker 0"
+    after = Failures()
+    job.ups[1].follow(after, lambda *_: None, lambda *_: None, 65537)
+    assert [error.peer for error in after.errors] == ["worker 0"]
+
+
+def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
+    whole = Job((TensorInfo("weight", (6 << 20,)),))
+    plan = default_plan(whole, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
+                        cut_nbytes=32 << 20)
+    up = Pair(opened, plan, WAIT_S, FAR).ups[0]
+    state = up.fetch_state(0, 0, 0)
+    assert len(state) > 24 << 20
+    up.put_state(0, 0, 0, state)
+
+
+def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:
+    job = Pair(opened)
+    server: Any = job.serving._server
+    server._say(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
+    failure = job.failure()
+    assert (failure.peer, failure.step, failure.bucket) == ("server 0", 3, 0)
+    assert "MemoryError: no room" in failure.what
+
+
+def test_a_server_that_training_starts_for_another_coordinator_takes_any_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set port is the coordinator's, which may be on the same machine."""
+    environments: list[dict[str, str]] = []
+
+    def look(*_: Any, env: dict[str, str], **__: Any) -> Callable[[], None]:
+        environments.append(env)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", look)
+    for join in ("", "127.0.0.1:7000"):
+        with pytest.raises(OSError, match="^$"):
+            Embedded.start(quick(port=7000), join=join)
+    assert [env["COMMLAYER_PORT"] for env in environments] == ["7000", "0"]

@@ -1,0 +1,51 @@
+"""The guard of an automatic plan where no budget is named: gradients are compared with what is usual, and no loss is judged."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support.attached import Run, Setting, coordinators, mlp, play
+from support.rank_pool import pool
+from torch import nn
+
+import commlayer
+from commlayer.autotune.quality import policy
+from commlayer.engine.model_job import job_of
+from commlayer.planner import default_plan
+
+WORLD, SERVERS = 2, 2
+
+
+def rising(run: Run, asked: bool) -> Any:
+    """What was said, codecs, and the guard's time, where a loss doubles under a plan found by itself or asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "TIME_PART", 1e9)
+        logging.getLogger("commlayer").setLevel(logging.ERROR)
+        model = mlp()
+        run.wrap(model)
+        session = run.sessions[0]
+        model(torch.ones(2, 12)).sum().backward()
+        commlayer.switch(session, default_plan(job_of(model), codec="int8(block=32)", path="service", servers=SERVERS,
+                                               ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096))
+        session.inspect.connection.terms.auto = not asked
+        before_s = session.stats()["guard_s"]
+        for step in range(130):
+            model.zero_grad()
+            nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
+            session.report(1.0 + (step > 80))
+        codecs = {b.codec for b in session.inspect.plan.buckets}
+        return session.inspect.decisions(), codecs, session.stats()["guard_s"] - before_s
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(asked: bool) -> None:
+    with coordinators(1, WORLD, SERVERS) as made:
+        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
+        results = pool(WORLD).call(play, WORLD, rising, setting, asked)
+    for said, codecs, check_s in results:
+        assert not [line for line in said if "the loss has risen" in line or "codecs are finer" in line]
+        assert not asked or codecs == {"int8(block=32)"}
+        assert (check_s > 0) is not asked, "a plan that somebody asked for is theirs, and nothing was named to hold it to"

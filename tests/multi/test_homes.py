@@ -1,0 +1,423 @@
+"""Homes meet at a coordinator and get ranks; what torch's process group does there, over real sockets with homes as threads."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from support.coordinators import all_opened, quick  # noqa: F401  (a fixture)
+from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+
+from commlayer.cluster import client, kv_store, messages, site_client, sites
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.kv_store import Writer
+from commlayer.cluster.site_client import Attendance, Desk
+from commlayer.cluster.site_process_group import AHEAD, PART_NBYTES, RelayedGroup, WorldStore
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+
+HOMES = 3
+
+
+def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.Attend:
+    return messages.attend(workers, place, name=name)
+
+
+def come(state: sites.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[sites.Homes, list[messages.Attended]]:
+    replies = []
+    for one in all_:
+        state, reply = sites.attend(state, one, now)
+        replies.append(reply)
+    return state, replies
+
+
+# ---- who gets which ranks
+
+
+def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
+    a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
+    state, replies = come(sites.Homes(4), a, b)
+    assert [r.first for r in replies] == [messages.ANY] * 2
+    assert replies[1].missing == "3 of 4 workers are here (a, b with 2)"
+    state, _ = come(state, c)
+    _, (of_a, of_b, of_c) = come(state, a, b, c)
+    assert [(r.node, r.first, r.world, r.nodes) for r in (of_c, of_a, of_b)] == [(0, 0, 4, 3), (1, 1, 4, 3), (2, 2, 4, 3)]
+
+
+@pytest.mark.parametrize(("one", "pattern"), [
+    (asked("d", workers=3), r"\b3 workers.*\b2 of the job's 3 .*a \(pid.*E-WORKERS"),
+    (asked("d", place=1), r"home 1\b.* a \(pid.*E-RANK\]"),
+    (asked("d", place=3), r"home 3\b.* 0 to 2 \[E-RANK\]"),
+    (msgspec.structs.replace(asked("d"), version="0.0"), r"0\.0\b.*E-VERSION"),
+])
+def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.Attend, pattern: str) -> None:
+    state, _ = come(sites.Homes(3), asked("a", place=1))
+    after, (reply,) = come(state, one)
+    assert re.search(pattern, reply.error)
+    assert after == state
+
+
+def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
+    assert re.search("--workers N.*E-WORKERS", come(sites.Homes(0), asked("a"))[1][0].error)
+    state, _ = come(sites.Homes(1), asked("a"))
+    assert re.search(r"\b0 of the job's 1 .*E-WORKERS", come(state, asked("b"))[1][0].error)
+    begun = msgspec.structs.replace(state, begun=True)
+    assert re.search(r"\b1 workers.*E-JOB-CLOSED", come(begun, asked("b"))[1][0].error)
+
+
+def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the_next_one_is_afresh() -> None:
+    a, b = asked("a"), asked("b")
+    state, _ = come(sites.Homes(2), a, b)
+    state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
+    _, (told,) = come(state, a)
+    assert re.search(r"^home b \(pid .*: exit code 1; .*E-RENDEZVOUS-ENDED", told.error)
+    state, _ = come(state, asked("a"), again := asked("b"))
+    assert come(state, again)[1][0].first == 1
+
+
+def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
+    a, b = asked("a"), asked("b")
+    state, _ = come(sites.Homes(2), a, b)
+    state = sites.heard(state, a.home, 40.0)
+    assert "home b" in come(sites.tick(state, 45.0, 10.0), a)[1][0].error
+    begun = msgspec.structs.replace(state, begun=True)
+    assert sites.tick(begun, 45.0, 10.0) == begun
+    assert sites.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
+    left = sites.tick(begun, 45.0, 10.0, {0, 1})
+    assert list(left.here) == [a.home], "it may have left while nobody was there to hear it"
+    assert "behind its workers' end" in left.left[1]
+
+
+def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:
+    a, b = asked("a"), asked("b", workers=2)
+    state, _ = come(sites.Homes(3), a, b)
+    state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
+    assert {rank: why.partition(")")[2] for rank, why in state.left.items()} == dict.fromkeys((1, 2), " has left: finished")
+    assert [sites.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
+    ranks = range(state.workers)
+    assert [sites.staying(state, 9.0, 10.0, ranks[n:]) for n in (0, 1)] == [False, True], "all of whose workers are dead"
+    assert come(state, a)[1][0].first == 0
+    assert "has left: finished" in come(state, b)[1][0].error
+    assert not sites.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
+
+
+def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why_not() -> None:
+    a, b = asked("a"), asked("b", workers=2)
+    state, _ = come(sites.Homes(3), a, b)
+    state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
+    shut = sites.Door("the job runs and has its 3 workers")
+    again, wide = asked("b"), asked("b", workers=3)
+    full = msgspec.structs.replace(shut, full=True)
+    for one, door, pattern in ((again, shut, "3 workers.*E-JOB-CLOSED"), (again, full, "3 workers.*E-JOB-FULL"),
+                               (wide, sites.Door("", 1), r"\b3 workers.*\b2 of the job's 3 .*E-WORKERS")):
+        after, reply = sites.attend(state, one, 1.0, door)
+        assert re.search(pattern, reply.error)
+        assert after == state
+    state, seat = sites.attend(state, again, 1.0, sites.Door("", 1))
+    assert (seat.joins, seat.first, seat.world) == (True, 3, 2)
+    state, seat = sites.attend(state, asked("c"), 2.0, sites.Door("", 2))
+    assert (seat.joins, seat.first, seat.world) == (True, 4, 3)
+    assert sites.attend(state, a, 2.0, sites.Door("", 3))[1].first == 0, "who is here is answered as ever"
+
+
+def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
+    state, _ = come(sites.Homes(1), asked("a"))
+    state = msgspec.structs.replace(state, begun=True)
+    for door, waited_s, waits in ((sites.Door("full", 1, wait="one is silent"), 99.0, True),
+                                  (sites.Door("full", 1, all_here=True), 2.0, True),
+                                  (sites.Door("full", 1, all_here=True), 3.0, False), (sites.Door("over"), 0.0, False)):
+        after, reply = sites.attend(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
+        assert (after, bool(reply.missing), bool(reply.error), reply.first) == (state, waits, not waits, messages.ANY)
+
+
+@pytest.mark.parametrize(("certificates", "again", "now", "found"), [
+    (("anna", "ben"), ("0", "anna"), 5.0, 0), (("anna", "ben"), ("x", "anna"), 5.0, None),  # on another machine
+    (("anna", "ben"), ("0", "anna"), 4.9, None),  # it was heard a moment ago
+    (("anna", "ben"), ("0", "cleo"), 5.0, None), (("", ""), ("0", ""), 5.0, None),  # without keys it is nobody
+    (("rack", "rack"), ("1", "rack"), 5.0, 1), (("rack", "rack"), ("x", "rack"), 5.0, None),  # a shared certificate
+])
+def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_silent(
+        certificates: tuple[str, str], again: tuple[str, str], now: float, found: int | None) -> None:
+    every = [msgspec.structs.replace(asked(str(n)), certificate=of) for n, of in enumerate(certificates)]
+    state, _ = come(sites.Homes(2), *every)
+    one = msgspec.structs.replace(asked(again[0]), certificate=again[1])
+    token = sites.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
+    assert token == ("" if found is None else every[found].home)
+
+
+# ---- what the store takes
+
+NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
+
+
+@pytest.mark.parametrize(("act", "values"), [
+    (lambda store: store.put([(NAME + "n", b"")], BY), "257.*256"),
+    (lambda store: store.add(NAME + "n", 1, "once", BY), "257.*256"),
+    (lambda store: store.add("n", 1, NAME + "n", BY), "257.*256"), (lambda store: store.found(["n", "n"]), "2 keys.* 1 "),
+])
+def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
+    with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
+        act(kv_store.MeetingStore())
+
+
+def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
+    store = kv_store.MeetingStore()
+    store.put([(NAME, b"12"), (NAME, b"1")], BY)
+    assert store.nbytes == len(NAME) + 1 + kv_store.KEY_NBYTES
+    for number in range(kv_store.MAX_TOKENS):
+        with contextlib.suppress(CorruptFrame):
+            store.add("sum", 1, str(number), BY)
+    assert (1 << 20) - 2 * kv_store.TOKEN_NBYTES < store.nbytes <= 1 << 20
+    assert store.add("sum", 1, "0", BY) == int(store.found(["sum"])[0] or b"") > 1000, "what was refused is not added"
+    store.drop([NAME, "sum"])
+    assert (store.nbytes, store._sums) == (0, {})
+
+
+def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
+    store = kv_store.MeetingStore()
+    store.put([("a", bytes(6)), ("b", bytes(6))], BY)
+    assert store.found(["a"]) == (bytes(6),)
+    with pytest.raises(CorruptFrame, match=r"\b12 bytes.*\b10 \[E-FRAME"):
+        store.found(["a", "b"])
+
+
+# ---- over sockets
+
+
+def met(opened: list[Any], workers: int = HOMES) -> list[tuple[Desk, int]]:
+    coordinator = Coordinator(quick(), workers=workers)
+    opened.append(coordinator)
+
+    def one(name: str) -> tuple[Desk, int]:
+        attendance = Attendance(coordinator.address, quick(), asked(name), lambda _: None)
+        seat = attendance.meet(20.0)
+        desk = Desk(coordinator.address, quick(), attendance.request.home)
+        opened.extend((_Leaving(attendance), desk))
+        return desk, seat.first
+
+    with ThreadPoolExecutor(workers) as pool:
+        return sorted(pool.map(one, "abcdefgh"[:workers]), key=lambda pair: pair[1])
+
+
+class _Leaving:
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+
+    def close(self) -> None:
+        self._attendance.close("the test is over")
+
+
+def together(desks: list[tuple[Desk, int]], act: Callable[[RelayedGroup, int], Any], timeout_s: float = 20.0) -> list[Any]:
+    """What comes of it in each home, in a group of all."""
+    groups = [RelayedGroup(desk, "test", range(len(desks)), rank, timeout_s) for desk, rank in desks]
+    try:
+        with ThreadPoolExecutor(len(desks)) as pool:
+            return list(pool.map(act, groups, range(len(desks))))
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def options(**fields: Any) -> Any:
+    return type("Options", (), fields)()
+
+
+def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> None:
+    def act(group: RelayedGroup, rank: int) -> list[Any]:
+        mine, seen = torch.tensor([1.0 + rank, -rank]), []
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            group.allreduce([x := mine.clone()], options(reduceOp=op)).wait()
+            seen.append(x.tolist())
+        rows = [torch.empty(2) for _ in range(HOMES)]
+        group.allgather([rows], [mine]).wait()
+        flat = torch.empty(2 * HOMES)
+        group.all_gather_single(flat, mine).wait()
+        assert torch.equal(flat, torch.cat(rows))
+        group.broadcast([x := mine.clone()], options(rootRank=2)).wait()
+        seen += [x.tolist(), [row.tolist() for row in rows]]
+        group.reduce([x := mine.clone()], options(rootRank=1, reduceOp=dist.ReduceOp.SUM)).wait()
+        assert x.tolist() == ([6.0, -3.0] if rank == 1 else mine.tolist())
+        group.gather([[*rows]] if rank == 0 else [], [2 * mine], options(rootRank=0)).wait()
+        assert rank or [row.tolist() for row in rows] == [[2.0, 0.0], [4.0, -2.0], [6.0, -4.0]]
+        group.scatter([x := torch.empty(1)], [list(torch.arange(3.0).view(3, 1))] if rank == 0 else [],
+                      options(rootRank=0)).wait()
+        assert x.item() == rank
+        group.barrier().wait()
+        return seen
+
+    rows = [[1.0, 0.0], [2.0, -1.0], [3.0, -2.0]]
+    expected = [[6.0, -3.0], [2.0, -1.0], [3.0, 0.0], [1.0, -2.0], rows[2], rows]
+    assert together(met(opened), act) == [expected] * HOMES
+
+
+def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(opened: list[Any]) -> None:
+    parts = 5 * AHEAD
+    numel = parts * PART_NBYTES // 8 - 3
+
+    def act(group: RelayedGroup, rank: int) -> bool:
+        state = torch.arange(numel) if rank == 0 else torch.zeros(numel, dtype=torch.int64)
+        group.broadcast([state], options(rootRank=0)).wait()
+        for _ in range(2 * AHEAD):  # what comes behind lets go of it
+            group.barrier().wait()
+        return torch.equal(state, torch.arange(numel))
+
+    desks = met(opened)
+    assert together(desks, act) == [True] * HOMES
+    kept = opened[0]._gathering._store.nbytes
+    assert kept < HOMES * 2 * AHEAD * 1024, "a few empty parts"
+
+
+def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
+    desks = met(opened, 2)
+    stores = [WorldStore(desk, 20.0) for desk, _ in desks]
+    plain = [dist.PrefixStore("a", store) for store in stores]
+    plain[0].set("key", "value")
+    assert plain[1].get("key") == b"value"
+    assert [plain[0].add("n", 2), plain[1].add("n", 3)] == [2, 5]
+    assert [plain[1].check(["key"]), plain[1].check(["key", "other"])] == [True, False]
+    with pytest.raises(RuntimeError, match=r"0\.1 s\b.*a/other.*E-DEADLINE"):
+        plain[1].wait(["other"], datetime.timedelta(seconds=0.1))
+    assert plain[1].delete_key("key")
+    assert not plain[0].check(["key"])
+
+
+def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any]) -> None:
+    def act(group: RelayedGroup, rank: int) -> str:
+        if rank == 1:
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            group.barrier().wait()
+        with pytest.raises(RuntimeError):  # and nothing that is asked for later is mixed up with it
+            group.barrier().wait()
+        return str(raised.value)
+
+    told = together(met(opened), act, timeout_s=0.5)
+    assert told[0] == told[2]
+    assert re.search(r"\b0\.5 s from rank 1\b.*E-DEADLINE", told[0])
+
+
+def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a slow link has not brought in time would be sent all over again."""
+    monkeypatch.setattr(site_client, "CALL_S", 0.3)
+    (desk, _), *_ = met(opened, 2)
+    given: list[float] = []
+    call = desk._link.call
+
+    def slow(method: str, request: Any, kind: Any, timeout_s: float) -> Any:
+        given.append(timeout_s)
+        return call(method, request, kind, timeout_s)
+
+    monkeypatch.setattr(desk._link, "call", slow)
+    desk.ask(time.monotonic() + 30.0, put=[("a", b"bytes")], want=[("a", 0)])
+    desk.ask(time.monotonic() + 600.0, want=[("a", 0)])
+    desk.ask(time.monotonic() + 600.0, drop=["a"])
+    assert [round(one, 1) for one in given] == [30.0, site_client.BYTES_S, 0.3]
+
+
+def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_client, "CALL_S", 0.3)
+    (desk, _), *_ = met(opened, 1)
+    opened[0].close()
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match="coordinator 127.0.0.1:.*E-PEER-LOST"):
+        desk.ask(begin + 600.0, want=[("a", 0)])
+    assert time.monotonic() - begin < 20.0
+
+
+def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[Any]) -> None:
+    desks = met(opened, 2)
+    begin = time.monotonic()
+    heard: list[str] = []
+
+    def wait() -> None:
+        try:
+            desks[0][0].ask(time.monotonic() + 60.0, want=[("never", 1)])
+        except CommError as error:
+            heard.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    next(thing for thing in opened if isinstance(thing, _Leaving)
+         and thing._attendance.request.home == desks[1][0]._home)._attendance.close("exit code 1")
+    waiting.join(20.0)
+    assert re.search(": exit code 1;.*E-RENDEZVOUS-ENDED", heard[0])
+    assert time.monotonic() - begin < 20.0
+
+
+def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(opened: list[Any]) -> None:
+    said: list[str] = []
+    with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:9\b.*\b0\.3 s\b.*E-DEADLINE"):
+        Attendance("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0)
+    assert said == ["waits for the coordinator at 127.0.0.1:9 to answer, for 0.3 s at most"]
+    coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
+    opened.append(coordinator)
+    with pytest.raises(Refused, match="E-SECRET"):
+        Attendance(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0)
+    alone = Attendance(coordinator.address, quick(token="secret-of-the-job"), asked("a"), said.append)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 workers .*\(a\) .*0\.1 s.*--wait.*E-DEADLINE"):
+        alone.meet(0.1)
+    alone.close("it gave up")
+
+
+def test_a_home_of_another_version_is_refused_before_its_script_starts(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    opened.append(coordinator)
+    another = msgspec.structs.replace(asked("a"), version="0.0")
+    with pytest.raises(Refused, match=r"home a \(pid \d+\): .*0\.0\b.*E-VERSION"):
+        Attendance(coordinator.address, quick(), another, lambda _: None).meet(5.0)
+
+
+def test_keys_that_do_not_fit_are_a_line(
+    opened: list[Any], folders: Folders, capfd: pytest.CaptureFixture[str],
+) -> None:
+    coordinator = Coordinator(quick(keys=str(folders.server)), workers=1)
+    opened.append(coordinator)
+    for keys, code in ((folders.foreign, "E-CERTIFICATE-CA"), (folders.revoked, "E-CERTIFICATE-REVOKED"), ("", "E-TLS")):
+        held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
+        refused = Attendance(coordinator.address, held, asked("a"), lambda _: None)
+        with pytest.raises(Refused, match=code):
+            refused.meet(5.0)
+        refused.close("it was refused")
+    assert "ssl" not in capfd.readouterr().err, "gRPC writes of TLS what no user can read"
+    good = Attendance(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
+    assert good.meet(5.0).first == 0
+    good.close("the test is over")
+
+
+def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), workers=3)
+    opened.append(coordinator)
+    with pytest.raises(Refused, match=r"\b1 workers.*\b3: .*`commlayer launch --join`.*E-WORKERS"):
+        client.join(coordinator.address, messages.worker("job", 0, 1), quick(), lambda _: None)
+
+
+def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
+    coordinator = Coordinator(quick(), workers=1)
+    config = quick(port=int(coordinator.address.rpartition(":")[2]))
+    attendance = Attendance(coordinator.address, config, asked("a"), lambda _: None)
+    desk = Desk(coordinator.address, config, attendance.request.home)
+    try:
+        attendance.meet(10.0)
+        desk.ask(time.monotonic() + 10.0, put=[("key", b"value")])
+        coordinator.close()
+        coordinator = Coordinator(config, workers=1)
+        assert attendance.ended.wait(20.0)
+        assert attendance.why == sites.RESTARTED
+        with pytest.raises(CommError, match="E-RENDEZVOUS-ENDED"):
+            desk.ask(time.monotonic() + 10.0, want=[("key", messages.ANY)])
+    finally:
+        desk.close()
+        attendance.close("done")
+        coordinator.close()

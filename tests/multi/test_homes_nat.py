@@ -1,0 +1,64 @@
+"""Two homes behind routers that let nobody in, and one server with an address: `commlayer launch` trains there, over TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_homes_training
+from support import sites
+from support.lab import needs_lab
+from support.nat import SERVER, Nat, public
+
+pytest.importorskip("cryptography", reason="cryptography is not installed")
+from commlayer.cluster import authority
+
+pytestmark = needs_lab
+COMMAND = [sys.executable, "-m", "commlayer.cli.main"]
+PORT = 7000
+WAIT_S = 60.0
+
+
+def dial(place: str, port: int) -> str:
+    return f"import socket; socket.create_connection(({place!r}, {port}), 1.0); print('let in')"
+
+
+def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
+    authority.init(tmp_path / "keys", 1)
+    names = ("server", "home-a", "home-b")
+    keys = [str(authority.add(tmp_path / "keys", name, 1, dials_only=name != "server")) for name in names]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": sites.ROOT,
+                             "env": environment | sites.QUICK | {"COMMLAYER_CONFIG": ""}}
+    with Nat(2) as nat:
+        server = nat.popen(0, [*COMMAND, "serve", "--bind", f"{SERVER}:{PORT}", "--workers", "2", "--keys", keys[0]], **piped)
+        assert server.stdout is not None
+        assert server.stderr is not None
+        assert json.loads(server.stdout.readline()) == {"control": f"{SERVER}:{PORT}", "data": f"{SERVER}:{PORT + 1}"}
+        line = next(said for said in server.stderr if "each home types: " in said)
+        typed = re.sub(r".* types: commlayer (.*) --keys ITS-KEYS SCRIPT\n", r"\1", line).split()
+        assert typed == ["launch", "--join", f"{SERVER}:{PORT}"]
+        script = [test_homes_training.__file__, "plain"]
+        both = [nat.popen(1 + home, [*COMMAND, *typed, "--keys", keys[1 + home], *script], **piped) for home in range(2)]
+        told = []
+        for home in both:
+            out, errors = home.communicate(timeout=WAIT_S)
+            assert home.returncode == 0, errors
+            told.append(json.loads(out.splitlines()[-1]))
+        assert sorted(one["rank"] for one in told) == [0, 1]
+        assert {one["sha"] for one in told} == set(test_homes_training.in_a_rack("plain", 2))
+        assert nat.dialled == [{(SERVER, PORT), (SERVER, PORT + 1)}] * 2, "nothing else was tried"
+        assert nat.dropped == [0, 0]
+        for home in range(2):  # the translator does what it is there for
+            denied = nat.popen(0, [sys.executable, "-c", dial(public(home), PORT)], **piped)
+            assert "let in" not in denied.communicate(timeout=WAIT_S)[0]
+        assert min(nat.dropped) > 0
+        _, said = server.communicate(timeout=WAIT_S)
+        assert "home home-a (pid " in said
+        assert server.returncode == 0, said

@@ -1,0 +1,272 @@
+"""What homes leave at a coordinator: each has its part of the room, and what was left in a view goes when that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+
+from commlayer.cluster import client, kv_store, messages, sites
+from commlayer.cluster.audit import Audit
+from commlayer.cluster.client import CoordinatorChannel
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.rendezvous_service import Gathering
+from commlayer.cluster.site_client import Attendance, Desk
+from commlayer.cluster.site_process_group import PART_NBYTES
+from commlayer.errors import CommError, CorruptFrame, PeerLost
+
+PART = bytes(PART_NBYTES)
+
+
+class _Leaving:
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+
+    def close(self) -> None:
+        self._attendance.close("the test is over")
+
+
+def met(opened: list[Any], workers: int, **settings: Any) -> tuple[Coordinator, list[Desk]]:
+    """A coordinator, and a desk of each home, by rank."""
+    coordinator = Coordinator(quick(**settings), workers=workers)
+    opened.append(coordinator)
+
+    def one(name: str) -> tuple[int, Desk]:
+        attendance = Attendance(coordinator.address, quick(), messages.attend(1, name=name), lambda _: None)
+        seat, desk = attendance.meet(WAIT_S), Desk(coordinator.address, quick(), attendance.request.home)
+        opened.extend((_Leaving(attendance), desk))
+        return seat.first, desk
+
+    with ThreadPoolExecutor(workers) as pool:
+        desks = dict(pool.map(one, "abcdefgh"[:workers]))
+    return coordinator, [desks[rank] for rank in range(workers)]
+
+
+def told(coordinator: Coordinator) -> messages.Told:
+    """As the doctor hears it."""
+    link = CoordinatorChannel(coordinator.address, quick().token, None)
+    try:
+        return link.call("About", messages.About(), messages.Told, WAIT_S)
+    finally:
+        link.close()
+
+
+def until(what: Callable[[], bool]) -> bool:
+    end = time.monotonic() + WAIT_S
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    return what()
+
+
+def there(desk: Desk, *names: str) -> list[bool]:
+    found = desk.ask(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).found
+    return [value is not None for value in found]
+
+
+def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, regroups: bool = True) -> list[client.Membership]:
+    def one(rank: int) -> client.Membership:
+        request = messages.worker("job", rank, workers, plan=b"a plan", regroups=regroups)
+        return client.join(coordinator.address, request, quick(), Failures())
+
+    with ThreadPoolExecutor(workers) as pool:
+        members = list(pool.map(one, range(workers)))
+    opened.extend(members)
+    return members
+
+
+# ---- views
+
+
+def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_that_tells(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members = joined(opened, coordinator, 3)
+    members[2].leave("it breaks off")
+    with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST") as one:
+        desks[0].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
+    assert one.value.peer == "worker 2"
+    with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as one:
+        desks[2].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
+    assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
+
+
+def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """At a job's end one is always the first: that is no loss."""
+    coordinator, _ = met(opened, 3, min_workers=1)
+    with caplog.at_level(logging.INFO, "commlayer"):
+        members = joined(opened, coordinator, 3)
+        members[1].leave()
+        members[2].leave("it breaks off")
+    assert [line for r in caplog.records if (line := r.getMessage()).startswith("goes on")] == [
+        "goes on with 2 workers, without worker 1 (finished)", "goes on with 1 workers, without worker 2"]
+
+
+def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members = joined(opened, coordinator, 3)
+    soon = time.monotonic() + WAIT_S
+    for rank, desk in enumerate(desks):
+        desk.ask(soon, put=[(f"world0/group/0/{rank}", PART)], add=("world0/count", 1))
+    desks[2].ask(soon, put=[("regroup1/part0/2", PART)], view=1)
+    members[2].leave("it breaks off")
+    stay, names = members[:2], ["world0/group/0/0", "world0/group/0/2", "world0/count", "regroup1/part0/2"]
+    assert until(lambda: all(member.newest.generation == 2 for member in stay))
+    desks[0].ask(soon, put=[("view2/group/0/0", PART)])
+
+    def beaten() -> None:
+        """Each has told once more what is in force there."""
+        for place in [place for place in coordinator._state.places.values() if place.here]:
+            for _ in range(2):
+                before = coordinator._state.places[place.join.token].seen_s
+                assert until(functools.partial(heard, place.join.token, before))
+
+    def heard(token: str, since_s: float) -> bool:
+        return coordinator._state.places[token].seen_s > since_s
+
+    stay[0].view = stay[0].newest
+    beaten()
+    assert there(desks[0], *names) == [True] * 4, "one has not gone over, and may ask for them"
+    stay[1].view = stay[1].newest
+    assert until(lambda: there(desks[0], *names) == [False] * 4)
+    assert there(desks[1], "view2/group/0/0") == [True]
+    assert coordinator._gathering._store.nbytes < 2 * PART_NBYTES
+
+
+def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list[Any]) -> None:
+    coordinator, _ = met(opened, 3, min_workers=1)
+    assert (told(coordinator).free, told(coordinator).shut) == (0, ""), "it has not begun"
+    members = joined(opened, coordinator, 3)
+    said = told(coordinator)
+    assert (said.free, said.full) == (0, True)
+    assert said.shut.startswith("the job runs and has its 3 workers")
+    members[2].leave("it breaks off")
+    said = told(coordinator)
+    assert (said.free, said.full, said.shut) == (1, False, "")
+    for member in members[:2]:
+        member.leave()
+    assert (told(coordinator).free, told(coordinator).shut) == (0, "the job is over")
+
+
+def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
+    opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
+    joined(opened, coordinator, 2, regroups=False)
+    assert "takes no new members, since worker 0, worker 1 cannot" in told(coordinator).shut
+    assert not told(coordinator).full
+    opened.append(coordinator := Coordinator(quick(), workers=1))
+    joined(opened, coordinator, 1)
+    assert "takes no new members" in told(coordinator).shut
+
+
+# ---- its part for each
+
+
+def test_a_home_that_leaves_too_much_is_named_and_the_others_have_room(opened: list[Any],
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 8 * PART_NBYTES)
+    monkeypatch.setattr(kv_store, "LEAST_EACH_NBYTES", 0)
+    _, desks = met(opened, 2)
+    soon = time.monotonic() + WAIT_S
+    for number in range(3):
+        desks[0].ask(soon, put=[(f"{number}", PART)])
+    with pytest.raises(CommError, match=r"home [ab] \(pid \d+\).*E-QUOTA"):
+        desks[0].ask(soon, put=[("3", PART)])
+    for number in range(3):
+        desks[1].ask(soon, put=[(f"mine/{number}", PART)])
+    assert there(desks[0], "2", "mine/2") == [True, True]
+
+
+class Certified:
+    """Homes of a running job of `workers`, by their certificates; for each worker three values and their keys have room."""
+
+    def __init__(self, workers: int, *certificates: str) -> None:
+        self.view = 1
+        self.made = Gathering(workers, 10.0, dict, Audit(""), 1, door=lambda: sites.Door(there=1, generation=self.view),
+                              clock=lambda: self.now)
+        self.now = 0.0
+        self.homes = [self.come(certificate) for certificate in certificates]
+        self.made.begin()
+
+    def come(self, certificate: str, name: str = "", leave: str = "") -> str:
+        asked = messages.attend(1)
+        one = messages.Attend(name or asked.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave=leave,
+                              certificate=certificate)
+        assert self.made.attend(one).error == ""
+        return one.home
+
+    def put(self, home: str, *numbers: int) -> None:
+        for number in numbers:
+            asked = messages.Ask(home, ((f"{home}/{self.view}/{number}", PART),))
+            assert asyncio.run(self.made.ask(asked)).error == ""
+
+    def go(self, how: str, home: str) -> None:
+        if how == "leaves":
+            self.come("", home, leave="goes")
+            return
+        self.now += 100.0
+        self.made.tick({self.homes.index(home)})
+
+
+@pytest.fixture(name="narrow")
+def made_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "LEAST_EACH_NBYTES", 4 * PART_NBYTES)
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 0)
+
+
+def test_whose_certificate_it_is_counts_and_not_how_often_it_comes(narrow: None) -> None:
+    job = Certified(2, "gpu-1", "gpu-2")
+    first, second = job.homes
+    job.put(first, 0, 1, 2)
+    job.go("leaves", first)
+    again = job.come("gpu-1")
+    with pytest.raises(CorruptFrame, match="gpu-1.*E-QUOTA"):
+        job.put(again, 3)
+    job.put(second, 0, 1, 2)
+
+
+@pytest.mark.parametrize("how", ["leaves", "falls silent"])
+def test_what_a_home_has_left_takes_nothing_from_another_of_its_certificate(narrow: None, how: str) -> None:
+    """Until it is forgotten, and then that one's own part is what it has."""
+    job = Certified(3, "gpu-1", "gpu-1", "gpu-2")
+    gone, stays, other = job.homes
+    job.put(gone, 0, 1, 2)
+    job.put(stays, 0, 1)
+    job.go(how, gone)
+    job.put(stays, 2)
+    with pytest.raises(CorruptFrame, match="gpu-1.*E-QUOTA"):
+        job.put(stays, 3, 4)
+    job.put(other, 0, 1, 2)
+    job.view = 2
+    job.made.forget(2)
+    job.put(stays, 0, 1, 2)
+    with pytest.raises(CorruptFrame, match="gpu-1.*E-QUOTA"):
+        job.put(stays, 3)
+
+
+def test_many_workers_have_room_for_what_they_need_each() -> None:
+    made = Gathering(64, 10.0, dict, Audit(""))
+    one = messages.attend(1)
+    made.attend(one)
+    by = made._writer(one.home, 1)
+    assert (by.most_nbytes, by.all_nbytes) == (kv_store.LEAST_EACH_NBYTES, 64 * kv_store.LEAST_EACH_NBYTES)
+
+
+def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
+    now = [0.0]
+    made = Gathering(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
+    anna, ben = (msgspec.structs.replace(messages.attend(1, name=name), certificate=name) for name in ("anna", "ben"))
+    again = msgspec.structs.replace(messages.attend(1, name="anna"), certificate="anna")
+    for one in (anna, ben):
+        made.attend(one)
+    now[0] = 30.0
+    assert made.supersede(again, {}, 30.0) == (frozenset(), "")
+    made.tick(still_s=30.0)
+    assert made.supersede(again, {}) == (frozenset(), "")
+    now[0] = 60.0
+    assert made.supersede(again, {})[1]

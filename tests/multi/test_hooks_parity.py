@@ -1,0 +1,260 @@
+"""torch's communication hooks against ours of the same meaning, after the cases that torch's own tests have for hooks.
+
+Each case trains one model twice through DDP, by torch's hook and by ours, and compares the gradients of every step. What they
+may differ by is a few roundings of the type on the wire; powersgd, whose random start is its own, is exact for both where
+gradients are of its rank. docs/how-to/frameworks.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.attached import coordinators, data, mlp
+from support.rank_pool import pool, quick, ranks_first
+from test_attach_cases import Branches
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+
+WORLD, STEPS = 2, 5
+_ranks = ranks_first(WORLD)
+Gradients = list[torch.Tensor | None]
+Wrap = Callable[..., DistributedDataParallel]
+
+HOOKS: dict[str, tuple[str, torch.dtype, float]] = {
+    "allreduce_hook": ("identity()", torch.float32, 1e-6),
+    "fp16_compress_hook": ("fp16()", torch.float16, 2.0**-11),
+    "bf16_compress_hook": ("bf16()", torch.bfloat16, 2.0**-8),
+}
+"""Ours of the same meaning; the type on the wire, and the relative error of one rounding to it."""
+ROUNDINGS = 2
+"""Both round the gradients and their sum; torch halves before it adds."""
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
+    found = [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def train(rank: int, wrap: Wrap, dtype: torch.dtype = torch.float32, **ddp: Any) -> list[Gradients]:
+    model = mlp().to(dtype)
+    wrapped, optimizer, found = wrap(model, **ddp), torch.optim.SGD(model.parameters(), lr=0.05), []
+    for number in range(STEPS):
+        x, y = data(rank, number)
+        nn.functional.mse_loss(wrapped(x.to(dtype)), y.to(dtype)).backward()
+        found.append(step(model, optimizer))
+    return found
+
+
+def plain(rank: int, wrap: Wrap) -> list[Gradients]:
+    return train(rank, wrap)
+
+
+def gradient_as_bucket_view(rank: int, wrap: Wrap) -> list[Gradients]:
+    return train(rank, wrap, gradient_as_bucket_view=True)
+
+
+def static_graph(rank: int, wrap: Wrap) -> list[Gradients]:
+    return train(rank, wrap, static_graph=True)
+
+
+def one_bucket(rank: int, wrap: Wrap) -> list[Gradients]:
+    return train(rank, wrap, bucket_cap_mb=25)
+
+
+def parameters_in_bfloat16(rank: int, wrap: Wrap) -> list[Gradients]:
+    return train(rank, wrap, torch.bfloat16)
+
+
+def unused_parameters(rank: int, wrap: Wrap) -> list[Gradients]:
+    """By one rank, by the other, by both."""
+    torch.manual_seed(0)
+    model = Branches()
+    wrapped, found = wrap(model, find_unused_parameters=True), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, branches in enumerate([("l", "l"), ("l", "r"), ("lr", "l"), ("r", "r"), ("r", "lr")]):
+        x, y = data(rank, number)
+        nn.functional.mse_loss(wrapped(x, branches[rank]), y).backward()
+        found.append(step(model, optimizer))
+    return found
+
+
+def no_sync(rank: int, wrap: Wrap) -> list[Gradients]:
+    model = mlp()
+    wrapped, found = wrap(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(STEPS):
+        for micro in range(3):
+            with wrapped.no_sync() if micro < 2 else contextlib.nullcontext():
+                x, y = data(rank, 3 * number + micro)
+                nn.functional.mse_loss(wrapped(x), y).backward()
+        found.append(step(model, optimizer))
+    return found
+
+
+def several_forward_passes(rank: int, wrap: Wrap) -> list[Gradients]:
+    model = mlp()
+    wrapped, found = wrap(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(STEPS):
+        losses = [nn.functional.mse_loss(wrapped(x), y) for x, y in (data(rank, 2 * number), data(rank, 2 * number + 1))]
+        torch.stack(losses).sum().backward()
+        found.append(step(model, optimizer))
+    return found
+
+
+def several_backward_passes(rank: int, wrap: Wrap) -> list[Gradients]:
+    """Each of them averages what has gathered in `.grad`."""
+    model = mlp()
+    wrapped, found = wrap(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(STEPS):
+        for micro in range(2):
+            x, y = data(rank, 2 * number + micro)
+            nn.functional.mse_loss(wrapped(x), y).backward()
+        found.append(step(model, optimizer))
+    return found
+
+
+def autocast(rank: int, wrap: Wrap) -> list[Gradients]:
+    model = mlp()
+    wrapped, found = wrap(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(STEPS):
+        x, y = data(rank, number)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(wrapped(x).float(), y)
+        loss.backward()
+        found.append(step(model, optimizer))
+    return found
+
+
+CASES = [plain, gradient_as_bucket_view, static_graph, one_bucket, unused_parameters, no_sync, several_forward_passes,
+         several_backward_passes, autocast, parameters_in_bfloat16]
+
+
+def bf16_compress(group: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """By another name: by that one DDP asks for NCCL."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+# DDP looks at the annotations of a hook, which are text in this file.
+bf16_compress.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+TORCHS = {name: bf16_compress if name == "bf16_compress_hook" else getattr(default_hooks, name) for name in HOOKS}
+
+
+class Hooked:
+    """Wraps models in DDP, with torch's hook or with ours."""
+
+    def __init__(self, hook: Callable[..., Any], state: Any = None) -> None:
+        self.hook, self.state = hook, state
+
+    def __call__(self, model: nn.Module, **ddp: Any) -> DistributedDataParallel:
+        wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.002} | ddp)
+        wrapped.register_comm_hook(self.state, self.hook)
+        return wrapped
+
+
+def ours(codec: str, address: str, **fields: Any) -> Hooked:
+    state = commlayer.HookState(commlayer.compressors.parse(codec), config=quick(join=address) | fields)
+    return Hooked(commlayer.comm_hook, state)
+
+
+def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[list[Gradients], list[Gradients]]:
+    theirs, mine = Hooked(TORCHS[hook]), ours(codec, address)
+    script = next(c for c in CASES if c.__name__ == case)
+    try:
+        return script(rank, theirs), script(rank, mine)
+    finally:
+        mine.state.connection.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_ours_gives_what_torchs_hook_gives(hook: str, case: Callable[..., Any]) -> None:
+    codec, wire, rounding = HOOKS[hook]
+    if case is autocast or case is parameters_in_bfloat16:
+        rounding = max(rounding, 2.0**-8)  # of the computation, or of the gradients themselves
+    with coordinators(1, WORLD, 1) as made:
+        results = pool(WORLD).call(both, case.__name__, hook, codec, made[0].address)
+    for number in range(STEPS):
+        theirs, mine = results[0][0][number], results[0][1][number]
+        assert [g is None for g in mine] == [g is None for g in theirs], f"step {number}: who has a gradient"
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if a is not None:
+                largest, apart = float(b.abs().max()), float((a.float() - b.float()).abs().max())
+                assert apart <= ROUNDINGS * rounding * largest, f"step {number}, tensor {i}"
+                assert largest > 0 or case is unused_parameters
+                assert case is not plain or torch.equal(a, (WORLD * a).to(wire).float() / WORLD), "it was coded"
+                assert torch.equal(a, results[1][1][number][i]), "ranks differ"
+
+
+class Given(nn.Module):
+    """A matrix and a vector, whose gradients are what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.vector = nn.Parameter(torch.zeros(48, 40)), nn.Parameter(torch.zeros(40))
+
+    def forward(self, matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        return (self.matrix * matrix).sum() + (self.vector * vector).sum()
+
+
+def gradient(rank: int, number: int, of_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * number + rank)
+    matrix = torch.randn(48, of_rank, generator=draw) @ torch.randn(of_rank, 40, generator=draw)
+    return matrix, torch.randn(40, generator=draw)
+
+
+def factored(rank: int, of_rank: int, steps: int, change: bool, address: str) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Gradients of each step, by powersgd of torch and by ours."""
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    ways = [Hooked(powerSGD_hook.powerSGD_hook, state),
+            ours("powersgd(rank=2)", address, fuse_nbytes=256, cut_nbytes=1 << 20)]
+    found = []
+    for way in ways:
+        model, rows = Given(), []
+        wrapped = way(model, bucket_cap_mb=25)
+        for number in range(steps):
+            model.zero_grad()
+            wrapped(*gradient(rank, number if change else 0, of_rank)).backward()
+            rows.append((model.matrix.grad.clone(), model.vector.grad.clone()))
+        found.append(rows)
+    ways[1].state.connection.close()
+    return found
+
+
+def mean_of(of_rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [gradient(rank, number, of_rank) for rank in range(WORLD)]
+    return sum(p[0] for p in parts) / WORLD, sum(p[1] for p in parts) / WORLD
+
+
+def test_powersgd_is_exact_as_torchs_is_where_gradients_are_of_its_rank() -> None:
+    """In the first steps that are coded, torch's third; then rounding errors in what is kept back grow, in both."""
+    with coordinators(1, WORLD, 1) as made:
+        theirs, mine = pool(WORLD).call(factored, 1, 5, True, made[0].address)[0]
+    for rows, coded in ((theirs, range(2, 5)), (mine, range(3))):
+        for number in coded:
+            for got, mean in zip(rows[number], mean_of(1, number), strict=True):
+                assert float((got - mean).norm() / mean.norm()) < 1e-3
+
+
+def test_powersgd_pays_what_it_owes_as_torchs_does_where_they_are_not() -> None:
+    """The mean of what was applied of one gradient over many steps: its distance from that gradient falls as steps grow."""
+    steps = 40
+    with coordinators(1, WORLD, 1) as made:
+        theirs, mine = pool(WORLD).call(factored, 12, steps, False, made[0].address)[0]
+    wanted = mean_of(12, 0)[0]
+    first, *errors = (float((torch.stack([row[0] for row in rows]).mean(0) - wanted).norm() / wanted.norm())
+                      for rows in (mine[:1], theirs, mine))
+    assert first > 0.5, "one step sends a part"
+    assert errors[0] < 0.2
+    assert errors[1] < 1.2 * errors[0]

@@ -1,0 +1,373 @@
+"""Whoever has no good key is refused, told why, and logged: every case on both kinds of connection, over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.coordinators import WAIT_S, Failures, Process, quick
+from support.keys import Bare, Folders, made_folders  # noqa: F401  (a fixture)
+from support.meshes import GrpcEnd, exchange_pair, soon
+
+from commlayer.cluster import client, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.errors import CommError, Damaged, PeerLost, Refused
+from commlayer.transport import handshake, tls
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.framing import Reader
+from commlayer.transport.handshake import Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE
+
+SECRET = "correct-horse-battery"
+
+
+class End(NamedTuple):
+    """Something that listens, and a way to talk to it as a stranger and as a friend."""
+
+    address: tuple[str, int]
+    protocol: str
+    talk: Callable[[Path, str], Any]
+    """With these keys and that secret."""
+
+    def friend(self, folder: Path) -> Any:
+        return self.talk(folder, SECRET)
+
+
+@pytest.fixture(params=["control", "data", "streams"])
+def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
+    if request.param == "control":
+        coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+        host, port = coordinator.address.rsplit(":", 1)
+
+        def joined(folder: Path, secret: str) -> None:
+            member = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"),
+                                 quick(token=secret, keys=str(folder)), Failures())
+            assert member.view.members[0].rank == 0
+            member.leave()
+
+        yield End((host, int(port)), tls.CONTROL, joined)
+        coordinator.close()
+    else:
+        kind = StreamTransport if request.param == "data" else GrpcEnd
+        server = kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+        address = server.listen()
+
+        def dialled(folder: Path, secret: str) -> None:
+            worker = kind(Hello("job", 1), settings=Settings(secret=secret, keys=Keys(folder)))
+            try:
+                worker.dial(SERVER_BASE, address, soon())
+                assert exchange_pair(worker, server)
+            finally:
+                worker.close()
+
+        yield End(address, tls.DATA if kind is StreamTransport else tls.CONTROL, dialled)
+        server.close()
+
+
+def plain(where: End, _: Folders) -> socket.socket:
+    sock = socket.create_connection(where.address, WAIT_S)
+    sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if where.protocol == tls.CONTROL else b"CML2" + bytes(84))
+    return sock
+
+
+def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[End, Folders], socket.socket]:
+    def connect(where: End, made: Folders) -> socket.socket:
+        keys: Any = bare(made)
+        sock = tls.TlsSocket(socket.create_connection(where.address, WAIT_S), keys, protocol or where.protocol, server=False)
+        sock.handshake(soon())
+        sock.settimeout(WAIT_S)
+        return sock
+
+    return connect
+
+
+CASES = {
+    "plain text": (plain, "it speaks plain text, and here keys are set"),
+    "no certificate": (showing(lambda f: Bare(f.ca, None)), "it shows no certificate: set keys"),
+    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate is of another CA than this job's"),
+    "expired": (showing(lambda f: Bare(f.ca, f.expired)), "its certificate has expired by this machine's clock (2"),
+    "not valid yet": (showing(lambda f: Bare(f.ca, f.early)), "its certificate is not valid yet by this machine's clock (2"),
+    "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),
+    "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it speaks an older TLS than 1.3"),
+    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 speaks TLS there, but not for"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nobody_without_a_good_key_is_let_in(end: End, case: str, folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+    connect, reason = CASES[case]
+    with caplog.at_level(logging.WARNING, "commlayer"):
+        with pytest.raises((EndOfStream, Refused, PeerLost, Damaged)):
+            read_to_end(connect(end, folders))
+        logged(caplog, reason)
+    end.friend(folders.worker)
+
+
+class EndOfStream(Exception):
+    pass
+
+
+def read_to_end(sock: socket.socket) -> None:
+    """Nothing but an alert comes."""
+    data = bytearray(1 << 16)
+    try:
+        while n := sock.recv_into(data):
+            assert bytes(data[:n])[:1] == b"\x15", "an alert in front of plain text"
+    except (Refused, ConnectionError):
+        pass
+    finally:
+        sock.close()
+    raise EndOfStream
+
+
+def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """The refusal is written on a thread of the listener's."""
+    until = time.monotonic() + WAIT_S
+    while not (found := [r.getMessage() for r in caplog.records if reason in r.getMessage()]):
+        assert time.monotonic() < until, [r.getMessage() for r in caplog.records]
+        time.sleep(0.01)
+    assert all("127.0.0.1:" in line for line in found), "and says where from"
+
+
+# ---- what the refused are told
+
+
+TOLD = [
+    ("foreign", "E-CERTIFICATE-CA"),
+    ("expired", "E-CERTIFICATE-DATE"),
+    ("early", "E-CERTIFICATE-DATE"),
+    ("revoked", "E-CERTIFICATE-REVOKED"),
+]
+
+
+@pytest.mark.parametrize(("kind", "code"), TOLD)
+def test_the_refused_hear_the_reason(end: End, kind: str, code: str, folders: Folders) -> None:
+    with pytest.raises((CommError, ValueError), match=code) as caught:
+        end.friend(getattr(folders, kind))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
+    with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
+        worker.dial(SERVER_BASE, server.listen(), soon())
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.dials)), workers=1)
+    with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
+        client.join(coordinator.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)),
+                    Failures())
+    for each in (worker, server, coordinator):
+        each.close()
+
+
+@pytest.mark.parametrize(("here", "there", "line"), [
+    ("worker", "", "COMMLAYER_KEYS.*(E-TLS|E-PEER-LOST)"),
+    ("", "server", r"(COMMLAYER_KEYS.*E-TLS|connection closed.*E-PEER-LOST)\]"),
+])
+def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders) -> None:
+    mine, theirs = (str(getattr(folders, name)) if name else "" for name in (here, there))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(theirs) if theirs else None))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(mine) if mine else None))
+    with pytest.raises(CommError, match=line):
+        worker.dial(SERVER_BASE, server.listen(), soon())
+    coordinator = Coordinator(quick(token=SECRET, keys=theirs), workers=1)
+    with pytest.raises(CommError, match=line):
+        client.join(coordinator.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=mine), Failures())
+    for each in (worker, server, coordinator):
+        each.close()
+
+
+@pytest.mark.parametrize("kind", ["foreign", "revoked"])
+def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capfd: pytest.CaptureFixture[str]) -> None:
+    """A member that is revoked while a job runs is connected by gRPC itself, again and again."""
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    channel = client.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
+    with pytest.raises(PeerLost, match=f"{coordinator.address}: .*E-PEER-LOST"):
+        channel.call("About", messages.About(), messages.Told, WAIT_S)
+    channel.close()
+    coordinator.close()
+    assert capfd.readouterr().err == ""
+
+
+# ---- the secret, bound to the connection
+
+
+def test_another_jobs_secret_is_refused_with_a_good_certificate(
+    end: End, folders: Folders, caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "commlayer")
+    with pytest.raises(Refused, match="E-SECRET"):
+        end.talk(folders.worker, "another-jobs-secret")
+    logged(caplog, "secret")
+    end.friend(folders.worker)
+
+
+class Recorded(tls.TlsSocket):
+    """Keeps what it sends, in plain text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.said: list[bytes] = []
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        self.said.append(bytes(data))
+        super().sendall(data, flags)
+
+
+def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) -> Recorded:
+    sock = Recorded(socket.create_connection(where, WAIT_S), keys, tls.DATA, server=False)
+    sock.handshake(soon())
+    try:
+        handshake.greet(sock, Reader(), Hello("job", 1), SECRET, SERVER_BASE, soon(),
+                        sock.channel if channel is None else channel)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+    address = server.listen()
+    first = greeted(address, Keys(folders.worker))
+    first.close()
+    with caplog.at_level(logging.WARNING, "commlayer"):
+        again = tls.TlsSocket(socket.create_connection(address, WAIT_S), Keys(folders.worker), tls.DATA, server=False)
+        again.handshake(soon())
+        again.settimeout(WAIT_S)
+        for said in first.said:
+            again.sendall(said)
+        heard = bytearray()
+        with pytest.raises(EndOfStream):
+            read_frames(again, heard)
+        assert handshake.UNPROVED.encode() in heard
+        logged(caplog, handshake.UNPROVED)
+        # A proof for another connection, as a member would pass it on that sits between two others.
+        for channel in (b"", bytes(64), Keys(folders.second).me.fingerprint + Keys(folders.server).me.fingerprint):
+            with pytest.raises(Refused, match="E-SECRET"):
+                greeted(address, Keys(folders.worker), channel)
+    server.close()
+
+
+def read_frames(sock: socket.socket, heard: bytearray) -> None:
+    data = bytearray(1 << 16)
+    while n := sock.recv_into(data):
+        heard += data[:n]
+    sock.close()
+    raise EndOfStream
+
+
+def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
+    """Recorded on one connection and said on another, or passed on by a member with its own certificate."""
+    from commlayer.cluster.client import CoordinatorChannel
+
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    mine, other = (CoordinatorChannel(coordinator.address, SECRET, Keys(f)) for f in (folders.worker, folders.second))
+    sent: list[bytes] = []
+    send = mine._asker._call
+    mine._asker._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
+    request = messages.Heartbeat("nobody")
+    assert mine.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
+    with pytest.raises(Exception, match="does not prove"):
+        other._send("Heartbeat", sent[-1], WAIT_S)
+    relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))
+    relay._asker._channel = Keys(folders.worker).me.fingerprint
+    with pytest.raises(Refused, match="E-SECRET"):
+        relay.call("Heartbeat", request, messages.Pulse, WAIT_S)
+    for each in (mine, other, relay, coordinator):
+        each.close()
+
+
+def test_a_channel_is_closed_when_nobody_watches_it_any_more(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's thread, finding it closed, would end with an exception that Python prints."""
+    from commlayer.cluster.client import CoordinatorChannel
+
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    channel = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
+    inner = channel._channel
+    watched, close = [], inner.close
+    monkeypatch.setattr(inner, "close", lambda: (watched.append(inner._connectivity_state.polling), close()))
+    assert inner._connectivity_state.polling
+    channel.close()
+    assert watched == [False]
+    coordinator.close()
+
+
+# ---- floods
+
+
+def test_a_flood_of_handshakes_holds_nobody_up(end: End, folders: Folders) -> None:
+    """Silent ones, half a handshake, and rubbish; threads and sockets stay bounded."""
+    before = threading.active_count()
+    rubbish = [b"", b"\x16\x03\x01\x02\x00\x01\x00", bytes(200)]
+    flood = [socket.create_connection(end.address, WAIT_S) for _ in range(150)]
+    for i, sock in enumerate(flood):
+        if rubbish[i % 3]:
+            sock.sendall(rubbish[i % 3])
+    begin = time.monotonic()
+    most = threading.active_count()
+    end.friend(folders.worker)
+    assert time.monotonic() - begin < WAIT_S
+    assert most - before < 100, "no more than may be unproved at a time, and a few"
+    for sock in flood:
+        sock.close()
+
+
+def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_path: Path) -> None:
+    from commlayer.cluster import authority
+
+    authority.init(tmp_path / "job")
+    here, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(here)))
+    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(gone)))
+    worker.dial(SERVER_BASE, server.listen(), soon())
+    assert exchange_pair(worker, server)
+    coordinator = Coordinator(quick(token=SECRET, keys=str(here)), workers=2)
+    requests = [messages.worker("job", rank, 2, plan=b"a plan") for rank in range(2)]
+    failures, members = [Failures(), Failures()], []
+
+    def join(rank: int) -> None:
+        members.append(client.join(coordinator.address, requests[rank], quick(token=SECRET, keys=str((here, gone)[rank])),
+                                   failures[rank]))
+
+    joining = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join(WAIT_S)
+    waiting = server.recv(1)
+    authority.revoke(tmp_path / "job", "gpu-9")
+    with pytest.raises(Refused, match=r"worker 1: .*\(gpu-9\).*E-CERTIFICATE-REVOKED"):
+        server.wait(waiting, soon())
+    with pytest.raises(PeerLost):
+        worker.wait(worker.recv(SERVER_BASE), soon())
+    assert failures[0].came.wait(WAIT_S)
+    error = failures[0].errors[0]
+    assert (error.peer, error.code) == ("worker 1", "E-PEER-LOST")
+    assert "certificate (gpu-9)" in error.what
+    with pytest.raises(CommError, match="E-CERTIFICATE-REVOKED"):
+        worker.dial(SERVER_BASE, server.listen(), soon())
+    for each in (*members, worker, server, coordinator):
+        each.close()
+
+
+def test_heartbeats_of_a_held_gil_come_over_tls(folders: Folders) -> None:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=2)
+    failures = Failures()
+    holder = Process(coordinator.address, 1, 2, how="hold_gil", token=SECRET, keys=str(folders.second))
+    mine = quick(token=SECRET, keys=str(folders.worker))
+    member = client.join(coordinator.address, messages.worker("job", 0, 2, plan=b"a plan"), mine, failures)
+    holder.told()
+    assert holder.told() == {"held": True}
+    holder.go_on()
+    member.leave()
+    assert failures.errors == []
+    coordinator.close()

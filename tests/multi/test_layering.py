@@ -1,0 +1,285 @@
+"""Imports go one way. Reads the import graph from the source, so that an import inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from commlayer.cluster import messages
+from commlayer.cluster.client import CoordinatorChannel
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "commlayer"
+
+BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "gpu", "setting_kinds", "setting_sources"}
+MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
+FILES_OF_PLANS = {"plan_file", "loss_budget"}
+BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine", "autotune"}
+SURFACE = {"session", "ddp"}
+TOP = {"cli", "demo", "doctor", "", "__main__"}
+"""The package's own __init__ is the part "": it names everything, lazily."""
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "files": {"errors"},
+    "codec_name": {"errors", "records"},
+    "records": {"errors"},
+    "native": {"errors"},
+    "gpu": {"errors", "gpu"},
+    "setting_kinds": {"records"},
+    "config": {"errors", "records", "setting_kinds", "setting_sources"},
+    "setting_sources": {"errors"},
+    **{part: BOTTOM | {part} for part in MIDDLE},
+    "cluster": BOTTOM | MIDDLE | {"cluster"},
+    "engine": BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine"},
+    "autotune": BELOW | {"session"},
+    **dict.fromkeys(FILES_OF_PLANS, BOTTOM | MIDDLE | FILES_OF_PLANS),
+    **dict.fromkeys(SURFACE, BELOW | SURFACE),
+    **dict.fromkeys(TOP, BELOW | SURFACE | TOP),
+}
+STARTS_AUTOTUNE = "commlayer/engine/step_loop.py"
+"""The one module of engine/ that imports autotune/."""
+ROOMS: dict[str, list[set[str]]] = {
+    "planner": [{"model"}, {"tables"}, {"pricing"}, {"simulation"}, {"search"}, {"verbs"}],
+    # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
+    "engine": [
+        {"connection"},
+        # one subject each, around a connection
+        {"allowed_ways", "exchange_schedule", "finite_steps", "newcomer", "parameter_drift", "regroup", "replica", "stale_plan",
+         "start", "switch", "told_lengths", "trace", "uneven_inputs"},
+        {"checkpoint", "inspection"},
+        {"step_loop"},
+        # where gradients come from and averages go
+        {"ddp_buffers", "ddp_ways", "forward_overlap", "module_driver"},
+    ],
+}
+"""Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
+DECIDING = {"engine.agreement", "autotune.plan.decide", "autotune.plan.decide_rank0", "autotune.quality.policy",
+            "autotune.shares.decide"}
+"""Pure modules, with all that they import from autotune/."""
+IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
+          "concurrent", "multiprocessing"}
+ABOVE_PATHS = {
+    "intake", "worker", "unapplied", "gradient_comparison", "hooks", "outstanding", "plan_handover",
+    "write_gradients",
+}
+"""Modules of engine/ that drive a worker, or are it. Paths import none of them, and only three of these import a path."""
+KNOW_PATHS = {"intake", "unapplied", "worker"}
+TORCHLESS = {"codec_name", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
+             "loss_budget", "planner", "balance", "observe", ""}
+LATE = {"importlib.import_module", "import_module", "__import__"}
+
+
+class Import(NamedTuple):
+    """One import of `target`, written in dots, by a file."""
+
+    file: Path
+    line: int
+    target: str
+
+
+def imports_of(file: Path) -> list[Import]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [Import(file, node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = file.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
+            origin = ".".join((*base, *([node.module] if node.module else [])))
+            found += [Import(file, node.lineno, f"{origin}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in LATE and isinstance(node.args[0], ast.Constant):
+            found.append(Import(file, node.lineno, str(node.args[0].value)))
+    return found
+
+
+def part_of(name: str) -> str:
+    """commlayer.cluster.client.join belongs to "cluster", commlayer itself to ""."""
+    pieces = name.split(".")
+    known = len(pieces) > 1 and ((PACKAGE / pieces[1]).is_dir() or (PACKAGE / f"{pieces[1]}.py").is_file())
+    return pieces[1] if known else ""
+
+
+def own_part(file: Path) -> str:
+    inside = file.relative_to(PACKAGE).with_suffix("").parts
+    return "" if inside == ("__init__",) else inside[0]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+IMPORTS = [found for file in FILES for found in imports_of(file)]
+
+
+def said(found: Import) -> str:
+    return f"{found.file.relative_to(ROOT)}:{found.line} imports {found.target}"
+
+
+def test_every_part_has_its_place() -> None:
+    unplaced = {own_part(file) for file in FILES} - set(ALLOWED)
+    assert not unplaced, f"say in ALLOWED what these may import: {unplaced}"
+
+
+def test_imports_go_one_way() -> None:
+    inside = [found for found in IMPORTS if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
+    assert len(inside) > 20, "the graph was read"
+    wrong = [said(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]]
+    assert [line for line in wrong if not line.startswith(f"{STARTS_AUTOTUNE}:") or "commlayer.autotune." not in line] == []
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_rooms_of_a_part_import_one_way(part: str) -> None:
+    place = {name: number for number, room in enumerate(ROOMS[part], 1) for name in room}
+    assert [name for name in place if not any((PACKAGE / part / found).exists() for found in (name, f"{name}.py"))] == []
+    wrong = []
+    for found in IMPORTS:
+        own, target = found.file.relative_to(PACKAGE).with_suffix("").parts, found.target.split(".")[1:]
+        if own[0] != part or target[:1] != [part] or len(target) < 2 or own[1] == "__init__":
+            continue  # the part's __init__ names what it offers, from any room
+        if place.get(target[1], 0) > place.get(own[1], 0):
+            wrong.append(said(found))
+    assert wrong == []
+
+
+def test_paths_import_no_worker_and_only_the_worker_imports_paths() -> None:
+    engine = [(i, i.file.relative_to(PACKAGE).with_suffix("").parts[1:], i.target.split(".")[2:]) for i in IMPORTS
+              if own_part(i.file) == "engine" and i.target.startswith("commlayer.engine.")]
+    assert {own[0] for _, own, target in engine if target[0] == "paths" and len(own) == 1} == KNOW_PATHS
+    assert [said(i) for i, own, target in engine if own[0] == "paths" and target[0] in ABOVE_PATHS] == []
+    outside = [i for i in IMPORTS if own_part(i.file) != "engine" and i.target.startswith("commlayer.engine.paths")]
+    assert [said(i) for i in outside] == []
+
+
+@pytest.mark.parametrize("name", sorted(ABOVE_PATHS))
+def test_what_lies_above_paths_is_there(name: str) -> None:
+    assert (PACKAGE / "engine" / f"{name}.py").is_file()
+
+
+def test_only_the_table_knows_paths_by_name() -> None:
+    """A bucket says what its path is; the worker and what drives it ask nobody."""
+    words = {"service", "allreduce"}
+    driving = [PACKAGE / "engine" / f"{name}.py" for name in sorted(ABOVE_PATHS)]
+    found = [f"{file.name}:{node.lineno}" for file in (*driving, *sorted((PACKAGE / "engine" / "paths").glob("*.py")))
+             for node in ast.walk(ast.parse(file.read_text("utf-8")))
+             if isinstance(node, ast.Compare) and "path" in ast.unparse(node) and words & strings_in(node)]
+    assert found == []
+    assert strings_in(ast.parse("x.path == 'service'")) == {"service"}, "the search finds what is there"
+
+
+def strings_in(tree: ast.AST) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither directly nor over others, for types alone or inside a function: what two modules share belongs into a third."""
+    modules = {dotted(file): file for tree in (PACKAGE, ROOT / "bench") for file in sorted(tree.rglob("*.py"))}
+    graph = {name: {module_of(i.target, modules) for i in imports_of(file)} - {name, ""} for name, file in modules.items()}
+    assert sum(map(len, graph.values())) > 200, "the graph was read"
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]], "what there is, is found"
+    assert cycles(graph) == []
+
+
+def dotted(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def module_of(target: str, modules: Mapping[str, Path]) -> str:
+    """What `from a.b import c` reads: the module a.b.c where there is one, else a.b. Compiled modules import none of these."""
+    names = (target, target.rpartition(".")[0])
+    return "" if target.endswith("._core") else next((name for name in names if name in modules), "")
+
+
+def reached_in(part: str, names: Set[str]) -> list[Path]:
+    """These modules of the package, and what they import of that part, over others too."""
+    modules = {dotted(file): file for file in FILES}
+    found, left = set[str](), {f"commlayer.{name}" for name in names}
+    while left:
+        found |= left
+        targets = {module_of(i.target, modules) for name in left for i in imports_of(modules[name])}
+        left = {name for name in targets if name.startswith(f"commlayer.{part}.")} - found
+    return [modules[name] for name in sorted(found)]
+
+
+DECISIONS = reached_in("autotune", DECIDING)
+
+
+def test_what_decisions_import_is_read_too() -> None:
+    names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
+    assert {"plan.facts", "plan.state", "shares.state"} <= names, "the graph was read"
+
+
+@pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_decisions_know_no_clock_no_thread_and_no_connection(file: Path) -> None:
+    drivers = {"connection", "driver", "switch", "start", "step_loop", "rendezvous"}
+    assert [said(found) for found in imports_of(file) if found.target.split(".")[0] in IMPURE
+            or (found.target.startswith(("commlayer.engine.", "commlayer.autotune."))
+                and drivers & set(found.target.split(".")))] == []
+
+
+def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Groups of modules each of which reaches all others of its group."""
+    reached: dict[str, set[str]] = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    groups = {tuple(sorted(n for n in found if name in reached[n])) for name, found in reached.items() if name in found}
+    return [list(group) for group in sorted(groups)]
+
+
+def test_planner_and_balance_import_no_torch() -> None:
+    assert [said(i) for i in IMPORTS if own_part(i.file) in TORCHLESS and i.target.split(".")[0] == "torch"] == []
+
+
+def test_planning_loads_no_torch() -> None:
+    there = [part for part in ("planner", "balance") if (PACKAGE / part / "__init__.py").exists()]
+    assert loaded("commlayer", *(f"commlayer.{part}" for part in there), of={"torch", "grpc"}) == "[]"
+
+
+def test_a_coordinator_loads_no_numpy() -> None:
+    """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
+    program = ("import sys; from commlayer.config import Config; from commlayer.cluster.server_process import Part, run\n"
+               "try: run(Config(bind='127.0.0.1', insecure=True), Part(1, 0, sums=False))\n"
+               "finally: print(sorted({'torch', 'numpy'} & set(sys.modules)))")
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert child.stdout is not None
+        with contextlib.closing(CoordinatorChannel(json.loads(child.stdout.readline())["control"], "", None)) as link:
+            assert link.call("About", messages.About(wanted=1), messages.Told, 30.0).workers == 1
+        child.terminate()
+        assert child.communicate(timeout=60)[0].strip() == "[]"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def loaded(*modules: str, of: set[str]) -> str:
+    look = f"import sys, {', '.join(modules)}; print(sorted({of} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])
+def test_nothing_reads_pickles(module: str) -> None:
+    assert [said(i) for i in IMPORTS if i.target.split(".")[0] == module] == []
+
+
+def test_one_module_imports_cupy() -> None:
+    assert len({i.file for i in IMPORTS if i.target.split(".")[0] == "cupy"}) <= 1
+
+
+def reads_environment(file: Path) -> list[str]:
+    names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
+    nodes = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Attribute)]
+    found = [f"{file.relative_to(ROOT)}:{node.lineno}" for node in nodes if ast.unparse(node) in names]
+    return found + [said(i) for i in imports_of(file) if i.target in names]
+
+
+def test_only_config_reads_the_environment() -> None:
+    assert reads_environment(PACKAGE / "config.py"), "the search finds what is there"
+    assert [line for file in FILES if own_part(file) != "config" for line in reads_environment(file)] == []

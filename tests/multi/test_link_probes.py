@@ -1,0 +1,172 @@
+"""What is probed of links, and what steps have told already: by hand, and with real ranks that ask real servers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from support import rank_pool
+from support.attached import Run, Setting, mlp, play
+from support.rank_pool import pool
+
+from commlayer.autotune.measure import link_rates
+from commlayer.autotune.plan import link_probes
+from commlayer.autotune.plan.link_probes import BUSY, DRAINED, LONGEST_S, OPENING, TOLD_BPS, Seen, probed, sustained, turns_of
+from commlayer.autotune.plan.measuring import held_up
+from commlayer.observe import Direction, Rates, RecordedStep, Throughput
+from commlayer.observe.link_monitor import PAYLOAD
+
+WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
+_ranks = rank_pool.ranks_first(WORLD)
+BUSILY = Throughput(Direction(1e5, 0.9), Direction(9e4, 0.8))
+SELDOM = Throughput(Direction(1e5, 0.2), Direction(9e4, 0.2))
+TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
+
+
+@pytest.mark.parametrize(("seen", "steps_s", "round_trip_s", "wanted"), [
+    (Seen(BUSILY, 2.0), 2.0, 0.08, TOLD),
+    (None, 2.0, 0.08, (0.0, 0.0)),
+    (Seen(SELDOM, 2.0), 2.0, 0.08, (0.0, 0.0)),
+    (Seen(SELDOM, 8.0), 2.0, 0.08, TOLD),  # the script did something else, too
+    (Seen(Throughput(Direction(1e5, BUSY), SELDOM.down), 2.0), 2.0, 0.08, (TOLD[0], 0.0)),
+    (Seen(Throughput(Direction(TOLD_BPS, 1.0), BUSILY.down), 2.0), 2.0, 0.08, (0.0, TOLD[1])),  # it may be processors
+    (Seen(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
+    (Seen(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),
+])
+def test_what_went_on_for_much_of_the_steps_is_what_the_link_carries(
+    seen: Seen | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
+) -> None:
+    assert sustained(seen, steps_s, round_trip_s) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("backward_s", "wanted"), [(0.3, True), (1.0, True), (1.01, False), (1.9, False)])
+def test_what_links_carry_beside_computing_tells_nothing_of_them(backward_s: float, wanted: bool) -> None:
+    steps = [RecordedStep({}, {"backward": backward_s + more, "end": 2.0 + more}, []) for more in (0.0, 0.0, 5.0)]
+    assert held_up(steps) == wanted
+
+
+@pytest.mark.parametrize(("nodes", "round_trip_s", "everywhere", "wanted"), [
+    (4, 0.02, True, 4), (4, 0.03, True, 3), (4, 0.08, True, 2), (4, 0.3, True, 2), (2, 0.02, True, 2), (64, 0.02, True, 4),
+    (64, 0.08, True, 2), (3, 0.08, False, 3), (64, 0.08, False, 4), (1, 0.08, False, 1),
+])
+def test_nodes_send_one_after_the_other_as_far_as_there_is_time(
+    nodes: int, round_trip_s: float, everywhere: bool, wanted: int,
+) -> None:
+    turns, turn_s = turns_of(nodes, 1.28, round_trip_s, everywhere=everywhere)
+    assert turns == wanted
+    least_s = (OPENING + DRAINED) * round_trip_s
+    assert turn_s >= least_s, "windows open, and what is under way comes through"
+    assert 2 * turns * turn_s == pytest.approx(max(1.28, 2 * turns * least_s)), "however many nodes"
+
+
+class Pings:
+    """A network that answers after these seconds, in virtual time."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.answers, self.clock = iter(seconds), 0.0
+
+    def ask(self, server: int, way: int, nbytes: int) -> None:
+        self.clock += next(self.answers)
+
+    def next(self, patience_s: float) -> link_rates.Arrival:
+        return link_rates.Arrival(0, 0, 1, self.clock)
+
+    def now(self) -> float:
+        return self.clock
+
+
+@pytest.mark.parametrize(("seconds", "wanted", "asked"), [
+    ((0.08, 0.081), 0.08, 2), ((0.2, 0.08, 0.084), 0.08, 3), ((0.2, 0.1, 0.15, 0.08), 0.08, 4),
+])
+def test_a_round_trip_is_known_when_two_agree(seconds: tuple[float, ...], wanted: float, asked: int) -> None:
+    network = Pings(*seconds)
+    assert link_rates.round_trip(network, 0, 1.0) == pytest.approx(wanted)
+    assert next(network.answers, None) is None
+    assert asked == len(seconds)
+
+
+UP_ALONE = Throughput(BUSILY.up, SELDOM.down)
+KNOWN = [(BUSILY, BUSILY), (BUSILY, SELDOM), (SELDOM, SELDOM), (BUSILY, UP_ALONE)]
+"""By case, then by rank."""
+
+
+def probing(run: Run) -> list[dict[str, Any]]:
+    """By case, what this rank finds, and which ways it asked for more than a ping."""
+    run.wrap(mlp())
+    made, results = run.sessions[0].inspect.connection, []
+    for case in KNOWN:
+        asked: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            probe = made.uplink.probe
+
+            def ask(server: int, up_nbytes: int, down_nbytes: int, done: Any, probe: Any = probe, asked: Any = asked) -> None:
+                if max(up_nbytes, down_nbytes) > 1:
+                    asked.append("up" if up_nbytes > 1 else "down")
+                probe(server, up_nbytes, down_nbytes, done)
+
+            patch.setattr(made.uplink, "probe", ask)
+            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, Seen(case[run.rank], 60.0), 60.0)
+            made.groups.barrier()
+        results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})
+    return results
+
+
+def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
+    # Over loopback a round trip takes nothing; what counts here is who asks for what.
+    results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))
+    told, half, nothing, behind_another = zip(*results, strict=True)
+    for result in told:
+        assert result["asked"] == []
+        assert result["found"] == pytest.approx(TOLD)
+        assert result["alpha_s"] > 0
+    for result in (*half, *nothing, *behind_another):
+        assert result["asked"] == ["up", "down"], "where one does not know, all send, and then receive"
+        assert min(result["found"]) > max(TOLD), "loopback is faster than what was made up"
+
+
+ROUND_TRIP_S, SLOW_S = 0.02, 2.0
+EXPECTED = Rates(3e6, 5e6)
+
+
+class Clock:
+    """For a module that takes its time from it: nothing takes any but sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
+    """When this rank asks, which way, for how long, and with what expected; by a round trip of which it is told."""
+    run.wrap(mlp())
+    clock, asked = Clock(), list[tuple[float, int, float, float]]()
+
+    def rate(_network: Any, way: int, _servers: Any, round_trip_s: float, budget_s: float, _patience_s: float, *,
+             expected_bps: float) -> float:
+        assert round_trip_s == [ROUND_TRIP_S, SLOW_S][run.rank]
+        asked.append((clock.now, way, budget_s, expected_bps))
+        return 4e6
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_probes, "time", clock)
+        patch.setattr(link_rates, "round_trip", lambda *_: [ROUND_TRIP_S, SLOW_S][run.rank])
+        patch.setattr(link_rates, "rate", rate)
+        assert probed(run.sessions[0].inspect.connection, BUDGET_S, expected=EXPECTED)[:2] == (4e6, 4e6)
+    return asked
+
+
+def test_ranks_take_turns_each_way_as_long_as_the_longest_round_trip_asks_for() -> None:
+    results = pool(WORLD).call(play, WORLD, taking_turns, Setting("module", servers=SERVERS))
+    turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # nobody waits for one of two seconds
+    assert turns == WORLD
+    for rank, asked in enumerate(results):
+        assert [way for _, way, _, _ in asked] == [link_rates.UP, link_rates.DOWN]
+        assert [at for at, *_ in asked] == pytest.approx([rank * turn_s, (turns + rank) * turn_s])
+        assert [budget_s for _, _, budget_s, _ in asked] == pytest.approx([turn_s - DRAINED * LONGEST_S] * 2)
+        assert [bps for *_, bps in asked] == [EXPECTED.up_bps, max(EXPECTED.down_bps, 4e6)]

@@ -1,0 +1,175 @@
+"""A lazy optimizer under attach: sparse averages come as sparse gradients, and training is that of torch's optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.attached import Run, Setting, coordinators, data, play
+from support.rank_pool import pool
+from torch import nn
+
+from commlayer.engine.sparse_averages import joined
+from commlayer.engine.sparse_result import SparseResult
+from commlayer.optim import SparseAdamW, SparseSGD
+
+WORLD, STEPS = 2, 6
+FIRST, SPARE = 0, 2
+"""Places of the large weights among the parameters."""
+KINDS: dict[str, tuple[Any, Any, dict[str, float]]] = {
+    "sgd": (SparseSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (SparseAdamW, torch.optim.AdamW, {"lr": 0.01}),
+}
+
+
+class Net(nn.Module):
+    """Two weights of 4800 elements, one of which only some steps use; the rest is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = nn.Linear(12, 400), nn.Linear(12, 400), nn.Linear(400, 3)
+
+    def forward(self, x: torch.Tensor, *, spare: bool) -> torch.Tensor:
+        inner = self.first(x) + self.spare(x) if spare else self.first(x)
+        out: torch.Tensor = self.last(inner.tanh())
+        return out
+
+
+def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False, looks: bool = False) -> dict[str, Any]:
+    """`looks`: averages are dense first, and looked through for entries."""
+    wholes = []
+    spread = SparseResult.whole
+
+    def counted(result: SparseResult) -> torch.Tensor:
+        wholes.append(result)
+        return spread(result)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseResult, "whole", counted)
+        if looks:
+            patch.setattr("commlayer.engine.module_driver.keep_entries", lambda *_: None)
+        return trained(run, kind, lazy=lazy, cleared=cleared) | {"wholes": len(wholes)}
+
+
+def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    ours, theirs, settings = KINDS[kind]
+    optimizer = (ours if lazy else theirs)(model.parameters(), **settings)
+    wrapped, layouts = run.wrap(model, optimizer=optimizer), []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        x, y = data(run.rank, step)
+        nn.functional.mse_loss(wrapped(x, spare=step % 3 == 0), y).backward()
+        layouts.append([p.grad is not None and p.grad.is_sparse for p in model.parameters()])
+        if cleared and step == 2:
+            continue  # the average is thrown away, so its entries are owed
+        optimizer.step()
+        if lazy:
+            optimizer.flush()
+    worker = run.sessions[0].inspect.connection.worker
+    told: dict[str, Any] = {"layouts": layouts, "kept": sum(bucket.sparse is not None for bucket in worker.buckets)}
+    return told | {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def lazily_sgd(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=True)
+
+
+def densely_sgd(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=False)
+
+
+def lazily_adamw(run: Run) -> dict[str, Any]:
+    return train(run, "adamw", lazy=True)
+
+
+def densely_adamw(run: Run) -> dict[str, Any]:
+    return train(run, "adamw", lazy=False)
+
+
+def lazily_cleared(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=True, cleared=True)
+
+
+def densely_cleared(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=False, cleared=True)
+
+
+@pytest.mark.parametrize(("lazily", "densely"), [
+    (lazily_sgd, densely_sgd), (lazily_adamw, densely_adamw), (lazily_cleared, densely_cleared),
+])
+def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any, densely: Any) -> None:
+    ranks, found = pool(WORLD), []
+    for script in (lazily, densely):
+        with coordinators(1, WORLD, 1) as made:
+            setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.02)", fields=(("guard", "off"),))
+            found.append(ranks.call(play, WORLD, script, setting))
+    sparse, dense = found
+    assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
+    assert sum(layout[SPARE] for layout in sparse[0]["layouts"]) >= STEPS / 3
+    assert not any(any(layout) for layout in dense[0]["layouts"])
+    assert sparse[0]["kept"] >= 1
+    assert sparse[0]["wholes"] == dense[0]["kept"] == 0, "no dense sum anywhere"
+    for name in set(sparse[0]) - {"layouts", "kept", "wholes"}:
+        assert torch.equal(sparse[0][name], sparse[1][name]), "replicas stay the same to the last bit"
+        assert torch.allclose(sparse[0][name], dense[0][name], atol=1e-5)
+
+
+def looked_through(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
+    return train(run, kind, lazy=True, cleared=cleared, looks=True)
+
+
+def straight(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
+    return train(run, kind, lazy=True, cleared=cleared)
+
+
+@pytest.mark.parametrize(("codec", "fields"), [
+    ("topk(ratio=0.02)", (("guard", "warn"),)), ("randomk(ratio=0.05)", ()),
+    ("topk(ratio=0.02, values='fp16')", (("warmup", 4), ("ratio_over", "plan"), ("cut_nbytes", 8192))),
+])
+def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_through(
+    codec: str, fields: tuple[tuple[str, Any], ...],
+) -> None:
+    found = []
+    for script in (straight, looked_through):
+        with coordinators(1, WORLD, 1) as made:
+            setting = Setting("module", tuple(each.address for each in made), codec, fields=fields)
+            found.append(pool(WORLD).call(play, WORLD, script, setting, "sgd", True))
+    ours, theirs = found[0][0], found[1][0]
+    assert ours.pop("kept")
+    assert not theirs.pop("kept")
+    assert ours["layouts"] == theirs["layouts"]
+    for name in set(ours) - {"layouts", "wholes"}:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def dense_codec(run: Run) -> dict[str, Any]:
+    return train(run, "sgd", lazy=True)
+
+
+def test_averages_with_many_entries_stay_dense() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        setting = Setting("module", tuple(each.address for each in made), "fp16()")
+        results = pool(WORLD).call(play, WORLD, dense_codec, setting)
+    assert not any(layout[FIRST] for layout in results[0]["layouts"])
+
+
+def test_results_with_more_entries_than_are_handed_over_are_not_kept() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.25)", fields=(("guard", "off"),))
+        results = pool(WORLD).call(play, WORLD, lazily_sgd, setting)
+    assert not results[0]["kept"]
+    assert not any(layout[FIRST] for layout in results[0]["layouts"])
+
+
+def test_entries_are_joined_where_they_are_few_and_finite() -> None:
+    idx, shape = torch.arange(3, dtype=torch.int32), torch.Size((6, 8))
+    many = [(idx, torch.ones(3)), (idx + 10, torch.ones(4)[:3]), (idx + 40, torch.full((3,), float("inf")))]
+    assert joined(many, shape) is None
+    assert joined(many[2:], shape) is None
+    made = joined([many[0], (idx + 10, torch.tensor([1.0, 2.0**-130, 2.0]))], shape)
+    assert made is not None
+    assert made._nnz() == 5
+    assert made.to_dense().flatten()[[0, 10, 11, 12]].tolist() == [1.0, 1.0, 0.0, 2.0]

@@ -1,0 +1,225 @@
+"""Connections that break in the middle of a step: the step goes on, with the same bits, and nothing is added twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.broken import DOWN, UP, Breakable, Counted, Cut, Cutter, random_cuts
+from support.keys import Folders, made_folders  # noqa: F401  a fixture
+from support.meshes import FAR, soon
+from support.workers import Rig, job, on_ranks, step
+
+from commlayer.errors import CorruptFrame, NotYet, PeerLost, Refused
+from commlayer.planner import default_plan
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+from commlayer.transport.reconnect import Resumed, Waits
+
+WORLD, STEPS = 3, 4
+CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.1)",
+          "momentum(topk(ratio=0.1))"]
+
+
+def gradients(rank: int, number: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+class Outcome:
+    """What the ranks got, and what the servers added."""
+
+    def __init__(self, hub: Any, codec: str, *, weighed: bool = False, **rig: Any) -> None:
+        """`weighed`: ranks weigh something else in every step, and do not say so ahead of it."""
+        self.added: Counter[tuple[int, int]] = Counter()
+        with Rig(WORLD, codec, hub=hub, **rig) as job:
+            cells = [cell for server in job.servers for cell in server._core.cells.values()]
+            for cell in cells:
+                cell.ops = Counted(cell.ops, self.added, cell.bucket)
+            shapes = [info.shape for info in job.job.tensors]
+
+            def train(rank: int) -> list[torch.Tensor]:
+                worker, told = job.workers[rank], []
+                for n in range(STEPS):
+                    if weighed:
+                        worker.weight = 1.0 + (3 * rank + 2 * n) % 5
+                    told += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
+                worker.drain()  # of what is a step late, nobody has waited for the last
+                return told
+
+            self.results = on_ranks(WORLD, train, 60.0)
+            self.repeats = sum(getattr(t, "repeats", 0) for t in job.transports)
+        for result in self.results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def same(self, other: Outcome) -> bool:
+        pairs = [pair for a, b in zip(self.results, other.results, strict=True) for pair in zip(a, b, strict=True)]
+        return all(torch.equal(a, b) for a, b in pairs) and self.added == other.added
+
+
+def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None, **rig: Any) -> Counter[tuple[int, int]]:
+    """Runs it without cuts and with them; what was added in either. `options`: of the hub."""
+    uncut = Breakable(**options or {})
+    expected = Outcome(uncut, codec, **rig)
+    assert expected.added
+    passed = [max(c.passed[way] for (_, server), c in uncut.cutters.items() if server == SERVER_BASE) for way in (0, 1)]
+    uncut.close()
+    fired = 0
+    for seed in range(seeds):
+        chance = random.Random(f"{codec} {seed}")
+        hub = Breakable({rank: random_cuts(chance, *passed) for rank in range(WORLD)}, **options or {})
+        assert Outcome(hub, codec, **rig).same(expected), seed
+        fired += hub.shots
+        hub.close()
+    assert fired >= seeds
+    return expected.added
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_cuts_at_any_byte_change_no_bit_and_add_nothing_twice(codec: str) -> None:
+    assert set(same_when_cut(codec, 4).values()) == {WORLD * STEPS}
+
+
+def test_a_step_that_is_coded_again_is_coded_so_once() -> None:
+    """All weigh something else than was taken for granted, in every step: each codes its part twice, whatever is cut."""
+    added = same_when_cut("topk(ratio=0.1)", 5, weighed=True)
+    assert max(added.values()) > WORLD * STEPS
+
+
+@pytest.mark.parametrize("which", ["some", "all"])
+def test_results_that_are_a_step_late_are_the_same_too(which: str) -> None:
+    made = default_plan(job(), codec="topk(ratio=0.1)", path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048,
+                        cut_nbytes=4096)
+    late = tuple(msgspec.structs.replace(b, stale=which == "all" or b.id % 3 == 1) for b in made.buckets)
+    same_when_cut("", 4, plan=msgspec.structs.replace(made, buckets=late))
+
+
+def test_bodies_that_travel_in_parts_begin_anew() -> None:
+    same_when_cut("identity()", 3, {"host": FAR}, shapes=[(300, 400), (50,)])
+
+
+def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
+    nodes = {0: folders.worker, 1: folders.second, 2: folders.dials, SERVER_BASE: folders.server}
+    same_when_cut("topk(ratio=0.1)", 3, {"keys": {peer: Keys(str(node)) for peer, node in nodes.items()}})
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "flip"])
+@pytest.mark.parametrize("way", [UP, DOWN])
+def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way: int, how: str) -> None:
+    """Of TLS and of the greeting behind it, at places all over both."""
+    server, worker, cutter = pair(30.0, keys=(Keys(str(folders.server)), Keys(str(folders.worker))))
+    ends = [*range(0, 8), *range(8, 2600, 250)]
+    for number, after in enumerate(ends):
+        cutter.cut_next(Cut(way, after, how))
+        cutter.break_all()
+        worker.send(SERVER_BASE, PUSH._replace(step=number), b"payload")
+        assert server.wait(server.recv(0), soon()).header.step == number
+        answer = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT, step=number)))
+        server.send(0, PUSH._replace(kind=Kind.RESULT, step=number), b"sum")
+        assert bytes(worker.wait(answer, soon()).body) == b"sum"
+    assert cutter.shots >= len(ends) - 2
+    for end in (worker, server, cutter):
+        end.close()
+
+
+# ---- what ends it all the same
+
+
+def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), **waits: Any,
+         ) -> tuple[StreamTransport, Resumed, Cutter]:
+    """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
+    # A length that a flipped bit has made too large is waited for.
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(
+        resume=True, refused=lambda *_: None, keys=keys[0], hello_s=1.0 if keys[0] else 5.0))
+    cutter = Cutter(server.listen(), [])
+    carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
+    worker = Resumed(carrier, carrier, Waits(window_s, **waits))
+    worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
+    return server, worker, cutter
+
+
+PUSH = Header(Kind.PUSH, 1, 3, 7, sender=0)
+
+
+@pytest.mark.parametrize(("window_s", "refused", "words"), [
+    (0.3, False, r"\b0\.3 s \(reconnect_s\).*refused"),
+    (30.0, True, "refused"),
+])
+def test_a_server_that_does_not_come_back_is_named(window_s: float, refused: bool, words: str) -> None:
+    server, worker, cutter = pair(window_s, refused_is_over=refused)
+    waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    sent = worker.send(SERVER_BASE, PUSH, b"payload")
+    server.wait(server.recv(0), soon())
+    cutter.close()
+    # The second once the first has failed: before, the kernel may take it as if nothing were.
+    for handle in (lambda: waiting, lambda: worker.send(SERVER_BASE, PUSH._replace(bucket=8), b"")):
+        with pytest.raises(PeerLost, match=f"server 0: .*{words}.*E-PEER-LOST"):
+            worker.wait(handle(), soon())
+    assert sent.done()
+    worker.close()
+    server.close()
+
+
+def test_who_was_dropped_is_told_why_and_does_not_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    server, worker, cutter = pair(30.0)
+    waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    worker.send(SERVER_BASE, PUSH, b"payload")
+    server.abort(CorruptFrame("codec 9 with weight nan", peer="worker 0"), 0)
+    with pytest.raises(Refused, match="server 0: .*codec 9 .*E-FRAME"):
+        worker.wait(waiting, soon())
+    worker.close()
+    server.close()
+    cutter.close()
+
+
+def test_a_connection_whose_end_only_one_side_has_seen_gives_way_to_the_new_one() -> None:
+    """As behind a router that has changed its address: the server's end is open, and would be for minutes."""
+    server, worker, cutter = pair(30.0)
+    handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    worker.send(SERVER_BASE, PUSH, b"payload")
+    assert bytes(server.wait(server.recv(0), soon()).body) == b"payload"
+    cutter.break_near()
+    assert bytes(server.wait(server.recv(0), soon()).body) == b"payload", "sent again on a new connection"
+    server.send(0, PUSH._replace(kind=Kind.RESULT), b"sum")
+    assert bytes(worker.wait(handle, soon()).body) == b"sum"
+    assert (worker.breaks, worker.resent_nbytes, worker.kept_nbytes) == (1, len(b"payload"), 0)
+    worker.close()
+    server.close()
+    cutter.close()
+
+
+def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up() -> None:
+    """As behind a proxy that takes everybody in, and nothing of what they send through."""
+    server, worker, cutter = pair(1.0)
+    ended = threading.Event()
+
+    def always() -> None:
+        while not ended.wait(0.02):
+            cutter.break_all()
+
+    breaks = threading.Thread(target=always, daemon=True)
+    breaks.start()
+    handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    with pytest.raises(PeerLost, match=r"server 0: .*\b1 s \(reconnect_s\).*E-PEER-LOST"):
+        worker.wait(handle, soon())
+    ended.set()
+    breaks.join()
+    for end in (worker, server, cutter):
+        end.close()
+
+
+def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:
+    server, worker, cutter = pair(30.0)
+    other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
+    with pytest.raises(NotYet, match=r"server 0: worker 0 .*E-RANK\]"):
+        other.dial(SERVER_BASE, cutter.address, soon())
+    for end in (other, worker, server, cutter):
+        end.close()

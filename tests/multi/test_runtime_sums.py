@@ -1,0 +1,103 @@
+"""Codecs whose payloads add up, all-reduced without being decoded: several rounds, integers, values alone, wrappers, skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.rank_pool import pool
+from support.workers import job, step
+
+from commlayer.cluster.collectives import Groups
+from commlayer.compressors import codec_of, parse
+from commlayer.compressors.reducing import Reduced, adds_up, stands_alone
+from commlayer.engine.worker import Worker
+from commlayer.errors import CorruptFrame
+from commlayer.planner.model import grammar
+from commlayer.planner.model.paths import spell
+from commlayer.records import Bucket, Plan, Slice, Spec
+
+WORLD, PER_NODE, STEPS = 4, 2, 4
+PATHS = [spell(p) for p in grammar.kind("sum", ("cpu",))]
+SHAPES: list[tuple[int, ...]] = [shape for _ in PATHS for shape in ((24, 33), (500,), (3,))]
+BROKEN = 1, 2
+"""The step in which that rank's gradients are infinite."""
+
+
+def plan(codec: str) -> Plan:
+    made = job(SHAPES)
+    buckets = tuple(Bucket(i, (Slice(i, 0, t.numel),), PATHS[i // 3], codec, owner=i % PER_NODE, shape=t.shape)
+                    for i, t in enumerate(made.tensors))
+    return Plan(made.digest(), buckets, ranks_per_node=PER_NODE)
+
+
+def gradients(rank: int, number: int, broken: bool) -> list[torch.Tensor | None]:
+    made = torch.Generator().manual_seed(100 * number + rank)
+    found = [torch.randn(shape, generator=made) for shape in SHAPES]
+    return [g.fill_(float("inf")) if broken and (number, rank) == BROKEN else g for g in found]
+
+
+def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
+    """What each step gave, and what this rank owes in the end, per tensor."""
+    groups = Groups(PER_NODE, 30.0, torch.device("cpu"))
+    wanted = plan(codec)
+    worker = Worker(job(SHAPES), wanted, {b.id: codec_of(b) for b in wanted.buckets}, torch.device("cpu"), rank=rank,
+                    groups=groups)
+    try:
+        results = [step(worker, gradients(rank, number, broken)) for number in range(STEPS)]
+        owed = [torch.zeros(shape).view(-1) for shape in SHAPES]
+        for bucket in worker.buckets:
+            for debt in bucket.debts():
+                owed[debt.tensor][debt.start : debt.stop] += debt.values
+        return {"results": results, "owed": owed}
+    finally:
+        worker.close()
+        groups.close()
+
+
+@pytest.mark.parametrize("codec", [
+    "identity()", "powersgd(rank=2)", "randomk(ratio=0.3)",
+    "randomk(ratio=0.3, values='bf16')", "partition(powersgd(rank=1), parts=3)",
+])
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_applied_and_owed_is_what_was_put_in(codec: str, broken: bool) -> None:
+    results = pool(WORLD).call(run, codec, broken)
+    for tensor in range(len(SHAPES)):
+        per_step = [[r["results"][n][tensor].view(-1) for r in results] for n in range(STEPS)]
+        for number, same in enumerate(per_step):
+            finite = not broken or number != BROKEN[0]
+            assert all(bool(t.isfinite().all()) == finite for t in same)
+            assert not finite or all(torch.equal(t, same[0]) for t in same)
+        applied = sum(same[0] for same in per_step if bool(same[0].isfinite().all()))
+        got = WORLD * applied + sum(r["owed"][tensor] for r in results)
+        put = [g.view(-1) for rank in range(WORLD) for n in range(STEPS) if (g := gradients(rank, n, False)[tensor]) is not None
+               and not (broken and n == BROKEN[0])]  # a step that is skipped is dropped, as torch alone drops it
+        torch.testing.assert_close(got, sum(put), rtol=1e-4, atol=1e-4)
+
+
+def test_draws_that_differ_are_told_on_all() -> None:
+    codec, spec = parse("randomk(ratio=0.5)"), Spec((8,))
+    accs = []
+    for shared in (3, 4):
+        state, out = codec.init(spec), memoryview(bytearray(codec.bound(spec)))
+        state["shared"] = shared
+        accs.append(dict(codec.zeros(spec, 0)))
+        codec.add(0, out[: codec.start(torch.ones(8), state, out)], accs[-1], first=True)
+    both = [Reduced(acc) for acc in accs]
+    largest = torch.maximum(both[0].facts, both[1].facts)
+    for reduced in both:
+        reduced.facts.copy_(largest)
+        with pytest.raises(CorruptFrame, match="seeds.*E-PAYLOAD"):
+            reduced.merge()
+
+
+@pytest.mark.parametrize(("codec", "adds", "alone"), [
+    ("identity()", True, True), ("topk(ratio=0.1)", False, True), ("error_feedback(topk(ratio=0.1))", False, True),
+    ("bf16()", False, True), ("randomk()", True, False), ("partition(randomk(), parts=2)", True, False),
+    ("error_feedback(powersgd())", True, False),
+    ("momentum(error_feedback(onebit()))", False, True),
+    ("partition(int8(), parts=2)", False, True),
+])
+def test_which_codecs_may_go_where(codec: str, adds: bool, alone: bool) -> None:
+    assert (adds_up(parse(codec)), stands_alone(parse(codec))) == (adds, alone)

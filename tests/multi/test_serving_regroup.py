@@ -1,0 +1,121 @@
+"""Whom a server believes that the members of its job have changed: only the coordinator's view counts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+from support.coordinators import all_opened, quick  # noqa: F401  (a fixture)
+from support.meshes import soon
+from test_control_serving import JOB, PLAN, changed, view_of
+
+from commlayer import records
+from commlayer.cluster import messages
+from commlayer.cluster.epoch_change import ViewChange, amiss, wire_generation
+from commlayer.cluster.summation_server import Serving
+from commlayer.config import host_port
+from commlayer.errors import CommError
+from commlayer.records import Member, View
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
+
+DATA = records.encode(PLAN)
+
+
+class Asked:
+    """A server of three, where worker 0 says that worker 2 is gone. `told`: so does the coordinator."""
+
+    def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
+        self.serving = Serving("127.0.0.1", 0, quick(heartbeat_s=0.05))
+        opened.append(self.serving)
+        self.view = view_of(DATA, self.serving, 3)
+        self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
+        newest = self.next if told else self.view
+        self.serving.start(self.view, DATA, 0, newest=None if stays else lambda: newest)
+        self._worker = StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)))
+        opened.append(self._worker)
+        self._worker.dial(SERVER_BASE, host_port(self.serving.address), soon())
+
+    def answer(self, view: View, plan: bytes = DATA, generation: int = 0) -> str:
+        header = Header(Kind.PLAN, generation or wire_generation(view), flags=Flag.ABANDON)
+        handle = self._worker.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
+        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(ViewChange(view, 7, {}, plan)))
+        return bytes(self._worker.wait(handle, soon()).body).decode()
+
+    @property
+    def changed(self) -> bool:
+        core = self.serving._server._core  # type: ignore[union-attr]
+        return core.generation != 1 or any(cell.over for cell in core.cells.values())
+
+
+def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:
+    asked = Asked(opened)
+    for _ in range(2):
+        assert asked.answer(asked.next) == "", "said twice is done once"
+    core = asked.serving._server._core  # type: ignore[union-attr]
+    assert (core.generation, core.cells[0].members) == (wire_generation(asked.next), (0, 1))
+
+
+@pytest.mark.parametrize(("plan", "told", "line"), [
+    (DATA, False, "view 2 is not the coordinator's newest, which is 1"),
+    (b"{", True, "plan of worker 0: "),
+    (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
+])
+def test_what_cannot_be_done_is_refused_before_anything_has_ended(
+    plan: bytes, told: bool, line: str, opened: list[Any],
+) -> None:
+    asked = Asked(opened, told=told)
+    assert line in asked.answer(asked.next, plan)
+    assert not asked.changed
+    if told:
+        assert asked.answer(asked.next) == ""
+
+
+@pytest.mark.parametrize(("there", "then"), [
+    ((0, 1, 5), (0, 1, 5, 4)),  # 4 and 5 are of one home, and 5 was ready first
+    ((0, 1, 5), (0, 1, 4)),
+    ((0, 1), (0, 1, 5, 4)),
+    ((3,), (3, 0)),
+])
+def test_who_joins_stands_behind_all_others_whatever_their_numbers(there: tuple[int, ...], then: tuple[int, ...]) -> None:
+    view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, there), (2, then)))
+    assert amiss(ViewChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
+
+
+WRONG = [
+    ({"members": (0, 1, 3, 3)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": (0, 1, 0)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": ()}, 0, "its members are none of those in force, or"),
+    ({"members": (0, 3, 2)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": (0, 1, 3)}, 0, "its view 2 is not the coordinator's"),
+    ({"members": (1, 2)}, 0, "its sender is none of its members"),
+    ({"members": (0, 2)}, 0, "its view 2 is not the coordinator's"),
+    ({"servers": ()}, 0, "its servers or its plan are not those of the job"),
+    ({}, (1 << 32) - 1, "view 2 in generation 4294967295, while view 1 is in force"),
+    ({"generation": 1}, 2, "view 1 in generation 2, while view 1 is in force"),
+]
+
+
+@pytest.mark.parametrize(("fields", "generation", "line"), WRONG)
+def test_a_member_cannot_say_who_is_a_member(
+    fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = Asked(opened)
+    if "members" in fields:
+        every = view_of(DATA, asked.serving, 4).members
+        fields = {"members": tuple(every[rank] for rank in fields["members"])}
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
+        asked.answer(msgspec.structs.replace(asked.next, **fields), generation=generation)
+    assert f"dropped worker 0: PLAN of other members: {line}" in caplog.text.replace("CorruptFrame: ", "")
+    assert not asked.changed
+
+
+def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    asked = Asked(opened, stays=True)
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
+        asked.answer(asked.next)
+    assert "PLAN of other members, in a job whose members stay" in caplog.text
+    assert not asked.changed

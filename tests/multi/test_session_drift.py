@@ -1,0 +1,248 @@
+"""Ranks whose parameters drift apart: noticed by digests, told by tensor and rank, and answered as configured."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from support.attached import data, mlp
+from support.rank_pool import Servers, pool, quick
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.config import read_config
+from commlayer.engine.model_job import job_of
+from commlayer.engine.observers import Place
+from commlayer.engine.parameter_drift import LEAST, spacing
+from commlayer.engine.tensor_digests import EXACT_BITS, Digests, pieces
+from commlayer.errors import RecordError, code_of
+from commlayer.planner import default_plan
+
+WORLD, STEPS = 2, 14
+
+
+def plan_of(model: nn.Module, **fields: Any) -> Any:
+    made = default_plan(job_of(model), codec="identity()", path="allreduce", servers=0, ranks_per_node=WORLD, fuse_nbytes=4096,
+                        cut_nbytes=4096)
+    return structs.replace(made, **fields)
+
+
+def momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t.clone() for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> dict[str, Any]:
+    """Rank 1 alone changes a weight by its last bits, and what its optimizer keeps of it."""
+    model = mlp().to(memory_format=torch.contiguous_format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
+    plan = plan_of(model, local_steps=2) if how == "local" else "auto"
+    said = ""
+    config = quick(ranks_per_node=WORLD, drift=drift, drift_steps=2)
+    session = commlayer.attach(wrapped, optimizer, plan=plan, config=config)
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(wrapped(x), y).backward()
+            if strays and rank and step == 5:
+                with torch.no_grad():
+                    model[2].weight[3, 4] = torch.nextafter(model[2].weight[3, 4], torch.tensor(9.0))
+                    optimizer.state[model[2].weight]["momentum_buffer"][1, 1] += 1e-3
+                    if unlike:
+                        optimizer.state.clear()
+            optimizer.step()
+    except commlayer.CommError as error:
+        said = str(error)
+    decisions = session.inspect.decisions()
+    session.close()
+    return {"said": said, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
+            "momentum": momentum(optimizer)}
+
+
+def equal(results: list[dict[str, Any]], what: str) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(results[0][what], results[1][what], strict=True))
+
+
+@pytest.mark.parametrize("how", ["module", "ddp", "local"])
+def test_drift_is_told_and_all_go_on_from_rank_0(how: str) -> None:
+    results = pool(WORLD).call(run, how, "resync", True)
+    assert [r["said"] for r in results] == ["", ""]
+    if how == "local":  # an exchange brings weights together again by itself; what optimizers keep is each one's own
+        assert results[0]["decisions"] == []
+    else:
+        (line,) = results[0]["decisions"]
+        assert "rank 1 and rank 0 have drifted apart in 2.weight" in line
+        assert "all go on from what rank 0 has, with the optimizer's state" in line
+        assert equal(results, "momentum")
+    assert equal(results, "weights")
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_warning_changes_nothing(how: str) -> None:
+    results = pool(WORLD).call(run, how, "warn", True)
+    assert [r["said"] for r in results] == ["", ""]
+    assert "rank 1 and rank 0 have drifted apart in 2.weight" in results[0]["decisions"][0]
+    assert "training goes on with different models" in results[0]["decisions"][0]
+    assert not equal(results, "weights")
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_the_job_ends_where_that_is_asked_for(how: str) -> None:
+    for result in pool(WORLD).call(run, how, "end", True):
+        assert re.search(r"rank 1 and rank 0 .*2\.weight.*E-REPLICAS", result["said"])
+        assert "\n" not in result["said"]
+
+
+@pytest.mark.parametrize("how", ["module", "ddp", "local"])
+def test_nothing_is_said_where_nothing_drifts(how: str) -> None:
+    results = pool(WORLD).call(run, how, "end", False)
+    assert [r["said"] for r in results] == ["", ""]
+    assert [r["decisions"] for r in results] == [[], []]
+
+
+def test_states_with_other_entries_are_taken_as_a_whole() -> None:
+    results = pool(WORLD).call(run, "module", "resync", True, True)
+    for result in results:
+        assert any("with the optimizer's state" in line for line in result["decisions"])
+    assert equal(results, "momentum")
+    assert equal(results, "weights")
+
+
+def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
+    model = mlp()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    made = default_plan(job_of(model), codec=plan, path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+                        cut_nbytes=4096)
+    if stale:
+        made = structs.replace(made, buckets=tuple(structs.replace(b, stale=b.id < 2) for b in made.buckets))
+    with commlayer.attach(model, optimizer, plan=made, config=quick(join=address, drift="end", drift_steps=1)) as session:
+        for step in range(8):
+            session.weight(1 + rank + step % 2)
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return session.inspect.decisions()
+
+
+@pytest.mark.parametrize(("plan", "stale"), [("error_feedback(topk(ratio=0.1))", False), ("error_feedback(int8())", True)])
+def test_codecs_and_late_results_leave_ranks_alike(plan: str, stale: bool) -> None:
+    with Servers(WORLD) as made:
+        assert pool(WORLD).call(coded, made.address, plan, stale) == [[], []]
+
+
+def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str]]:
+    """Sixteen passes on each rank. Rank 1 leaves one step out, or takes three passes to a step where rank 0 takes two."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
+    said = ""
+    session = commlayer.attach(wrapped, optimizer, config=quick(ranks_per_node=WORLD, drift=drift, drift_steps=4))
+    try:
+        for number in range(16):
+            x, y = data(rank, number)
+            nn.functional.mse_loss(wrapped(x), y).backward()
+            takes = 3 if rank and uneven == "always" else 2
+            if number % takes == 0 and not (rank and number == 6 and uneven == "once"):
+                optimizer.step()
+                optimizer.zero_grad()
+    except commlayer.CommError as error:
+        said = str(error)
+    decisions = session.inspect.decisions()
+    session.close()
+    return said, decisions
+
+
+APART = r"step \d+: rank 1 and rank 0 have stepped their optimizers behind different exchanges \(\d and \d times .*\): ranks"
+
+
+@pytest.mark.parametrize(("how", "drift", "ends"), [
+    ("module", "end", True), ("module", "resync", True), ("ddp", "resync", True), ("module", "warn", False)])
+def test_unequal_numbers_of_passes_to_a_step_are_told(how: str, drift: str, ends: bool) -> None:
+    """Averages are of different steps then, and equal parameters would not change that."""
+    for said, decisions in pool(WORLD).call(stepped, how, drift, "always"):
+        assert (bool(re.match(APART, said)), code_of(said)) == (ends, "E-REPLICAS" if ends else ""), said
+        told = [line for line in decisions if re.match(APART, line)]
+        assert len(told) == (drift != "end"), "once, ahead of the end"
+
+
+def test_one_step_left_out_is_told_and_ends_nothing() -> None:
+    results = pool(WORLD).call(stepped, "module", "resync", "once")
+    assert [said for said, _ in results] == ["", ""]
+    assert len([line for line in results[0][1] if re.match(APART, line)]) == 1
+    assert any("have drifted apart" in line for line in results[0][1])
+
+
+def watched(rank: int, drift_steps: int) -> int:
+    model = mlp()
+    with commlayer.attach(model, config=quick(ranks_per_node=WORLD, drift_steps=drift_steps)) as session:
+        return len(session.inspect.observers.at(Place.PARAMETER_DRIFT))
+
+
+def test_zero_turns_it_off() -> None:
+    assert pool(WORLD).call(watched, 0) == [0, 0]
+    assert pool(WORLD).call(watched, -1) == [1, 1]
+
+
+def test_rounds_grow_with_their_cost() -> None:
+    assert spacing(0.1, 0.0) == LEAST
+    for cost_s, step_s in ((0.02, 0.5), (0.3, 0.2), (0.001, 0.003)):
+        assert cost_s <= 0.001 * step_s * spacing(cost_s, step_s) <= cost_s + 0.001 * step_s
+
+
+@pytest.mark.parametrize(("field", "value"), [("drift", "ignore"), ("drift_steps", -2), ("drift_steps", 1 << 17)])
+def test_settings_are_checked(field: str, value: Any) -> None:
+    with pytest.raises(RecordError, match=f"{field}: got {value!r} from argument {field}.*E-SETTING"):
+        read_config({field: value})
+
+
+class _Sums(Digests):
+    """The digests of a device, made here."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.by_sums = True
+        self.afresh()
+
+
+def told(kind: type[Digests], tensors: list[torch.Tensor], most_nbytes: int = 4 << 20) -> list[int]:
+    digests = kind(tensors)
+    for piece in pieces(tensors, most_nbytes):
+        digests.add(piece)
+    return digests.take()
+
+
+@pytest.mark.parametrize("kind", [Digests, _Sums])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8])
+def test_any_change_changes_the_digest_of_that_tensor(kind: type[Digests], dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(5)
+    tensors = [(100 * torch.rand(shape, generator=made)).to(dtype) for shape in ((3000,), (7, 5), (), (70, 70, 3, 3), (0,))]
+    tensors[3] = tensors[3].to(memory_format=torch.channels_last)
+    before = told(kind, tensors)
+    assert before == told(kind, [t.clone() for t in tensors])
+    assert all(0 <= digest < 1 << EXACT_BITS for digest in before)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for place in (0, 1023, 1024, 2999):
+        changed = [t.clone() for t in tensors]
+        changed[0].view(bits)[place] ^= 1
+        assert [a == b for a, b in zip(before, told(kind, changed), strict=True)] == [False, True, True, True, True]
+    for one, other in ((5, 6), (5, 5 + 1024), (0, 2999), (1030, 1029 + 1024)):  # changes that cancel in a sum
+        changed = [t.clone() for t in tensors]
+        changed[0].view(bits)[one] += 1
+        changed[0].view(bits)[other] -= 1
+        assert told(kind, changed)[0] != before[0]
+        swapped = [t.clone() for t in tensors]
+        swapped[0][one], swapped[0][other] = tensors[0][other], tensors[0][one]
+        assert (told(kind, swapped)[0] != before[0]) == bool(tensors[0][one] != tensors[0][other])
+    assert told(kind, [t.contiguous() for t in tensors]) == before
+
+
+def test_pieces_make_the_digest_of_the_whole() -> None:
+    tensors = [torch.arange(5000.0), torch.ones(40, 30)]
+    assert told(Digests, tensors, 1000) == told(Digests, tensors)
+    assert max(piece.stop - piece.start for piece in pieces(tensors, 1000)) == 250

@@ -1,0 +1,250 @@
+"""What must not be rounded: double models train as under DDP, and buffers that are equal everywhere keep their bits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from support.attached import Run, Setting, coordinators, data, play
+from support.rank_pool import pool, quick
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.planner import default_plan, verify
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import Job, Plan, Slice, TensorInfo, Timing
+
+WORLD, STEPS = 2, 5
+
+
+def double_mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(12, 40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)
+    return nn.Sequential(*layers).double()
+
+
+def doubles(run: Run, *, ddp: bool) -> dict[str, Any]:
+    model = double_mlp()
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False) if ddp else run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = (part.double() for part in data(run.rank, step))
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def as_ddp(run: Run) -> dict[str, Any]:
+    return doubles(run, ddp=True)
+
+
+def attached(run: Run) -> dict[str, Any]:
+    return doubles(run, ddp=False)
+
+
+@pytest.mark.parametrize(("how", "codec"), [
+    ("module", ""), ("ddp", ""), ("hook", ""), ("module", "topk(ratio=0.1)"), ("ddp", "int8()"), ("module", "identity()"),
+])
+def test_doubles_train_as_under_ddp(how: str, codec: str) -> None:
+    ranks = pool(WORLD)
+    wanted = ranks.call(play, WORLD, as_ddp, None)
+    with coordinators(1, WORLD, 1 if codec else 0) as made:
+        # Without a codec: the default plan, of one node.
+        setting = Setting(how, tuple(each.address for each in made), codec, servers=1) if codec else \
+            Setting(how, plan="auto", ranks_per_node=WORLD)
+        results = ranks.call(play, WORLD, attached, setting)
+    for name, one in wanted[0].items():
+        assert torch.equal(results[0][name], results[1][name])
+        assert (results[0][name] - one).abs().max() <= 1e-13 * one.abs().max()
+
+
+def double_job() -> Job:
+    return Job((TensorInfo("narrow", (3000,)), TensorInfo("wide", (3000,), "float64"),
+                TensorInfo("table", (10,), "float64", buffer=True)))
+
+
+def test_plans_leave_doubles_to_all_reduces() -> None:
+    made = default_plan(double_job(), codec="int8()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=1 << 20)
+    ways = {double_job().tensors[b.slices[0].tensor].name: (b.path, b.codec) for b in made.buckets}
+    assert ways == {"narrow": ("service", "int8()"), "wide": ("allreduce", "identity()"), "table": ("allreduce", "identity()")}
+    assert verify(made, double_job()) == []
+    alone = Job(double_job().tensors[1:])
+    made = default_plan(alone, codec="int8()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=1 << 20)
+    assert made.servers == 0
+    assert verify(made, alone) == []
+
+
+def test_the_planner_does_so_too() -> None:
+    job = Job((TensorInfo("wide", (3_000_000,), "float64"), TensorInfo("narrow", (3_000_000,))))
+    timing = Timing((0.2, 0.1), (0.0, 0.1), 0.2, 0.1)
+    cluster = cluster_from_line("3xrtx3060@50m")
+    made = commlayer.planner.plan(structs.replace(job, timing=timing), cluster)
+    assert verify(made, job) == []
+    wide = [b for b in made.buckets if b.slices[0].tensor == 0]
+    assert {(b.path, b.codec) for b in wide} == {("allreduce", "identity()")}
+    assert any(b.codec != "identity()" for b in made.buckets)
+
+
+def test_a_plan_that_would_round_doubles_is_refused_by_name() -> None:
+    made = default_plan(double_job(), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=1 << 20)
+    buckets = tuple(structs.replace(b, path="service") for b in made.buckets)
+    problems = verify(structs.replace(made, buckets=buckets), double_job())
+    assert len(problems) == 2
+    assert "wide is float64" in problems[0]
+    assert "'allreduce'" in problems[0]
+
+
+class Still(nn.Module):
+    """Buffers that nobody changes, one that all change alike, and statistics that each changes by its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(3)
+        self.body, self.norm = nn.Linear(12, 3), nn.BatchNorm1d(12)
+        for name, dtype in (("f32", torch.float32), ("f64", torch.float64), ("bf16", torch.bfloat16), ("f16", torch.float16)):
+            self.register_buffer(name, torch.randn(300, generator=made, dtype=torch.float64).to(dtype))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("whole", torch.arange(5))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 0.1
+        return self.body(self.norm(x))
+
+
+def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    model = Still()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    codec: Any = "auto" if plan == "auto" else commlayer.compressors.parse(plan)
+    where: dict[str, Any] = {"join": address} if address else {}
+    count = torch.zeros(())
+    with commlayer.attach(model, plan=codec, config=quick(ranks_per_node=per_node, batch=10, **where)) as session:
+        session.weight(3 + 4 * rank)
+        for step in range(steps):
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            count += 0.1
+            if step == steps // 2:
+                session.weight(7 - 6 * rank)
+    after = dict(model.named_buffers())
+    same = [torch.equal(after[name], before[name]) for name in ("f32", "f64", "bf16", "f16", "whole", "mask")]
+    return {name: b.clone() for name, b in after.items()}, [*same, torch.equal(after["count"], count)]
+
+
+@pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2), ("int8()", 1)])
+def test_buffers_that_are_equal_everywhere_keep_their_bits(plan: str, per_node: int) -> None:
+    with coordinators(1, WORLD, 0 if plan == "auto" else 1) as made:
+        results = pool(WORLD).call(stay, made[0].address if made else "", plan, per_node, 20)
+    (one, same), (other, too) = results
+    assert same == too == [True] * 7
+    assert torch.equal(one["norm.running_mean"], other["norm.running_mean"])
+    assert (one["norm.running_mean"] != 0).all()
+
+
+def counted(rank: int, address: str) -> list[float]:
+    """A counter in float32, over a server."""
+    model, seen = Still(), []
+    with commlayer.attach(model, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
+        for step in range(12):
+            session.weight(41 + 8 * rank + step)
+            with torch.no_grad():
+                model.f32.copy_(torch.full((300,), float(step)))
+            nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+            seen += model.f32.unique().tolist()
+    return seen
+
+
+def test_counters_keep_their_bits_on_the_way_over_a_server() -> None:
+    with coordinators(1, WORLD, 1) as made:
+        assert pool(WORLD).call(counted, made[0].address) == [[float(step) for step in range(12)]] * WORLD
+
+
+def light(rank: int, plan: str, per_node: int, address: str) -> bool:
+    """What a rank of no weight has changed does not count, and goes."""
+    model = Still()
+    where: dict[str, Any] = {"join": address} if address else {}
+    codec: Any = plan if plan == "auto" else commlayer.compressors.parse(plan)
+    with commlayer.attach(model, plan=codec, config=quick(ranks_per_node=per_node, **where)) as session:
+        session.weight(0.3 if rank else 0)
+        for step in range(3):
+            if not rank:
+                model.f32.mul_(float("nan") if step == 1 else 2.0)
+            nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+    return torch.equal(model.f32, Still().f32)
+
+
+@pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2)])
+def test_what_has_no_weight_changes_nothing(plan: str, per_node: int) -> None:
+    with coordinators(1, WORLD, 0 if plan == "auto" else 1) as made:
+        assert pool(WORLD).call(light, plan, per_node, made[0].address if made else "") == [True, True]
+
+
+def differ(rank: int) -> list[torch.Tensor]:
+    """One rank alone changes a buffer: all go on from the weighted mean, and keep what they have."""
+    model = Still()
+    seen = []
+    with commlayer.attach(model, config=quick(ranks_per_node=WORLD, batch=4)) as session:
+        session.weight(1 + 2 * rank)
+        for step in range(4):
+            if step == 1 and rank:
+                model.f32.add_(4.0)
+            nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+            seen.append(model.f32.clone())
+    return seen
+
+
+def test_what_one_rank_changes_all_take_up() -> None:
+    one, other = pool(WORLD).call(differ)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert torch.equal(one[0], Still().f32)
+    torch.testing.assert_close(one[1], Still().f32 + 3.0)
+    assert torch.equal(one[1], one[2])
+    assert torch.equal(one[1], one[3])
+
+
+def halves(plan: Plan) -> Plan:
+    """The same with every slice in two buckets."""
+    made = [structs.replace(b, slices=(Slice(s.tensor, low, high),), shape=()) for b in plan.buckets for s in b.slices
+            for low, high in pairwise(sorted({s.start, (s.start + s.stop) // 2, s.stop}))]
+    return structs.replace(plan, buckets=tuple(structs.replace(b, id=i) for i, b in enumerate(made)))
+
+
+def gone_over(rank: int) -> tuple[bool, torch.Tensor]:
+    model = Still()
+    with commlayer.attach(model, config=quick(ranks_per_node=WORLD, batch=10)) as session:
+        session.weight(3 + 4 * rank)
+        for step in range(6):
+            if step == 3:
+                assert session.inspect.plan is not None
+                commlayer.switch(session, halves(session.inspect.plan))
+            nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+    return torch.equal(model.f64, Still().f64), model.norm.running_var
+
+
+def test_what_all_had_of_a_buffer_is_known_under_the_next_plan() -> None:
+    (still, one), (too, other) = pool(WORLD).call(gone_over)
+    assert still
+    assert too
+    assert torch.equal(one, other)
+
+
+def equal_gradients(rank: int) -> bool:
+    """With equal weights, and a number of ranks that float32 divides by, a mean of equal gradients is that gradient."""
+    torch.manual_seed(4)
+    model = nn.Linear(50, 50)
+    alone = [torch.randn(50, 50), torch.randn(50)]
+    with commlayer.attach(model, config=quick(ranks_per_node=WORLD)):
+        (model.weight * alone[0]).sum().add((model.bias * alone[1]).sum()).backward()
+    return torch.equal(model.weight.grad, alone[0]) and torch.equal(model.bias.grad, alone[1])
+
+
+def test_equal_gradients_of_equal_weights_keep_their_bits() -> None:
+    assert pool(WORLD).call(equal_gradients) == [True, True]

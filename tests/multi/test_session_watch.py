@@ -1,0 +1,132 @@
+"""A plan that somebody asked for is watched: when its prediction does not hold, rank 0 says so once, and keeps the plan."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from support.attached import data, mlp
+from support.rank_pool import Servers, pool, quick
+from torch import nn
+
+import commlayer
+from commlayer.engine import stale_plan
+from commlayer.engine.connection import Connection
+from commlayer.engine.model_job import job_of
+from commlayer.engine.requested_plan import with_server_nodes
+from commlayer.observe import StalePlan
+from commlayer.observe.prediction_check import PATIENCE
+from commlayer.planner import builtin, plan
+from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
+from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import Plan
+
+LONGEST_S, SHORTEST_S = 1e6, 1e-9
+"""Predictions that no step comes near."""
+BEGIN = stale_plan.State()
+
+
+def planned(predicted_s: float) -> Plan:
+    return Plan("", (), step_s=predicted_s)
+
+
+def after(
+    steps: list[tuple[Plan | None, float]], state: stale_plan.State = BEGIN, *, first: int = 1,
+) -> tuple[stale_plan.State, list[StalePlan]]:
+    """The state behind these steps, and what was said."""
+    said = []
+    for number, (requested, seconds) in enumerate(steps, first):
+        state, stale = stale_plan.decide(state, requested, number, seconds)
+        said += [stale] if stale else []
+    return state, said
+
+
+@pytest.mark.parametrize("seconds", [1.26, 0.74])
+def test_a_prediction_that_does_not_hold_is_said_once(seconds: float) -> None:
+    requested = planned(1.0)
+    state, said = after([(requested, 9.0)] + [(requested, seconds)] * (PATIENCE - 1))
+    assert said == [], "the first step is partly another plan's, and a few others are no trend"
+    state, said = after([(requested, seconds)], state, first=PATIENCE + 1)
+    assert said == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
+    state, said = after([(requested, seconds)] * 200, state)
+    assert said == [], "from then on that is what is expected"
+    _, said = after([(requested, 2 * seconds)] * (PATIENCE + 2), state)
+    assert [event.usual for event in said] == [True]
+
+
+@pytest.mark.parametrize("seconds", [1.25, 0.75])
+def test_a_prediction_that_is_missed_by_the_limit_holds(seconds: float) -> None:
+    assert after([(planned(1.0), seconds)] * 100)[1] == []
+
+
+def test_what_is_not_predicted_or_watched_by_others_is_left_alone() -> None:
+    unpredicted = planned(0.0)
+    assert after([(unpredicted, 9.0)] * 100)[1] == []
+    assert after([(None, 9.0)] * 100)[1] == []
+
+
+def test_another_plan_begins_anew() -> None:
+    first, other = planned(1.0), planned(5.0)
+    state, said = after([(first, 9.0)] * PATIENCE + [(other, 9.0)] * PATIENCE)
+    assert said == []
+    assert [event.predicted_s for event in after([(other, 9.0)], state)[1]] == [5.0]
+    state, _ = after([(None, 9.0)], state)
+    assert after([(other, 9.0)] * PATIENCE, state)[1] == [], "a plan that was found meanwhile is another, too"
+
+
+@pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
+def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "commlayer")
+    made = Connection()
+    made.plan = planned(predicted_s)
+    watch = stale_plan.StalePlanWatch(made)
+    for _ in range(PATIENCE + 1):
+        assert (made.events, made.decisions) == ([], [])
+        watch()
+    (line,) = made.decisions
+    slower = level == logging.WARNING
+    assert [(e.predicted_s, e.lasted, e.usual) for e in made.events] == [(predicted_s, PATIENCE, False)] * slower
+    assert ("stale" in line, "it is kept" in line) == (slower, slower)
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(level, line)]
+
+
+def test_a_plan_for_other_machines_says_so() -> None:
+    job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@10g")
+    said: list[str] = []
+    basis = Basis(plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
+    with_server_nodes(basis.plan, basis, 2, said.append)
+    assert said[0] == "the plan was made for 3 nodes, here are 2: what it predicts does not hold"
+    assert "where the setting `servers` says: no rank trains on node 2; `commlayer serve` starts" in said[1]
+    said.clear()
+    with_server_nodes(basis.plan, basis, 3, said.append)
+    assert said == []
+
+
+def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan], list[str]]:
+    model = mlp()
+    asked = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+                         cut_nbytes=1 << 20)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan=structs.replace(asked, step_s=predicted_s),
+                          config=quick(join=address)) as session:
+        for step in range(PATIENCE + 1):
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return session.inspect.events(), session.inspect.decisions()
+
+
+def test_a_session_tells_it_on_rank_0() -> None:
+    ranks = pool(2)
+    ranks.ready(__name__)
+    with Servers(2) as made:
+        (events, decisions), other = ranks.call(train, made.address, SHORTEST_S)
+    assert other == ([], [])
+    assert [event.predicted_s for event in events] == [SHORTEST_S]
+    assert len(decisions) == 1
+    assert "plan is stale" in decisions[0]

@@ -1,0 +1,98 @@
+"""torch's store falls silent: who waits in it ends in time, says so, and its process can end. Behind attach() nobody asks it.
+
+Run as a script: a rank of a world whose store is a process of its own, which is stopped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.attached import data, mlp
+from support.rank_pool import pool, quick, tree
+from torch import nn
+
+import commlayer
+from commlayer.cluster.process_groups import Members
+from commlayer.errors import CommError
+
+WAIT_S = 1.0
+END_S = 30.0
+SILENT = "the process group's store has not answered within 1 s"
+STORE = """
+from torch._C._distributed_c10d import TCPStore
+made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(made.port, flush=True)
+input()
+"""
+
+
+def main(port: int, store: int) -> None:
+    rank = int(os.environ["RANK"])
+    known = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False,
+                          timeout=datetime.timedelta(seconds=60.0))
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", known), rank=rank, world_size=2)
+    members = Members()
+    dist.barrier()
+    if rank == 0:
+        os.kill(store, signal.SIGSTOP)
+    dist.barrier()
+    for act in (lambda: members.group(timeout_s=WAIT_S, backend="gloo"), lambda: members.tell(b"", WAIT_S, "asking all")):
+        try:
+            act()
+        except CommError as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+
+
+def test_a_store_that_falls_silent_is_waited_for_no_longer_than_said() -> None:
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        try:
+            with tree(__file__, 2, args=(store.stdout.readline().strip(), str(store.pid))) as run:
+                for rank in range(2):
+                    run.until(rank, f"DeadlineExceeded: a peer of the process group: making a process group: {SILENT}")
+                    run.until(rank, f"DeadlineExceeded: the launcher: asking all: {SILENT}")
+                assert [code for code, _ in run.ended(END_S)] == [0, 0]
+        finally:
+            store.kill()
+
+
+def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
+    """How many groups a training with rows from all ranks makes once attach() has returned."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    real, made = dist.new_group, 0
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal made
+        made += 1
+        return real(*args, **named)
+
+    with commlayer.attach(model, optimizer, config=quick(drift_steps=2), **how) as session:
+        dist.new_group = counted
+        try:
+            for step in range(12):
+                x, y = data(rank, step)
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            dist.new_group = real
+        assert session.inspect.connection.rows is not None
+    return made
+
+
+@pytest.mark.parametrize("how", [{"plan": "fp16()"}, {"plan": "fp16()", "every": 2}], ids=["gradients", "local steps"])
+def test_no_group_is_made_behind_attach(how: dict[str, Any]) -> None:
+    assert pool(2).call(made_behind_attach, how) == [0, 0]
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

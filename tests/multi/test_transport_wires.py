@@ -1,0 +1,187 @@
+"""What every carrier between processes does with greetings, broken bytes, slow readers, and ends that nobody announced."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.meshes import WIRES, Wire, data, exchange_pair, frame, raw_peer, soon
+
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
+from commlayer.transport import endpoint
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.framing import HEADER_NBYTES, VERSION
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+
+
+@pytest.fixture(params=["tcp", "tls", "grpc", "grpc+tls"])
+def wire(request: pytest.FixtureRequest) -> Wire:
+    return WIRES[request.param]
+
+
+@pytest.fixture
+def server(wire: Wire) -> Iterator[StreamTransport]:
+    end = wire.end(Hello("test", SERVER_BASE, plan="p1", version="0.1.0"), settings=Settings(max_nbytes=1 << 20))
+    yield end
+    end.close()
+
+
+def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = None) -> None:
+    transport = wire.end(hello)
+    try:
+        transport.dial(end.rank if peer is None else peer, end.listen(), soon())
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize(("hello", "reason"), [
+    (Hello("other", 0), "server 0: .*job.*E-RANKS-DIFFER"),
+    (Hello("test", 0, plan="p2"), "server 0: .*plan.*E-RANKS-DIFFER"),
+    (Hello("test", 0, version="9.9", protocol=9), rf"server 0: .*\b9 .*9\.9\b.*\b{VERSION} .*E-VERSION"),
+    (Hello("test", SERVER_BASE), r"server 0: server 0 .*E-RANK\]"),
+    (Hello("test", 1), r"server 0: worker 1 .*E-RANK\]"),
+])
+def test_a_refusal_reaches_the_dialler_in_one_line(
+    wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "FORMER_S", 0.05)
+    first = wire.end(Hello("test", 1))
+    first.dial(SERVER_BASE, server.listen(), soon())
+    with pytest.raises(Refused, match=reason) as caught:
+        dialler(wire, hello, server)
+    assert "\n" not in str(caught.value)
+    assert exchange_pair(first, server)
+    first.close()
+
+
+def test_a_plan_that_only_one_side_has_is_no_reason(wire: Wire, server: StreamTransport) -> None:
+    dialler(wire, Hello("test", 3), server)
+
+
+def test_who_admits_may_be_handed_in(wire: Wire) -> None:
+    end = wire.end(Hello("test", SERVER_BASE), admit=lambda hello: f"not today, rank {hello.rank}")
+    with pytest.raises(Refused, match="server 0: not today, rank 4.*E-REFUSED"):
+        dialler(wire, Hello("whatever", 4), end)
+    end.close()
+
+
+def test_another_one_at_the_address(wire: Wire, server: StreamTransport) -> None:
+    with pytest.raises(Refused, match="server 1: server 0 .*E-ADDRESS"):
+        dialler(wire, Hello("test", 0), server, peer=SERVER_BASE + 1)
+
+
+def test_the_dialler_may_come_back_after_either_side_ended(wire: Wire, server: StreamTransport) -> None:
+    worker, address = wire.end(Hello("test", 2)), server.listen()
+    gone = [server.recv(2, (Kind.BYE, 0, 0, 0, 0, 0))]
+    worker.dial(SERVER_BASE, address, soon())
+    worker.abort(CommError("a new start"), SERVER_BASE)
+    with pytest.raises(PeerLost, match="worker 2: .*E-PEER-LOST"):
+        server.wait(gone[0], soon())
+    worker.dial(SERVER_BASE, address, soon())
+    assert exchange_pair(worker, server)
+    assert exchange_pair(server, worker)
+    server.abort(CommError("heartbeats stopped", peer="worker 2"), 2)
+    with pytest.raises(PeerLost, match="server 0: .*E-PEER-LOST"):
+        worker.wait(worker.recv(SERVER_BASE), soon())
+    worker.dial(SERVER_BASE, address, soon())
+    assert exchange_pair(worker, server)
+    worker.close()
+
+
+# ---- broken bytes
+
+
+BAD_BODY = bytearray(frame(data(7), b"payload"))
+BAD_BODY[-1] ^= 1
+
+
+@pytest.mark.parametrize(("bytes_", "error", "message"), [
+    (b"\0" * HEADER_NBYTES, CorruptFrame, "magic.*E-CHECKSUM"),
+    (bytes(range(200)), CorruptFrame, "magic.*E-CHECKSUM"),
+    (frame(data(7), bytes((1 << 20) + 1))[:HEADER_NBYTES], CorruptFrame, r"\b1048577 .*\b1048576\b.*E-FRAME"),
+    (bytes(BAD_BODY), CorruptFrame, "body.*E-CHECKSUM"),
+    (frame(Header(Kind.HELLO, sender=7)), CorruptFrame, "HELLO.*E-FRAME"),
+    (frame(data(7), bytes(1000))[:-1], PeerLost, "middle of a frame.*E-PEER-LOST"),
+    (frame(data(7))[:10], PeerLost, "middle of a frame.*E-PEER-LOST"),
+    (b"", PeerLost, r"connection closed( \(.*\))? \[E-PEER-LOST"),
+], ids=["zeros", "noise", "oversized", "body", "hello", "cut body", "cut header", "closed"])
+def test_a_peer_that_breaks_the_format_is_dropped_by_name_and_others_go_on(
+    wire: Wire, server: StreamTransport, bytes_: bytes, error: type[CommError], message: str,
+) -> None:
+    address = server.listen()
+    good = wire.end(Hello("test", 1))
+    good.dial(SERVER_BASE, address, soon())
+    waiting, other = server.recv(7), server.recv(1)
+    with contextlib.closing(raw_peer(address, 7, wire=wire)) as bad:
+        bad.sendall(frame(data(7), b"good so far"))
+        assert bytes(server.wait(waiting, soon()).body) == b"good so far"
+        waiting = server.recv(7)
+        bad.sendall(bytes_)
+        with contextlib.suppress(OSError):  # dropped already
+            bad.shutdown(socket.SHUT_WR)
+        with pytest.raises(error, match=f"worker 7: .*{message}"):
+            server.wait(waiting, soon())
+        with pytest.raises(error):
+            server.wait(server.send(7, data(SERVER_BASE)), soon())
+    good.send(SERVER_BASE, data(1), b"unharmed")
+    assert bytes(server.wait(other, soon()).body) == b"unharmed"
+    assert exchange_pair(server, good)
+    assert server.peers == (1,)
+    good.close()
+
+
+@pytest.mark.parametrize("greeting", [
+    b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: health-check/1.0 (probe)\r\n\r\n",
+    frame(data(7)),
+    frame(Header(Kind.HELLO), b"\x80"),
+    frame(Header(Kind.HELLO), b"\x81\xa3pwn\xc0"),
+    frame(Header(Kind.HELLO), b"\x82\xa3job\xa1\xff\xa4rank\x00"),
+    frame(Header(Kind.HELLO), bytes(5000)),
+    frame(Header(Kind.HELLO), Hello("test", 0).job.encode()),
+], ids=["http", "data first", "empty map", "unknown field", "no text", "huge", "no msgpack"])
+def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: StreamTransport, greeting: bytes) -> None:
+    address = server.listen()
+    with contextlib.closing(wire.raw(address)) as channel:
+        channel.sendall(greeting)
+        with contextlib.suppress(ConnectionResetError):  # it closed with our bytes unread
+            assert channel.recv_into(bytearray(1)) == 0
+    assert server.peers == ()
+    dialler(wire, Hello("test", 0), server)
+
+
+def test_a_body_above_the_cap_is_our_bug(server: StreamTransport) -> None:
+    with pytest.raises(ValueError, match=r"\b1048577 .*worker 1\b.*\b1048576\b.*E-TRANSPORT-USE"):
+        server.send(1, data(SERVER_BASE), bytes((1 << 20) + 1))
+
+
+# ---- ends and slow readers
+
+
+def test_half_of_a_connection_that_ends_without_a_word_is_a_loss(wire: Wire, server: StreamTransport) -> None:
+    """What was sent before it counts."""
+    with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
+        channel.sendall(frame(data(7), b"the last word"))
+        channel.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerLost, match="worker 7: .*E-PEER-LOST"):
+            server.wait(server.recv(7, (Kind.BYE, 0, 0, 0, 0, 0)), soon())
+        assert bytes(server.wait(server.recv(7), soon()).body) == b"the last word"
+
+
+def test_a_reader_that_takes_nothing_holds_the_writer_up(wire: Wire, server: StreamTransport) -> None:
+    """So no carrier queues without a bound; a wait for it names the peer."""
+    with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
+        channel.sendall(frame(data(7)))
+        server.wait(server.recv(7), soon())
+        body = bytes(1 << 20)
+        sent = [server.send(7, data(SERVER_BASE, bucket), body) for bucket in range(64)]
+        with pytest.raises(DeadlineExceeded, match="worker 7: .*DATA.*E-DEADLINE"):
+            server.wait(sent[-1], time.monotonic() + 0.2)
+        assert sum(handle.done() for handle in sent) < 32
+        server.abort(CommError("enough", peer="worker 7"), 7)
+        for handle in sent[-2:]:
+            with pytest.raises(CommError, match="worker 7: enough.*E-COMM"):
+                server.wait(handle, soon())

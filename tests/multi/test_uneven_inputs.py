@@ -1,0 +1,255 @@
+"""session.join(): ranks with unequal numbers of batches. Real ranks, over a service and over all-reduce."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.attached import data, mlp, refusals, said_in_lines
+from support.rank_pool import Servers, pool, quick, ranks_first
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.errors import StepAbandoned
+
+WORLD = 3
+BATCHES = ((5, 8, 5), (0, 2, 8), (4, 4, 1))
+"""Of each epoch, how many each rank has."""
+FAR_S = 300.0
+"""The deadline: an error within a test did not wait for it."""
+AT_ONCE_S = 60.0
+_ranks = ranks_first(WORLD)
+
+
+def model_of(rank: int) -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(data(0, 0)[0].shape[1]), *mlp(rank))
+
+
+def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adam":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x, y = data(rank, step)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    moments = {f"{number}.{name}": value for number, state in optimizer.state_dict()["state"].items()
+               for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: value.clone() for name, value in (model.state_dict() | moments).items()}
+
+
+def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = model_of(rank)
+    optimizer = make(kind, model)
+    config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, deadline_s=FAR_S, drift_steps=2)
+    passes, states = [], []
+    chosen: Any = "auto" if plan in ("auto", "forward") else commlayer.compressors.parse(plan)
+    with commlayer.attach(model, optimizer, plan=chosen, config=config,
+                          overlap="forward" if plan == "forward" else None) as session:
+        if weighed:
+            session.weight(rank + 1)
+        for batches in BATCHES:
+            with session.join():
+                for step in range(batches[rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+            passes.append(session.step)
+            states.append(state_of(model, optimizer))
+        for step in range(4):  # as many on all: nothing is left of what was before
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        session.drain()
+        states.append(state_of(model, optimizer))
+        return {"passes": passes, "states": states, "said": [*session.inspect.connection.decisions]}
+
+
+def by_hand(kind: str, weighed: bool) -> list[dict[str, torch.Tensor]]:
+    """The average is over the ranks that have a batch."""
+    model = model_of(0)
+    optimizer = make(kind, model)
+    states = []
+    for batches in (*BATCHES, (4,) * WORLD):
+        for step in range(max(batches)):
+            active = [rank for rank in range(WORLD) if step < batches[rank]]
+            weights = [rank + 1.0 if weighed else 1.0 for rank in active]
+            before = {name: b.clone() for name, b in model.named_buffers()}
+            means = {name: torch.zeros_like(b, dtype=torch.float64) for name, b in before.items()}
+            grads = [torch.zeros_like(p) for p in model.parameters()]
+            for rank, weight in zip(active, weights, strict=True):
+                model.load_state_dict(before, strict=False)
+                model.zero_grad()
+                loss_of(model, rank, step).backward()
+                for grad, p in zip(grads, model.parameters(), strict=True):
+                    assert p.grad is not None
+                    grad += p.grad * weight / sum(weights)
+                for name, b in model.named_buffers():
+                    means[name] += b.double() * weight / sum(weights)
+            for grad, p in zip(grads, model.parameters(), strict=True):
+                p.grad = grad
+            optimizer.step()
+            model.load_state_dict({name: mean.to(before[name].dtype) for name, mean in means.items()}, strict=False)
+        states.append(state_of(model, optimizer))
+    return states
+
+
+CASES = [("service", "sgd", "identity()", False), ("service", "adam", "identity()", True), ("allreduce", "sgd", "auto", True),
+         ("allreduce", "adam", "auto", False), ("service", "sgd", "forward", False), ("service", "sgd", "auto", False),
+         ("service", "adam", "topk(ratio=0.1)", False), ("service", "sgd", "int4()", True)]
+
+
+@pytest.mark.parametrize(("how", "kind", "plan", "weighed"), CASES)
+def test_averages_are_over_the_ranks_that_have_batches_and_all_end_equal(how: str, kind: str, plan: str, weighed: bool) -> None:
+    with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
+        results = pool(WORLD).call(train, how, kind, plan, weighed, servers.address)
+    steps = [sum(map(max, BATCHES[: n + 1])) for n in range(len(BATCHES))]
+    exact = plan == "identity()" or how == "allreduce"
+    wanted = by_hand(kind, weighed)
+    for result in results:
+        assert result["passes"] == steps
+        assert not [line for line in result["said"] if "differ" in line or "drifted" in line]
+        for got, first, expected in zip(result["states"], results[0]["states"], wanted, strict=True):
+            for name, value in got.items():
+                if "num_batches" in name:
+                    continue  # each rank's own count
+                assert torch.equal(value, first[name]), (name, "differs between ranks")
+                assert bool(value.isfinite().all())
+                if exact:
+                    torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+# ---- what ends it
+
+def failing(rank: int, how: str, address: str) -> tuple[str, float]:
+    """Rank 1 fails in its second step, when rank 0 is out of batches."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, deadline_s=FAR_S)
+    session = commlayer.attach(model, optimizer, config=config)
+    said, begin = "", 0.0
+    try:
+        with session.join():
+            for step in range((1, 3, 3)[rank]):
+                begin = time.monotonic()
+                if rank == 1 and step == 1:
+                    raise ArithmeticError("no more memory, say")
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+    except (commlayer.CommError, ArithmeticError) as error:
+        said = f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - begin
+    session.close()
+    return said, took_s
+
+
+@pytest.mark.parametrize("how", ["service", "allreduce"])
+def test_a_rank_that_fails_inside_is_named_by_the_others_at_once(how: str) -> None:
+    with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
+        results = pool(WORLD).call(failing, how, servers.address)
+    assert results[1][0] == "ArithmeticError: no more memory, say"
+    for said, took_s in (results[0], results[2]):
+        assert said.startswith("PeerLost: worker 1: "), results
+        assert "ArithmeticError" in said, results
+        assert took_s < AT_ONCE_S
+
+
+def broken_pass(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Rank 0's only backward pass raises, which its script catches."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan="identity()", config=quick(join=address)) as session:
+        with session.join():
+            for step in range((1, 3, 3)[rank]):
+                optimizer.zero_grad()
+                x, y = data(rank, step)
+                if rank == 0:
+                    x.requires_grad_().register_hook(lambda _: 1 / 0)
+                try:
+                    nn.functional.mse_loss(model(x), y).backward()
+                except (ZeroDivisionError, StepAbandoned):
+                    continue
+                optimizer.step()
+        return session.step, state_of(model, optimizer)
+
+
+def test_a_pass_that_raised_as_the_last_one_is_dropped_on_all_ranks() -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(broken_pass, servers.address)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, rank, step) for rank in (1, 2)]).mean().backward()
+        optimizer.step()
+    for steps, got in results:
+        assert steps == 3
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+def refused(rank: int, address: str) -> dict[str, str]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def entering(**how: Any) -> Any:
+        module = how.pop("module", model)
+        steps = how.pop("optimizer", optimizer)
+
+        def enter() -> None:
+            with commlayer.attach(module, steps, config=quick(ranks_per_node=WORLD), **how) as session, session.join():
+                pass
+
+        return enter
+
+    def twice() -> None:
+        with commlayer.attach(model, optimizer, config=quick(ranks_per_node=WORLD)) as session, session.join(), session.join():
+            pass
+
+    def inside(call: Any) -> Any:
+        def enter() -> None:
+            with commlayer.attach(model, optimizer, config=quick(ranks_per_node=WORLD)) as session, session.join():
+                call(session)
+
+        return enter
+
+    return refusals({
+        "every": entering(every=4), "updates": entering(codes="updates"), "exact": entering(exact=False),
+        "optimizer": entering(optimizer=None),
+        "part": entering(optimizer=torch.optim.SGD(list(model.parameters())[:2], lr=0.05)),
+        "ddp": entering(module=DistributedDataParallel(mlp())),
+        "twice": twice, "total": inside(lambda session: session.weight(8, 16)),
+        "drain": inside(lambda session: session.drain()),
+        "save": inside(lambda session: session.save_residuals("nowhere")),
+        "switch": inside(lambda session: commlayer.switch(session, session.inspect.plan)),
+    })
+
+
+def test_what_join_cannot_do_is_refused_in_a_line() -> None:
+    said_in_lines(pool(WORLD).call(refused, ""), {
+        "every": "every=4", "updates": "local steps", "exact": "exact=False", "optimizer": "attach(model, optimizer)",
+        "part": "2.weight",
+        "ddp": "with ddp_model.join()", "twice": "once", "total": "leave total out",
+        "drain": "drain()", "save": "save_residuals()", "switch": "switch()",
+    })
+
+
+def test_alone_it_changes_nothing() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer) as session:
+        with session.join():
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, 0, step).backward()
+                optimizer.step()
+        assert session.step == 3

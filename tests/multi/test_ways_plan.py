@@ -1,0 +1,138 @@
+"""How steps are exchanged is a part of the plan: what attach() is told is laid into it, and such a plan runs so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from msgspec import structs
+from support import rank_pool
+from support.attached import data, mlp
+from support.rank_pool import Servers, pool
+
+import commlayer
+from commlayer import plan_file, records
+from commlayer.engine.model_job import job_of
+from commlayer.engine.ways import Asked, read_ways, stepping, ways_of
+from commlayer.errors import RecordError
+from commlayer.planner import default_plan, diff, verify_alone
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
+
+_ranks = rank_pool.ranks_first(2)
+JOB = Job((TensorInfo("a", (64,)), TensorInfo("b", (64,))))
+
+
+def plan(*, stale: bool = False, **fields: Any) -> Plan:
+    buckets = tuple(Bucket(n, (Slice(n, 0, 64),), "service", stale=stale) for n in range(2))
+    return Plan(JOB.digest(), buckets, servers=1, step_s=0.5, **fields)
+
+
+@pytest.mark.parametrize(("planned", "asked", "wanted"), [
+    ({}, {}, {}),
+    ({}, {"every": 4, "overlap": "round", "fragments": 2}, {"local_steps": 4, "overlap": "round", "fragments": 2}),
+    ({}, {"codes": "updates"}, {"codes": "updates"}),
+    ({}, {"overlap": "forward"}, {"overlap": "forward"}),
+    ({"local_steps": 4}, {"overlap": "round"}, {"local_steps": 4, "overlap": "round"}),
+    ({"local_steps": 4, "overlap": "round"}, {"every": 4}, {"local_steps": 4, "overlap": "round"}),
+    ({"overlap": "forward"}, {"codes": "gradients", "every": 1}, {"overlap": "forward"}),
+    ({}, {"every": 4, "fragments": 4}, {"local_steps": 4, "fragments": 2}),
+])
+def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[str, Any], wanted: dict[str, Any]) -> None:
+    every, codes = asked.pop("every", None), asked.pop("codes", None)
+    laid = stepping(plan(**planned), read_ways(every, codes, **asked))
+    as_planned = structs.replace(laid, step_s=0.5) == plan(**planned)
+    assert laid == structs.replace(plan(**wanted), step_s=0.5 if as_planned else 0.0)
+    assert verify_alone(laid) == []
+
+
+@pytest.mark.parametrize(("planned", "asked", "said"), [
+    ({"local_steps": 8}, Asked(every=4), r"every=4\b.* 8 local.*E-SYNC-PLAN"),
+    ({"codes": "updates"}, Asked(codes="gradients"), "codes='gradients'.* updates.*E-SYNC-PLAN"),
+    ({"local_steps": 8}, Asked(codes="gradients"), "codes='gradients'.* 8 local.*E-SYNC-PLAN"),
+    ({"overlap": "forward"}, Asked(every=4, overlap="round"), "overlap='round'.*overlap='forward'.*E-SYNC-PLAN"),
+    ({"local_steps": 4, "fragments": 2}, Asked(fragments=1), r"fragments: got 1\b.*every=4\b.* 2\b.*E-SYNC-FRAGMENTS"),
+    ({"stale": True}, Asked(codes="updates"), "late.* updates.*E-SYNC-MODE"),
+])
+def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: Asked, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        stepping(plan(**planned), asked)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"overlap": "round"}, "allowed: local_steps of 2 or more"),
+    ({"overlap": "forward", "local_steps": 4}, "has 4 local steps, and overlap='forward'"),
+    ({"overlap": "forward", "codes": "updates"}, "has coded updates, and overlap='forward'"),
+    ({"overlap": "forward", "stale": True}, "has results that are a step late, and overlap='forward'"),
+    ({"codes": "updates", "stale": True}, "of coded updates, which ranks step on, and results that are a step late"),
+    ({"local_steps": 4, "fragments": 3}, "of 4 local steps, and fragments=3"),
+    ({"fragments": 0}, "fragments is 0, allowed: at least 1"),
+])
+def test_ways_that_exclude_each_other_are_told(fields: dict[str, Any], said: str) -> None:
+    (line,) = verify_alone(plan(**fields))
+    assert said in line
+
+
+def test_a_plan_names_its_ways() -> None:
+    assert [way for way, _ in ways_of(plan(local_steps=4, overlap="round"))] == ["local", "round"]
+    assert [way for way, _ in ways_of(plan(codes="updates"))] == ["updates"]
+    assert [way for way, _ in ways_of(plan(overlap="forward"))] == ["forward"]
+    assert ways_of(plan()) == []
+
+
+def test_plan_files_from_before_still_load_and_new_ones_keep_the_fields(tmp_path: Path) -> None:
+    old = msgspec.json.decode(records.encode(plan(local_steps=4)))
+    for name in ("codes", "overlap", "fragments"):
+        del old[name]
+    (tmp_path / "old.json").write_bytes(msgspec.json.encode(old))
+    assert plan_file.plan_in(tmp_path / "old.json") == plan(local_steps=4)
+    new = plan(local_steps=4, overlap="round", fragments=2)
+    (tmp_path / "new.json").write_bytes(records.encode(new))
+    assert plan_file.plan_in(tmp_path / "new.json") == new
+    assert [name for name, *_ in diff(plan(local_steps=4), new).fields] == ["overlap", "fragments"]
+    (tmp_path / "bad.json").write_bytes(records.encode(structs.replace(new, overlap="always")))  # type: ignore[arg-type]
+    with pytest.raises(RecordError, match=r"bad\.json.*overlap.*E-PLAN-FILE"):
+        plan_file.plan_in(tmp_path / "bad.json")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "round": {"every": 4, "overlap": "round", "fragments": 2}, "updates": {"codes": "updates"},
+    "forward": {"overlap": "forward"},
+}
+
+
+def follow(rank: int, address: str, planned: Plan, how: dict[str, Any]) -> dict[str, Any]:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session = commlayer.attach(model, optimizer, plan=planned, config=rank_pool.quick(join=address), **how)
+    for step in range(9):
+        optimizer.zero_grad()
+        x, y = data(rank, step)
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    session.drain()
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    found = {"plan": session.inspect.plan, "weights": weights, "stats": session.stats()}
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plan_runs_as_the_arguments_would(way: str) -> None:
+    made = default_plan(job_of(mlp()), codec="int8(block=32)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+                        cut_nbytes=4096)
+    told = WAYS[way]
+    laid = stepping(made, read_ways(told.get("every"), told.get("codes"), overlap=told.get("overlap"),
+                                    fragments=told.get("fragments")))
+    runs = []
+    for planned, how in ((made, told), (laid, {})):
+        with Servers(2, 1) as servers:
+            runs.append(pool(2).call(follow, servers.address, planned, how))
+    said, by_plan = runs
+    assert said[0]["plan"] == by_plan[0]["plan"] == laid
+    for key in ("steps", "sent_nbytes"):
+        assert said[0]["stats"][key] == by_plan[0]["stats"][key]
+    assert all(torch.equal(r["weights"], said[0]["weights"]) for r in (*said, *by_plan))

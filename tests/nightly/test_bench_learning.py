@@ -1,0 +1,265 @@
+"""The campaign of small trainings: what it trains is what the runtime trains, it goes on where it stopped, and what it says of
+a store or a task that it cannot use."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from support.workers import Rig, ToldRows, on_ranks, step
+from torch import nn
+
+import bench.__main__ as program
+from bench import Unmeasurable, learning, learning_campaign, learning_run
+from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
+from bench.learning_store import Run, Store
+from bench.learning_tasks import TASKS
+from commlayer.autotune.measure import virtual_training as learning_steps
+from commlayer.autotune.measure.virtual_training import Task, outer_of
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.model_job import job_of
+
+RATE, STEPS, WORKERS = 0.01, 10, 2
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(learning, "STORE", tmp_path / "runs.jsonl")
+    return tmp_path / "runs.jsonl"
+
+
+def over_loopback(way: Way) -> list[torch.Tensor]:
+    """The mean of all ranks' weights after the same steps, by real workers and a real server."""
+    job = job_of(TASKS[way.task](way.seed).model)
+    plan = plan_of(way, TASKS[way.task](way.seed).model)
+    if way.late:
+        plan = structs.replace(plan, buckets=tuple(structs.replace(bucket, stale=True) for bucket in plan.buckets))
+    tasks, rows = [TASKS[way.task](way.seed) for _ in range(way.workers)], ToldRows(way.workers)
+    with Rig(way.workers, "", plan=plan, of=job) as rig:
+        def body(rank: int) -> list[torch.Tensor]:
+            task, worker = tasks[rank], rig.workers[rank]
+            parameters = list(task.model.parameters())
+            optimizer, feed = optimizer_of(way, task.model, RATE), task.batches(rank, way.workers)
+            local = LocalSteps(parameters, way.every, outer_of(way), StepWeights(1.0, None), overlap=way.overlap == "round",
+                               lengths=rows.of(rank))
+            for i in range(STEPS):
+                optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / learning_run.WARMUP)
+                loss = task.loss(task.model, next(feed))
+                if way.updates:
+                    optimizer.zero_grad()
+                    loss.backward()
+                    local.count()
+                    optimizer.step()
+                    if local.due:
+                        local.exchange(worker, [], 20.0)
+                else:
+                    for p, mean in zip(parameters, step(worker, list(torch.autograd.grad(loss, parameters))), strict=True):
+                        p.grad = mean
+                    optimizer.step()
+            return [p.detach().clone() for p in parameters]
+
+        weights = on_ranks(way.workers, body)
+    return [torch.stack(each).mean(0) for each in zip(*weights, strict=True)]
+
+
+def virtual(way: Way, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The same by `train`."""
+    found: list[torch.Tensor] = []
+
+    def look(task: Any, model: torch.nn.Module) -> float:
+        found[:] = [p.detach().clone() for p in model.parameters()]
+        return 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learning_run.Task, "validation", look)
+        train(structs.replace(way, rate=RATE), steps=STEPS, looks=1)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("fields", [
+    {"codec": "topk(ratio=0.05)"},
+    {"codec": "powersgd(rank=2)"},
+    {"codec": "int4()", "late": True},
+    {"codec": "topk(ratio=0.05)", "codes": "updates"},
+    {"codec": "int4()", "every": 4},
+    {"codec": "topk(ratio=0.05)", "every": 2, "overlap": "round"},
+    {"codec": "int4()", "every": 4, "outer": "diloco"},
+    {"codec": "int4()", "every": 4, "outer": "plain"},
+], ids=lambda fields: " ".join(map(str, fields.values())))
+def test_what_it_trains_is_what_workers_train(
+    fields: dict[str, Any], optimizer: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way = Way("mlp", optimizer, workers=WORKERS, **fields)
+    mine, theirs = virtual(way, monkeypatch), over_loopback(way)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    begin = TASKS["mlp"](0).model.parameters()
+    assert not any(torch.equal(a, b) for a, b in zip(mine, begin, strict=True))
+
+
+def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
+    """Under SGD what an exchange makes of the mean is what it always was, bit for bit."""
+    for optimizer, same in (("sgd", True), ("adam", False)):
+        way = Way("mlp", optimizer, "int4()", every=4)
+        assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
+    with pytest.raises(Unmeasurable, match="outer: .*'none'.*'plain', 'diloco'.*E-USER-CODE"):
+        train(structs.replace(way, outer="none"))
+
+
+def numbered(seed: int) -> Task:
+    """One line through numbers that all workers together draw in order."""
+    torch.manual_seed(seed)
+    model = nn.Linear(1, 1)
+
+    def loss(model: nn.Module, x: float) -> torch.Tensor:
+        return (model(torch.tensor([x])) - math.sin(x)).square().sum()
+
+    def batches(rank: int, world: int) -> Iterator[float]:
+        return (float(n % 3) for n in itertools.count(rank, world))
+
+    return Task(model, lambda model: torch.optim.SGD(model.parameters(), 1e-2), batches, loss,
+                lambda model: float(model.weight.detach()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"every": 4}], ids=["averaged", "local"])
+def test_a_worker_with_several_batches_learns_of_all_of_them(fields: dict[str, Any]) -> None:
+    """One that has the batches of four takes the steps that the four take together."""
+    one = learning_steps.train(Way("", "sgd", workers=1, batches=4, **fields), numbered, steps=24, looks=24)
+    four = learning_steps.train(Way("", "sgd", workers=4), numbered, steps=24, looks=24)
+    assert one == pytest.approx(four, rel=1e-5)
+    assert one != pytest.approx(learning_steps.train(Way("", "sgd", workers=1), numbered, steps=24, looks=24), rel=1e-3)
+
+
+def test_batches_that_end_within_a_step_are_said() -> None:
+    def few(seed: int) -> Task:
+        return numbered(seed)._replace(batches=lambda rank, world: iter([1.0] * 7))
+
+    with pytest.raises(ValueError, match=r"rank 0\b.*after 1\b.*E-USER-CODE"):
+        learning_steps.train(Way("t", "sgd", workers=1, batches=4), few)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
+    way = Way(task, "adam", workers=1)
+    curve = train(way, steps=40, looks=2)
+    assert curve == train(way, steps=40, looks=2)
+    assert curve != train(structs.replace(way, seed=1), steps=40, looks=2)
+    made = TASKS[task](0)
+    assert curve[1] < made.validation(made.model) * 0.99
+    assert 10_000 < sum(p.numel() for p in made.model.parameters()) < 100_000
+
+
+def test_the_campaign_names_each_training_once_and_all_have_a_dense_one() -> None:
+    ways = list(learning_campaign.campaign())
+    assert len({structs.replace(way, rate=1.0) if way.rate else way for way in ways}) > 500
+    assert {way.dense for way in ways if not way.rate} <= set(ways)
+    first = set(ways[: 12 * len(learning_campaign.FIRST)])
+    assert {structs.replace(way, task="", optimizer="") for way in first} >= {
+        Way("", "", "int4()"), Way("", "", "int4()", every=16), Way("", "", "topk(ratio=0.001)"), Way("", "", "onebit()")}
+    assert set(learning_campaign.quick()) <= set(ways)
+    long = {(way.every, way.overlap, way.outer) for way in ways if way.every > 16}
+    assert long == {(n, overlap, "") for n in (32, 64) for overlap in ("", "round")} | {
+        (32, "", "diloco"), (32, "round", "diloco"), (64, "", "diloco")}
+
+
+def failing(*_: Any, **__: Any) -> list[float]:
+    raise AssertionError("this was measured")
+
+
+def counting(ran: list[Way]) -> Callable[[Way], list[float]]:
+    def one(way: Way) -> list[float]:
+        ran.append(way)
+        return [1.0 + 1.0 / (i + 1) for i in range(LOOKS)]
+
+    return one
+
+
+def test_it_goes_on_where_it_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way("mlp", "sgd", workers=1)
+    learning.measure([way], Store(store))
+    assert list(Store(store).runs) == [way]
+    monkeypatch.setattr(learning, "train", failing)
+    learning.measure([way, way], Store(store))
+    ran: list[Way] = []
+    monkeypatch.setattr(learning, "train", counting(ran))
+    other = structs.replace(way, seed=1)
+    learning.measure([way, other], Store(store))
+    assert ran == [other]
+    assert set(Store(store).runs) == {way, other}
+
+
+def test_what_the_code_makes_of_it_now_is_measured_anew(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, ran = Way("mlp", "sgd", workers=1), list[Way]()
+    Store(store).add(way, Run("another", (1.0,) * LOOKS))
+    assert learning.current(Store(store)) == {}
+    assert learning.shown(Store(store))["summary"]["outdated_runs"] == 1
+    monkeypatch.setattr(learning, "train", counting(ran))
+    learning.measure([way], Store(store))
+    learning.measure([way], Store(store))
+    assert ran == [way]
+
+
+def test_marks_tell_ways_and_tasks_apart() -> None:
+    some = [Way("mlp", "sgd"), Way("mlp", "adam"), Way("autoencoder", "sgd"), Way("mlp", "sgd", "onebit()"),
+            Way("mlp", "sgd", "topk(ratio=0.01)"), Way("mlp", "adam", every=4)]
+    assert len({learning.mark(way) for way in some}) == len(some)
+    assert learning.mark(Way("mlp", "sgd", seed=1)) == learning.mark(Way("mlp", "sgd"))
+
+
+def test_nan_is_kept(store: Path) -> None:
+    way = Way("mlp", "sgd")
+    Store(store).add(way, Run("m", (1.0,) * (LOOKS - 2) + (math.inf, math.nan)))
+    assert all(map(math.isnan, Store(store).runs[way].curve[-2:]))
+    assert Store(store).runs[way].curve[0] == 1.0
+
+
+def test_a_line_that_was_cut_off_is_measured_again(store: Path) -> None:
+    way, other = Way("mlp", "sgd"), Way("mlp", "adam")
+    for each in (way, other):
+        Store(store).add(each, Run("m", (1.0,) * LOOKS))
+    store.write_bytes(store.read_bytes()[:-9])
+    assert set(Store(store).runs) == {way}
+    Store(store).add(other, Run("m", (2.0,) * LOOKS))
+    assert set(Store(store).runs) == {way, other}
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda lines: [lines[0].replace(b'"store":1', b'"store":2'), *lines[1:]], "a store of form 2"),
+    (lambda lines: [lines[0], lines[1][:40], *lines[2:]], "line 2 is damaged"),
+    (lambda lines: [lines[0], lines[1].replace(b"1.0,", b"", 1), *lines[2:]], "line 2 has"),
+    (lambda lines: [lines[0], lines[1].replace(b'"task"', b'"tusk"'), *lines[2:]], "line 2 is damaged"),
+    (lambda lines: lines[1:], "line 1 is no head"),
+], ids=["another form", "half a line", "too few looks", "unknown field", "no head"])
+def test_a_store_that_it_cannot_use_ends_it_in_one_line(
+    damage: Callable[[list[bytes]], list[bytes]], said: str, store: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    for seed in range(2):
+        Store(store).add(Way("mlp", "sgd", seed=seed), Run("m", (1.0,) * LOOKS))
+    store.write_bytes(b"\n".join(damage(store.read_bytes().split(b"\n"))))
+    before = store.read_bytes()
+    assert program.main(["learning", "--quick"]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert len(told.err.splitlines()) == 1
+    assert store.read_bytes() == before
+
+
+def test_a_task_that_returns_no_loss_ends_it_in_one_line(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(TASKS, "mlp", lambda seed: TASKS["conv"](seed)._replace(loss=lambda model, batch: None))
+    assert program.main(["learning", "--quick"]) == 2
+    told = capsys.readouterr().err
+    assert "task mlp returned NoneType as its loss" in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_task_that_there_is_not() -> None:
+    with pytest.raises(Unmeasurable, match="no task is called 'mlb'; there are: mlp, conv"):
+        train(Way("mlb", "sgd"))

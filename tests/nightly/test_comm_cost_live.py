@@ -1,0 +1,82 @@
+"""Plan and shares of one job: auto plans anew when work moves, and the balancer knows what its plan's communication costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from support.attached import Run, Setting, coordinators, data, mlp, play
+from support.rank_pool import pool
+from torch import nn
+from torch.utils.data import DataLoader
+
+from commlayer.autotune.plan import decide_rank0
+from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.shares.driver import Controller
+from commlayer.balance import Decision, Line, Sampler
+from commlayer.engine.observers import Place
+from commlayer.observe import link_monitor
+
+WORLD, BATCH = 2, 24
+SLOW_FROM, STEPS = 40, 70
+FAST, SLOW = Line(0.001, 0.002), Line(0.004, 0.002)
+COMM_S = 0.05
+
+
+def decisions(controller: Controller) -> list[Decision]:
+    return [event for event in controller.events if isinstance(event, Decision)]
+
+
+def longest_s(decision: Decision) -> float:
+    return max((SLOW if worker else FAST).time_s(share) for worker, share in decision.by_worker.items() if share)
+
+
+def train(run: Run) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        # What steps take, and links carry, on a loaded machine is no part of this.
+        patch.setattr(decide_rank0, "STALE", math.inf)
+        patch.setattr(link_monitor, "FACTOR", math.inf)
+        return balanced(run)
+
+
+def balanced(run: Run) -> dict[str, Any]:
+    model = mlp()
+    wrapped = run.wrap(model)
+    session = run.sessions[0]
+    sampler = Sampler(STEPS * BATCH, BATCH, rank=run.rank, world=WORLD)
+
+    def seconds(step: int, samples: int) -> float:
+        return (SLOW if run.rank == 1 and step >= SLOW_FROM else FAST).time_s(samples)
+
+    controller = Controller(session, sampler, every=1, measure=seconds)
+    loader: DataLoader[Any] = DataLoader(range(sampler.length), batch_sampler=sampler)  # type: ignore[arg-type]
+    verdicts, planned, planned_price = [], WARM_STEPS + MEASURED_STEPS + 2, None
+    for batch in controller.follow(loader):
+        x, y = data(run.rank, sampler.step, n=len(batch))
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        auto: AutoPlan
+        (auto,) = session.inspect.observers.at(Place.AUTO_PLAN)
+        if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
+            verdicts.append(len(auto.settle(30.0)))
+        if sampler.step == SLOW_FROM - 1:
+            planned_price = session.inspect.connection.terms.price
+        if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
+            session.inspect.connection.terms.price = (COMM_S, 0.0)  # so much that expectations show it
+    return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
+            "shares": controller.shares, "lines": [line for line in session.inspect.decisions() if "new shares" in line]}
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_auto_plans_anew_when_work_has_moved_and_says_what_communication_costs(how: str) -> None:
+    with coordinators(1, WORLD, 2) as made:
+        setting = Setting(how, (made[0].address,), servers=2, plan="auto")
+        results = pool(WORLD).call(play, WORLD, train, setting)
+    assert results[0]["verdicts"] == [1, 1, 2]
+    assert results[0]["price"][0] > 0
+    made = results[0]["decisions"]
+    assert made == results[1]["decisions"] != []
+    assert all(decision.after_s > COMM_S + longest_s(decision) / 2 for decision in made), "with what rank 0 says it costs"
+    assert results[0]["lines"] == results[1]["lines"]
+    assert results[0]["shares"][0] > results[0]["shares"][1]

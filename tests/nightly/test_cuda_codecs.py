@@ -1,0 +1,255 @@
+"""Codecs with everything on a device: payloads, residuals and results are those of the host, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.codecs import noise, room
+from support.cuda import DEVICE, octets, running
+from support.native_builds import numbers
+
+from commlayer.compressors import (
+    bf16,
+    error_feedback,
+    fp16,
+    identity,
+    int4,
+    int8,
+    kernels,
+    onebit,
+    place,
+    positions,
+    qsgd,
+    randomk,
+    restore,
+    seed,
+    snapshot,
+    topk,
+    tracked_threshold,
+)
+from commlayer.compressors.codec import Codec, State
+from commlayer.compressors.payload import HEADER_NBYTES
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+
+PLAIN: list[Codec] = [
+    identity(), fp16(), bf16(), int8(), int8(block=48),
+    topk(ratio=0.01), topk(ratio=0.03, values="fp16"), topk(ratio=0.2, values="fp32"),
+    topk(ratio=1.0), topk(ratio=0.05, values="fp32", exact=True),
+    topk(ratio=0.02, values="bf16"), topk(ratio=0.02, values="int4"),
+    int4(), qsgd(), randomk(ratio=0.1), randomk(ratio=0.02, values="bf16", unbiased=True),
+]  # fmt: skip
+QUANTISERS: list[Codec] = [
+    int4(block=8), onebit(), qsgd(block=64, levels=127, norm="l2"),
+]  # fmt: skip
+CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN + QUANTISERS]
+SIZES = (0, 1, 33, 257, 4097, 20_011)
+
+
+class Both:
+    """A worker's codec on the host and its twin on the device."""
+
+    def __init__(self, codec: Codec, n: int) -> None:
+        self.codec, self.n, self.spec = codec, n, Spec((n,))
+        self.host, self.there = codec.init(self.spec), codec.init(self.spec)
+        for state in (self.host, self.there):
+            seed(state, "job", 3, 1)
+        place(self.there, DEVICE)
+        self.out, self.memory = room(codec, self.spec), octets(codec.bound(self.spec)).to(DEVICE)
+
+    def start(self, x: torch.Tensor) -> tuple[bytes, list[str]]:
+        """The payload, after checking that both made the same; and the kernels that made it."""
+        self.x = x
+        with kernels.use("native"):
+            nbytes = self.codec.start(x, self.host, self.out)
+        with running(self.n) as launcher:
+            got = self.codec.start(x.to(DEVICE), self.there, self.memory)
+        payload = bytes(self.out[:nbytes])
+        assert bytes(self.memory[:got].cpu().numpy()) == payload
+        if nbytes == HEADER_NBYTES and self.n:
+            self.after_nothing()
+        self.check()
+        return payload, launcher.launched
+
+    def decode(self, payload: bytes) -> torch.Tensor:
+        mine, theirs = torch.full((self.n,), 7.0), torch.full((self.n,), 7.0, device=DEVICE)
+        finite = self.codec.decode(payload, self.host, mine)
+        with running(self.n):
+            assert self.codec.decode(on_device(payload), self.there, theirs) == finite
+        assert same_bits(mine, theirs)
+        return mine
+
+    def undo(self) -> None:
+        self.codec.undo(self.host, self.x)
+        with running(self.n):
+            self.codec.undo(self.there, self.x.to(DEVICE))
+        self.check()
+
+    def after_nothing(self) -> None:
+        """Where rounding is by random numbers, the host adds back what it had coded before the bad element, which rounds."""
+        mine, theirs = snapshot(self.host), snapshot(self.there)
+        for name, value in mine.items():
+            known = value[value.isfinite()]
+            atol = float(known.abs().max()) * 2**-20 if known.numel() and known.is_floating_point() else 0.0
+            torch.testing.assert_close(theirs[name].cpu(), value, rtol=0, atol=atol, equal_nan=True)
+        sent = self.there.get("_sent")
+        restore(self.there, mine)
+        if sent is not None:
+            self.there["_sent"] = sent  # it can still be undone
+
+    def check(self) -> None:
+        mine, theirs = snapshot(self.host), snapshot(self.there)
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert same_bits(value, theirs[name]), name
+
+
+def on_device(payload: bytes) -> torch.Tensor:
+    memory = octets(len(payload))
+    memory.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    return memory.to(DEVICE)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.nan_to_num(nan=math.pi), b.cpu().nan_to_num(nan=math.pi)
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_payloads_residuals_and_results_are_the_hosts(codec: Codec) -> None:
+    for n in SIZES:
+        both = Both(codec, n)
+        for step in range(4):
+            payload, _ = both.start(noise(n, step) * (1 + step))
+            both.decode(payload)
+        both.undo()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_special_and_not_finite_numbers(codec: Codec) -> None:
+    for n in (257, 20_011 if "topk" in str(codec) else 2003):
+        for kind in ("special", "tiny", "equal", "spike", "wild", "normal"):
+            both = Both(codec, n)
+            for step in range(2):
+                payload, _ = both.start(torch.from_numpy(numbers(n, step, kind=kind)))
+                both.decode(payload)
+            both.undo()
+
+
+def seen_and_unseen(seen: float, unseen: float, *, equal: bool = False) -> torch.Tensor:
+    """What the first step samples is `seen` times noise, the rest `unseen` times: so the first cut is wrong as wanted."""
+    n, k = 120_000, 1200
+    larger = tracked_threshold.sample_sizes(n, tracked_threshold.aim(n, k))[1]
+    x = noise(n, 5) * unseen if not equal else torch.full((n,), unseen)
+    sample = torch.arange(larger)
+    places = (sample // 4 * n // ((larger + 3) // 4 | 1) + sample % 4) % n
+    x[places] = noise(n, 6)[places] * seen
+    return x
+
+
+AMISS = {
+    "too little": (seen_and_unseen(1.0, 0.001), 2),
+    "a little too much": (seen_and_unseen(1.0, 1.1), 1),
+    "far too much": (seen_and_unseen(1.0, 30.0), 1),
+    "too much, of equals": (seen_and_unseen(1.0, 30.0, equal=True), 1),
+}
+
+
+@pytest.mark.parametrize("fed", [True, False])
+@pytest.mark.parametrize("values", ["int8", "int4", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("what", AMISS)
+def test_what_a_scan_finds_amiss_is_put_right_as_on_the_host(what: str, values: str, fed: bool) -> None:
+    x, scans = AMISS[what]
+    codec = topk(ratio=0.01, values=values)
+    both = Both(error_feedback(codec) if fed else codec, x.numel())
+    payload, launched = both.start(x)
+    assert launched.count("select_over") == scans
+    assert entries(payload) == 1200  # trimmed: all of the cases find too much in the end
+    both.decode(payload)
+    both.start(noise(x.numel(), 7))
+
+
+def entries(payload: bytes) -> int:
+    return int.from_bytes(payload[8:12], "little")
+
+
+@pytest.mark.parametrize("values", ["int8", "int4", "bf16", "fp16", "fp32"])
+def test_positions_that_cluster_go_as_blocks(values: str) -> None:
+    x = noise(50_000, 1) * 0.01
+    x.view(-1, 50)[::20, :16] *= 1000
+    both = Both(error_feedback(topk(ratio=0.01, values=values)), x.numel())
+    for _ in range(3):
+        payload, _ = both.start(x)
+        assert payload[3] & 15 == positions.BLOCKS
+        both.decode(payload)
+    both.undo()
+
+
+@pytest.mark.parametrize("fed", [True, False])
+@pytest.mark.parametrize("values", ["bf16", "fp16"])
+def test_values_too_large_for_their_cast(values: str, fed: bool) -> None:
+    x = noise(50_000, 1)
+    x[777] = 3.4e38
+    codec = topk(ratio=0.01, values=values)
+    both = Both(error_feedback(codec) if fed else codec, x.numel())
+    payload, _ = both.start(x)
+    assert (len(payload) == HEADER_NBYTES) == (not fed)
+    both.decode(payload)
+
+
+def test_a_calm_step_waits_once_and_launches_a_fixed_number_of_kernels() -> None:
+    both = Both(error_feedback(topk(ratio=0.01)), 100_000)
+    launches = [both.start(noise(100_000, step) * 0.1)[1] for step in range(4)]
+    search = ["sample_abs", "cut_begin", "select_over", "trim_count", "trim_count", "trim_count", "trim", "rotate"]
+    assert launches[-1] == [*search, "count_blocks", "settle", "pack_values", "clear_positions", "pack_positions"]
+
+
+def test_a_checkpoint_of_a_device_goes_on_on_the_host_and_the_other_way() -> None:
+    codec, n = error_feedback(topk(ratio=0.01)), 20_011
+    both = Both(codec, n)
+    both.start(noise(n, 1))
+    restore(both.host, snapshot(both.there))
+    restore(both.there, snapshot(both.host))
+    both.start(noise(n, 2))
+
+
+BODY = {
+    "int8": int8(), "int4": int4(), "qsgd": qsgd(levels=3), "onebit": onebit(),
+    "topk": topk(ratio=0.05), "fp16 values": topk(ratio=0.05, values="fp16"), "bitmap": topk(ratio=0.5, values="int4"),
+    "randomk": randomk(ratio=0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODY)
+def test_broken_bytes_are_refused_and_change_nothing(name: str) -> None:
+    codec, n = BODY[name], 3000
+    both = Both(codec, n)
+    payload, _ = both.start(noise(n))
+    generator = torch.Generator().manual_seed(1)
+    refused = 0
+    for case in range(60):
+        broken = bytearray(payload)
+        if case == 0:
+            broken[HEADER_NBYTES : HEADER_NBYTES + 4] = b"\xff" * 4  # a scale, or a value where there are none
+        else:
+            at = int(torch.randint(HEADER_NBYTES, len(payload), (), generator=generator))
+            broken[at] ^= 1 << int(torch.randint(8, (), generator=generator))
+        verdicts = [verdict(codec, both.host, bytes(broken), n)]
+        with running():
+            verdicts.append(verdict(codec, both.there, on_device(bytes(broken)), n))
+        assert verdicts[0] == verdicts[1]
+        refused += verdicts[0] is None
+    assert refused
+
+
+def verdict(codec: Codec, state: State, payload: bytes | torch.Tensor, n: int) -> bytes | None:
+    """What comes out, or None for bytes that were refused with nothing written."""
+    out = torch.full((n,), 7.0, device=payload.device if isinstance(payload, torch.Tensor) else None)
+    try:
+        codec.decode(payload, state, out)
+    except CorruptFrame:
+        assert bool((out == 7.0).all())
+        return None
+    return out.cpu().numpy().tobytes()

@@ -1,0 +1,141 @@
+"""torchrun starts all ranks again after one was killed, and they go on from what was saved. Run as a script: the training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import rank_pool
+from support.attached import data, mlp
+from support.rank_pool import pool
+from torch import nn
+
+import commlayer
+from commlayer.compressors import topk
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how-to" / "torchrun.md").read_text("utf-8")
+WORLD, SAVED, KILLED, STEPS = 2, 4, 6, 9
+LIMIT_S = 110.0
+
+
+def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
+    """To the end, from what is in `folder` if there is anything. `killed`: a rank that is, once."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    whole = Path(folder) / "model.pt"
+    with commlayer.attach(model, optimizer, plan=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
+        first = 0
+        if whole.is_file():
+            held = torch.load(whole, weights_only=True)
+            model.load_state_dict(held["model"])
+            optimizer.load_state_dict(held["optimizer"])
+            session.load_residuals(f"{folder}/session")
+            first = held["step"]
+        for step in range(first, STEPS):
+            if step == SAVED and first == 0:
+                session.save_residuals(f"{folder}/session")
+                if rank == 0:
+                    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                    torch.save(held, f"{whole}.new")
+                    os.replace(f"{whole}.new", whole)
+            if step == KILLED and rank == killed and first == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return {"rank": rank, "first": first, "digest": digest}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Each rank's weights behind a run of all steps."""
+    return [each["digest"] for each in pool(WORLD).call(train, str(tmp_path_factory.mktemp("whole")))]
+
+
+def environment() -> dict[str, str]:
+    return rank_pool.clean_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+
+def check(agents: list[tuple[str, str]], undisturbed: list[str]) -> None:
+    said = [json.loads(line) for out, _ in agents for line in out.splitlines() if line.startswith("{")]
+    said.sort(key=lambda each: int(each["rank"]))
+    assert [each["first"] for each in said] == [SAVED] * WORLD, agents
+    assert [each["digest"] for each in said] == undisturbed
+
+
+def test_after_a_kill_all_start_again_and_come_to_the_same_weights(tmp_path: Path, undisturbed: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
+               "--max-restarts", "1", str(Path(__file__)), str(tmp_path), "1"]
+    # As docs/how-to/torchrun.md says: else the second attempt of torch 2.13 meets in the store of the first.
+    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, env=environment() | told, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check([(done.stdout, done.stderr)], undisturbed)
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+def test_the_line_on_two_machines_goes_on_whoever_is_killed(killed: int, tmp_path: Path, undisturbed: list[str]) -> None:
+    """Rank 0 is the one that the job's coordinator and its server live in."""
+    (line,) = re.findall(r"^(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun .*)\\\n *(.*) train.py$", PAGE, re.MULTILINE)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    words = re.sub(r"--rdzv-endpoint \S+", f"--rdzv-endpoint {where}", " ".join(line)).split()
+    told = dict([words[0].split("=")])
+    command = [sys.executable, "-m", "torch.distributed.run", *words[2:], "--local-addr", "127.0.0.1", str(Path(__file__)),
+               str(tmp_path), str(killed)]
+    agents = [subprocess.Popen(command, env=environment() | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+              for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=LIMIT_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    check(said, undisturbed)
+    assert sum("(exitcode: -9)" in errors for _, errors in said) == 1, said
+
+
+def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
+    """What session.load_residuals says in a world that did not save that, and whether a step goes on behind it."""
+    said = ""
+    held = torch.load(Path(folder) / "model.pt", weights_only=True)
+    model = mlp()
+    model.load_state_dict(held["model"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with commlayer.attach(model, optimizer, plan=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
+        try:
+            session.load_residuals(f"{folder}/session")
+        except ValueError as error:
+            said = str(error)
+        x, y = data(rank, held["step"])
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return said, all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_a_save_of_another_world_is_refused_with_the_line_on_the_page(tmp_path: Path) -> None:
+    pool(3).call(train, str(tmp_path))
+    (line, goes_on), other = pool(2).call(load_elsewhere, str(tmp_path))
+    assert (line, goes_on) == other
+    assert goes_on
+    assert re.search(rf"^{tmp_path}/session/save-1 .*world 3\b.*\b2\b.*\[E-CHECKPOINT\]$", line)
+    assert f"\ncommlayer.errors.InvalidInput: {line.replace(f'{tmp_path}/session', 'saves')}\n" in PAGE
+    # Who is alone owes nobody anything.
+    assert pool(1).call(load_elsewhere, str(tmp_path)) == [("", True)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(int(os.environ["RANK"]), sys.argv[1], killed=int(sys.argv[2]))), flush=True)

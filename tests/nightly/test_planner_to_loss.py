@@ -1,0 +1,328 @@
+"""Plans by seconds to a loss: steps that are needed besides count, what is hidden is fine, a way is left only where it pays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.learning import learnt
+from support.plans import cluster, toy_job
+from test_planner_search import random_space
+
+from commlayer.codec_name import named
+from commlayer.planner.model.cluster import Cluster, Link, Policy
+from commlayer.planner.model.default_plan import default_plan
+from commlayer.planner.model.learning import Recipe
+from commlayer.planner.model.plan_rules import verify, verify_alone
+from commlayer.planner.pricing.hidden_links import hidden
+from commlayer.planner.pricing.steps_needed import Excesses, plan_excess, weights
+from commlayer.planner.search import other_ways
+from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
+from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
+from commlayer.planner.search.other_ways import Found, OtherWays
+from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.computing import locally
+from commlayer.planner.simulation.schedule import PortableSchedule, schedule
+from commlayer.planner.simulation.timeline import simulate
+from commlayer.planner.tables.learning import rows as shipped_rows
+from commlayer.records import Plan, Slice
+
+FREE = Policy(exact=False)
+FP16: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ranks_per_node": 1, "fuse_nbytes": 1,
+                        "cut_nbytes": 1 << 24}
+"""A bucket for each tensor."""
+
+
+def at(bps: float, nodes: int = 4) -> Cluster:
+    link = Link(bps, bps, 1e-3)
+    return Cluster(tuple(structs.replace(n, link=link, speed=1.0) for n in cluster(nodes, "1g").nodes))
+
+
+def made_for(machines: Cluster, policy: Policy) -> Plan:
+    return plan(toy_job(), machines, learnt(machines), policy)
+
+
+def price(made: Plan) -> float:
+    return made.step_s * made.steps_high
+
+
+def costly_space(seed: int) -> tuple[Space, list[int]]:
+    """Options that need more steps the more they lose."""
+    space, _, counts = random_space(seed, budget=seed % 2 == 0)
+    rng = random.Random(seed)
+    return space._replace(excess=[[0.3 * rng.uniform(0.5, 1.5) * loss for loss in losses] for losses in space.loss]), counts
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_search_finds_the_least_seconds_to_a_loss(seed: int) -> None:
+    space, counts = costly_space(seed)
+    search_of = [search(space), search(space, thorough=False)]
+    least = math.inf
+    for choice in itertools.product(*map(range, counts)):
+        if sum(space.loss[b][o] for b, o in enumerate(choice)) <= space.max_loss + 1e-9:
+            steps = 1 + sum(space.excess[b][o] for b, o in enumerate(choice))  # type: ignore[index]
+            least = min(least, space.schedule.run(list(choice)) * steps)
+    assert search_of[0].price == pytest.approx(least, rel=1e-9)
+    assert search_of[1].price <= least * 1.1, "also without trying everything it comes near"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_sweep_compares_steps_times_their_factors(seed: int) -> None:
+    _, problem, counts = random_space(seed, budget=False)
+    rng = random.Random(seed)
+    factors = [rng.uniform(0.5, 3.0) for _ in range(counts[0])]
+    choice = [0] * len(counts)
+    steps = PortableSchedule(problem).sweep(choice, [0], math.inf)
+    prices = [a * b for a, b in zip(steps, factors, strict=True)]
+    limit = sorted(prices)[len(prices) // 2]
+    native = schedule(problem)
+    found = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, -math.inf, factors)
+    assert all(ours == twin for ours, twin, price in zip(found, steps, prices, strict=True) if price <= limit)
+    best = native.sweep(choice, [0], math.inf, math.nan, 1, None, -math.inf, factors)
+    assert min(a * b for a, b in zip(best, factors, strict=True)) == min(prices)
+
+
+def test_of_nearly_equal_prices_the_finest_wins() -> None:
+    space, _ = costly_space(3)
+    found = search(space)
+    finer = finest(space._replace(slack=0.5), found)
+    assert found.price <= finer.price <= found.price * 1.5
+    assert finer.excess < found.excess
+    assert finest(space._replace(slack=0.0), found).price <= found.price * (1 + 1e-9)
+    assert isinstance(finer, ChoiceFound)
+
+
+class _Steps:
+    """A schedule of one bucket: seconds of a step by option."""
+
+    def __init__(self, *steps_s: float) -> None:
+        self.steps_s = steps_s
+
+    def run(self, choice: list[int], limit: float = math.inf) -> float:
+        return self.steps_s[choice[0]]
+
+
+@pytest.mark.parametrize(("steps_s", "chosen"), [
+    ((1.0, 1.06, 1.08), 1),  # as fine as the last one, which codes nothing and takes longer
+    ((1.0, 1.08, 1.06), 2),
+    ((1.0, 1.07, 1.07), 2),
+    ((1.0, 1.09, 1.09), 0),
+])
+def test_what_is_finer_may_take_longer_but_not_what_only_codes_less(steps_s: tuple[float, ...], chosen: int) -> None:
+    """Floats for halves, which cost no steps either, would send twice as much for nothing."""
+    space = Space(_Steps(*steps_s), [[0.1, 0.0, 0.0]], [[1e6, 1e6, 1.0]], lambda _: {0}, [[0]], slack=0.03,  # type: ignore[arg-type]
+                  excess=[[0.05, 0.0, 0.0]])
+    found = finest(space, ChoiceFound(1.0, 0.1, 1e6, (0,), 0.05))
+    assert found.choice == (chosen,)
+
+
+def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
+    rates = (1e10, 1e9, 1e8, 3e7, 1e7)
+    exact = [made_for(at(bps), Policy()) for bps in rates]
+    free = [made_for(at(bps), FREE) for bps in rates]
+    for made in (exact[0], free[0]):
+        assert {named(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8"}
+        assert (made.local_steps, made.codes, made.overlap) == (1, "gradients", "")
+    for plans in (exact, free):
+        needed = [made.steps_high for made in plans]
+        assert all(b >= a * (1 - FINEST) for a, b in itertools.pairwise(needed)), needed
+        assert needed[-1] > needed[0]
+    assert all(b.local_steps >= a.local_steps for a, b in itertools.pairwise(free)), [made.local_steps for made in free]
+    assert all(price(f) <= price(e) * (1 + FINEST) for e, f in zip(exact, free, strict=True)), "more may be done"
+
+
+def test_the_shortest_step_is_not_the_shortest_way() -> None:
+    machines = at(1e8)
+    by_step, to_loss = made_for(machines, Policy(objective="step")), made_for(machines, Policy())
+    assert by_step.step_s < to_loss.step_s
+    assert price(to_loss) < price(by_step)
+    profile = learnt(machines)
+    more = plan_excess(to_loss, toy_job(), machines, profile, Policy())
+    assert (to_loss.steps, to_loss.steps_high) == pytest.approx((1 + more.steps, 1 + more.high))
+    assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it bears more than one that nobody named"
+
+
+def test_without_rows_all_steps_count_alike() -> None:
+    machines = at(1e8)
+    bare = structs.replace(learnt(machines), learning=())
+    made = plan(toy_job(), machines, bare)
+    assert (made.steps, made.steps_high) == (0.0, 0.0)
+    assert made == plan(toy_job(), machines, bare, Policy(objective="step"))
+
+
+def test_rounds_that_overlap_take_the_longer_of_computing_and_exchanging() -> None:
+    job = toy_job()
+    assert job.timing is not None
+    computing_s = job.timing.forward_s + job.timing.backward_s + job.timing.update_s
+    for bps, every in ((1e7, 2), (1e7, 4), (1e10, 4)):
+        machines = at(bps)
+        profile = learnt(machines)
+        plain = default_plan(job, **FP16)
+        waited = structs.replace(plain, codes="updates", local_steps=every)
+        exchange_s = simulate(waited, job, hidden(machines), profile).step_s - every * computing_s
+        overlapped = simulate(structs.replace(waited, overlap="round"), job, machines, profile)
+        assert overlapped.step_s == pytest.approx(max(every * computing_s, exchange_s))
+        assert overlapped.compute_s == pytest.approx(every * computing_s)
+
+
+@pytest.mark.parametrize("bps", [1e7, 1e8, 3e8, 1e9, 1e10])
+def test_results_during_the_next_forward_pass_are_waited_for_where_it_needs_them(bps: float) -> None:
+    """From backward pass to backward pass: no bucket's way, and what is computed behind its result, is longer."""
+    job, machines = toy_job(), at(bps)
+    timing = job.timing
+    assert timing is not None
+    profile = learnt(machines)
+    plain = default_plan(job, **FP16)
+    barrier = simulate(plain, job, machines, profile)
+    hidden = simulate(structs.replace(plain, overlap="forward"), job, machines, profile)
+    ways = [done - timing.forward_s + (timing.forward_s - min(timing.needed_s[s.tensor] for s in bucket.slices))
+            for bucket, done in zip(plain.buckets, barrier.done_s, strict=True)]
+    computing_s = timing.forward_s + timing.backward_s + timing.update_s
+    assert hidden.step_s == pytest.approx(max(computing_s, *ways))
+    assert hidden.done_s == pytest.approx(barrier.done_s), "the same transfers"
+    assert computing_s <= hidden.step_s * (1 + 1e-9)
+    assert hidden.step_s <= barrier.step_s * (1 + 1e-9)
+
+
+def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed() -> None:
+    machines = at(2e7)
+    exact = made_for(machines, Policy())
+    assert (exact.local_steps, exact.codes, exact.overlap) == (1, "gradients", "")
+    assert not any(b.stale for b in exact.buckets)
+    free = made_for(machines, FREE)
+    assert free.local_steps > 1
+    assert free.overlap == "round"
+    assert price(free) < 0.9 * price(exact)
+    assert made_for(machines, structs.replace(FREE, max_local_steps=2)).local_steps <= 2
+    forward = [made_for(at(bps), Policy(forward=True)) for bps in (1e8, 3e8, 1e9)]
+    assert any(made.overlap == "forward" for made in forward)
+    assert all(made.codes == "gradients" for made in forward)
+
+
+@pytest.mark.parametrize(("families", "optimizer", "late"), [
+    (("sgd", "adam"), "adam", True), ((), "adam", False), (("sgd",), "adam", False), (("sgd",), "sgd", True),
+    (("sgd", "adam"), "other", True), (("sgd",), "other", False),
+])
+def test_late_results_are_taken_only_where_they_were_measured(families: tuple[str, ...], optimizer: str, late: bool) -> None:
+    """A table of one's own has rows of them only where they were asked for; asked for by name they come all the same."""
+    machines = at(2e7)
+    profile = learnt(machines)
+    rows = tuple(r for r in profile.learning if r.every == 1 and not r.overlap and (not r.late or r.optimizer in families))
+    for staleness, taken in ((None, late), (True, True), (False, False)):
+        policy = structs.replace(FREE, optimizer=optimizer, staleness=staleness)
+        made = plan(toy_job(), machines, structs.replace(profile, learning=rows), policy)
+        assert any(b.stale for b in made.buckets) is taken
+
+
+def test_a_part_of_the_model_counts_by_its_elements_and_as_much_by_its_energy() -> None:
+    job = toy_job()
+    whole = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]
+    plain = weights(job, whole)
+    assert plain == pytest.approx([info.numel / job.numel for info in job.tensors])
+    first = weights(job, whole, [float(i == 0) for i in range(len(job.tensors))])
+    assert first == pytest.approx([part / 2 + (i == 0) / 2 for i, part in enumerate(plain)])
+    halves = [(Slice(0, 0, job.tensors[0].numel // 2),)]
+    assert weights(job, halves, [1.0] + [0.0] * (len(job.tensors) - 1)) == pytest.approx([first[0] / 2], rel=0.01)
+
+
+def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_other_ways_add_to_it() -> None:
+    machines = at(1e8)
+    bare = learnt(machines)
+    tuned = structs.replace(bare, codecs=tuple(structs.replace(c, task_loss=0.001) for c in bare.codecs))
+    rows, known = Excesses(bare), Excesses(tuned)
+    for codec in ("int4()", "topk(ratio=0.01)"):
+        plain = rows.of((codec,), "", Recipe())
+        assert known.of((codec,), "", Recipe()) == plain._replace(loss=0.001, loss_high=0.001)
+        for recipe in (Recipe(every=16), Recipe(every=4, overlap="round"), Recipe(late=True), Recipe(codes="updates")):
+            other = rows.of((codec,), "", recipe)
+            assert known.of((codec,), "", recipe) == pytest.approx((
+                other.steps, other.high, 0.001 + max(0.0, other.loss - plain.loss),
+                0.001 + max(0.0, other.loss_high - plain.loss_high)))
+
+
+@pytest.mark.parametrize(("policy", "energy", "message"), [
+    (Policy(objective="fame"), (), "policy: objective is 'fame', .*loss, step.*E-PLAN-INPUT"),  # type: ignore[arg-type]
+    (Policy(max_local_steps=-1), (), r"policy: max_local_steps is -1\b.*E-PLAN-INPUT"),
+    (Policy(), (1.0,), r"energy has 1\b.* 12\b.*E-PLAN-INPUT"),
+    (Policy(), (0.0,) * 12, "energy .*below 0.*E-PLAN-INPUT"),
+])
+def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[float, ...], message: str) -> None:
+    machines = at(1e8)
+    with pytest.raises(ValueError, match=message) as told:
+        plan(toy_job(), machines, structs.replace(learnt(machines), energy=energy), policy)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("measured", "searched"), [((2,), 2), ((2, 16), other_ways.MOST_LOCAL_STEPS)])
+def test_more_local_steps_than_were_measured_are_searched_where_two_rows_show_how_their_cost_grows(
+    measured: tuple[int, ...], searched: int,
+) -> None:
+    machines = at(2e5)
+    profile = learnt(machines)
+    rows = tuple(row for row in profile.learning if row.every in (1, *measured))
+    assert other_ways.searched_local_steps(structs.replace(profile, learning=rows)) == searched
+    made = plan(toy_job(), machines, structs.replace(profile, learning=rows), structs.replace(FREE, optimizer="adam"))
+    assert made.local_steps == searched if searched == 2 else 16 < made.local_steps <= searched
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("bps", [2e5, 4e6, 3e7])
+def test_a_limit_of_local_steps_only_cuts_the_search_off(bps: float, optimizer: str) -> None:
+    """No limit finds a loss sooner than none does, but for what the search counts as equal; a limit that is no power of two is
+    the power below it; one above all that is searched is none."""
+    machines = at(bps)
+    costs = structs.replace(learnt(machines), learning=shipped_rows())
+
+    def limited(most: int) -> Plan:
+        return plan(toy_job(), machines, costs, structs.replace(FREE, optimizer=optimizer, max_local_steps=most))
+
+    free = limited(0)
+    for most in (2, 16, 64, 256, 500):
+        found = limited(most)
+        assert found.local_steps <= most
+        assert price(free) <= price(found) * (1 + FINEST)
+    assert limited(500) == limited(256)
+    assert limited(9999) == limited(other_ways.MOST_LOCAL_STEPS) == free
+    assert bps > 1e6 or free.local_steps > 64, "beyond what was measured"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("most", [1, 2, 0])
+def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimizer: str, most: int) -> None:
+    for bps, forward in itertools.product((4e6, 1e8, 4e8, 1e10), (False, True)):
+        machines = at(bps)
+        policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
+        made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
+        assert verify(made, toy_job()) == []
+        assert made.local_steps <= (most or other_ways.MOST_LOCAL_STEPS)
+
+
+@pytest.mark.parametrize("policy", [
+    structs.replace(FREE, max_local_steps=most, forward=forward) for most in (0, 1, 2, 6) for forward in (False, True)
+])
+def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
+    for recipe in other_ways._recipes(Recipe(), policy, True, 64, 64):
+        overlap: Any = recipe.overlap
+        made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap,
+                    fragments=recipe.fragments)
+        assert verify_alone(made) == [], recipe
+
+
+@pytest.mark.parametrize("bps", [6463304.070095652, 1e8, 440339780.28662074])
+def test_the_slack_for_what_is_finer_is_given_once(bps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_before: list[float] = []
+    of = OtherWays._found
+
+    def noted(ways: OtherWays, entry: LayoutCandidate, found: ChoiceFound) -> Found:
+        found_before.append(entry.exact(found))
+        return of(ways, entry, found)
+
+    monkeypatch.setattr(OtherWays, "_found", noted)
+    machines = at(bps)
+    profile = structs.replace(learnt(machines), learning=shipped_rows())
+    made = plan(toy_job(), machines, profile, structs.replace(FREE, optimizer="sgd"))
+    assert price(made) <= min(found_before) * (1 + FINEST) * (1 + 1e-9)

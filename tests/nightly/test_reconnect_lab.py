@@ -1,0 +1,125 @@
+"""A link that is cut for seconds, between hosts of the lab: nobody is told, only silence says so, and the exchange goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from support.lab import needs_lab
+from support.scripts.broken_worker import digest, gradients, plan
+from support.workers import Rig, on_ranks, step
+
+from bench.lab import Lab
+
+ROOT = Path(__file__).parents[2]
+STEPS, UNHEARD_S, CUT_S = 40, 2.0, 5.0
+
+SERVER = """
+import json, sys, time
+from collections import Counter
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Kind
+from commlayer.transport.endpoint import Settings, StreamTransport
+server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, user_timeout_s=float(sys.argv[1])))
+server.listen("0.0.0.0", 7000)
+print("listening", flush=True)
+seen = Counter()
+while (got := server.wait(server.recv(0), time.monotonic() + 60)).header.kind == Kind.PUSH:
+    seen[got.header.step] += 1
+    server.send(0, got.header._replace(kind=Kind.RESULT), bytes(got.body))
+print(json.dumps(sorted(seen.values())), flush=True)
+server.close()
+"""
+WORKER = """
+import json, sys, time
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+from commlayer.transport.reconnect import Resumed, Waits
+from commlayer.transport.endpoint import Settings, StreamTransport
+carrier = StreamTransport(Hello("job", 0, session=b"one process here"), settings=Settings(
+    resume=True, user_timeout_s=float(sys.argv[1])))
+worker = Resumed(carrier, carrier, Waits(50.0))
+worker.connect(SERVER_BASE, lambda until: carrier.dial(SERVER_BASE, (sys.argv[2], 7000), until), time.monotonic() + 20)
+for step in range(int(sys.argv[3])):
+    push = Header(Kind.PUSH, 1, step, 7, sender=0)
+    answer = worker.recv(SERVER_BASE, key(push._replace(kind=Kind.RESULT)))
+    worker.send(SERVER_BASE, push, bytes([step]) * 5000)
+    assert bytes(worker.wait(answer, time.monotonic() + 60).body) == bytes([step]) * 5000
+    print(json.dumps(step), flush=True)
+    time.sleep(0.05)
+print(json.dumps([worker.breaks, worker.kept_nbytes]), flush=True)
+worker.wait(worker.send(SERVER_BASE, Header(Kind.DATA)), time.monotonic() + 20)
+worker.close()
+"""
+
+
+TOKEN = "a-job's-secret"
+SETTINGS = {"deadline_s": 60.0, "reconnect_s": 20.0, "heartbeat_s": 0.5, "dead_after_s": 3.0}
+"""A network that is away for longer than `dead_after_s`, and than a connection may be silent: a quarter of `reconnect_s`."""
+AWAY_S = 7.0
+
+
+def told(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@needs_lab
+def test_a_link_that_is_cut_for_seconds_costs_no_step() -> None:
+    with Lab(hosts=2, delay_s=0.01) as lab:
+        def started(host: int, program: str, *args: object) -> subprocess.Popen[str]:
+            argv = [sys.executable, "-P", "-c", program, *map(str, args)]
+            return lab.popen(host, argv, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)})
+
+        server = started(0, SERVER, UNHEARD_S)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listening\n"
+        worker = started(1, WORKER, UNHEARD_S, lab.addresses[0], STEPS)
+        while told(worker) < 5:
+            pass
+        lab.set(1, cut=True)
+        time.sleep(CUT_S)
+        lab.set(1, cut=False)
+        while isinstance(said := told(worker), int):
+            pass
+        breaks, kept_nbytes = said
+        assert breaks >= 1
+        assert kept_nbytes == 0
+        assert len(told(server)) == STEPS
+        assert (worker.wait(30), server.wait(30)) == (0, 0)
+
+
+@needs_lab
+def test_a_home_that_is_away_for_longer_than_the_dead_are_waited_for_trains_on() -> None:
+    """With coordinator, heartbeats and all: its server, and another home that waits."""
+    with Lab(hosts=3, delay_s=0.01) as lab:
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        served = {f"COMMLAYER_{name.upper()}": str(value) for name, value in (SETTINGS | {"token": TOKEN}).items()}
+        serve = [sys.executable, "-m", "commlayer.cli.main", "serve", "--bind", lab.addresses[0], "--port", "7000",
+                 "--insecure"]
+        server = lab.popen(0, serve, stdout=subprocess.PIPE, text=True, env=paths | served | {"COMMLAYER_CONFIG": ""})
+        assert told(server)["control"] == f"{lab.addresses[0]}:7000"
+        settings = json.dumps(SETTINGS | {"join": f"{lab.addresses[0]}:7000", "token": TOKEN, "insecure": True})
+        script = [sys.executable, str(ROOT / "tests" / "support" / "scripts" / "broken_worker.py")]
+        workers = [lab.popen(1 + rank, [*script, str(rank), "2", str(STEPS), settings], stdout=subprocess.PIPE, text=True,
+                             env=paths) for rank in range(2)]
+        while told(workers[0]) < 5:
+            pass
+        lab.set(1, cut=True)
+        time.sleep(AWAY_S)
+        lab.set(1, cut=False)
+        ends: list[Any] = []
+        for worker in workers:
+            while isinstance(said := told(worker), int):
+                pass
+            ends.append(said)
+        assert ends[0]["reconnects"] >= 1
+        assert [worker.wait(30) for worker in workers] == [0, 0]
+        assert server.wait(30) == 0
+    with Rig(2, "", plan=plan()) as rig:
+        plain = on_ranks(2, lambda rank: [step(rig.workers[rank], gradients(rank, n)) for n in range(STEPS)])
+    assert [end["digest"] for end in ends] == [digest(result) for result in plain]

@@ -1,0 +1,149 @@
+"""A backward pass that raises: the step is dropped on all ranks, with its reason, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support import cuda, rank_pool
+from support.rank_pool import pool
+from torch import nn
+
+import commlayer
+from commlayer.engine.model_job import job_of
+from commlayer.errors import StepAbandoned
+from commlayer.planner import default_plan, lower
+from commlayer.records import Plan
+
+WORLD = 2
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in its backward pass if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, broken: bool) -> torch.Tensor:
+        ctx.broken = broken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.broken:
+            raise ArithmeticError("no more memory, say")
+        return grad, None
+
+
+def delayed(model: nn.Module, per_node: int) -> Plan:
+    """Half of the buckets are used a step late."""
+    made = default_plan(job_of(model), codec="int8(block=64)", path="service", servers=1, ranks_per_node=per_node,
+                        fuse_nbytes=1024, cut_nbytes=4096)
+    assert len(made.buckets) > 2
+    return replace(made, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in made.buckets))
+
+
+def planned(model: nn.Module, how: str, per_node: int) -> Any:
+    """What attach() takes for a plan."""
+    made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=per_node,
+                        fuse_nbytes=1024, cut_nbytes=4096)
+    if how == "delayed":
+        return delayed(model, per_node)
+    if "staged" in how:
+        staged = (replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in made.buckets)
+        return lower(replace(made, buckets=tuple(staged), servers=0))
+    return "auto" if "allreduce" in how else commlayer.compressors.parse(how)
+
+
+def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, address: str) -> dict[str, Any]:
+    """Four steps; in the second one backward breaks off on the ranks `who`: half-way, or behind the last gradient."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(50, 40), nn.Linear(40, 1)
+    model = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = "allreduce" in how or "staged" in how
+    config = rank_pool.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if alone else {"join": address}))
+    with cuda.unread() if "unread" in how else contextlib.nullcontext():
+        session = commlayer.attach(model, optimizer, plan=planned(model, how, per_node), config=config,
+                                   overlap="forward" if "forward" in how else None)
+    said, seen = [], []
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.full((4, 50), 1.0 + rank + step)
+            try:
+                broken = step == 1 and rank in who
+                hidden = first(Breaks.apply(x.requires_grad_(), broken and late))
+                second(Breaks.apply(hidden, broken and not late)).sum().backward()
+                optimizer.step()
+                if "forward" in how:
+                    session.drain()
+            except (ArithmeticError, StepAbandoned) as error:
+                said.append(f"{type(error).__name__}: {error}")
+                continue
+            seen.append([p.detach().clone() for p in model.parameters()])
+        return {"said": said, "seen": seen, "steps": session.stats()["exchanges"]}
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("how", "who", "per_node"), [
+    ("identity()", (1,), 1), ("topk(ratio=0.1)", (0, 1), 1), ("topk(ratio=0.1)", (1,), 1), ("int8(block=64)", (0,), 2),
+    ("allreduce", (1,), 2), ("allreduce", (0, 1), 2), ("powersgd(rank=1)", (1,), 1),
+    ("delayed", (1,), 1), ("delayed", (1,), 2), ("staged", (1,), 1), ("staged", (0, 1), 2),
+    ("allreduce, unread", (1,), 2), ("allreduce, unread", (0, 1), 2), ("staged, unread", (1,), 1),
+    ("allreduce, forward", (1,), 2), ("allreduce, forward, unread", (0,), 2), ("staged, forward, unread", (1,), 1),
+])
+def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...], per_node: int, late: bool) -> None:
+    with rank_pool.Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(train, how, who, per_node, late, servers.address)
+    for rank, result in enumerate(results):
+        (said,) = result["said"]
+        assert result["steps"] == 3
+        if rank in who:
+            assert said == "ArithmeticError: no more memory, say"
+        else:
+            assert said.endswith("(step 1) [E-STEP-ABANDONED]"), said
+    for mine, theirs in zip(*(r["seen"] for r in results), strict=True):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(mine, theirs, strict=True))
+
+
+def beyond_the_end(rank: int) -> tuple[list[float], list[float]]:
+    """Two passes through DDP, the second behind the end of the session."""
+    model = nn.Linear(3, 1, bias=False)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = commlayer.attach(wrapped, optimizer, config=rank_pool.quick(ranks_per_node=WORLD))
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        wrapped(torch.full((1, 3), 1.0 + rank)).sum().backward()
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.view(-1).tolist())
+        session.close()
+    return found[0], found[1]
+
+
+def test_after_the_end_of_a_session_ddp_averages_by_itself() -> None:
+    for first, second in pool(WORLD).call(beyond_the_end):
+        assert first == second == [1.5, 1.5, 1.5]
+
+
+def exchanges(rank: int) -> tuple[float, float]:
+    model = nn.Linear(3, 1)
+    session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config=rank_pool.quick(ranks_per_node=WORLD))
+    model(torch.ones(1, 3)).sum().backward()
+    session.synchronize()
+    once = session.stats()["exchanges"]
+    with session.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    session.synchronize()
+    twice = session.stats()["exchanges"]
+    session.close()
+    return once, twice
+
+
+def test_to_synchronize_behind_a_backward_pass_does_nothing() -> None:
+    assert pool(WORLD).call(exchanges) == [(1, 2)] * WORLD

@@ -1,0 +1,97 @@
+"""plan="auto" on links as they are: what is fine on fast ones, coarser or rarer on slow ones, as the bytes sent show.
+
+Real processes over loopback, servers of their own among them, links made slow inside the processes. What collectives cost is
+made up for slow links: they go past what makes links slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.attached import Run, Setting, data, mlp, play
+from support.rank_pool import pool
+from torch import nn
+
+from commlayer.autotune.measure import calibration
+from commlayer.autotune.measure.calibration import Grouped
+from commlayer.codec_name import named
+from commlayer.planner.model.cluster import Line
+
+WORLD, SERVERS = 2, 2
+FINE = {"identity()", "fp16()", "bf16()", "int8()", "int4()"}
+SETTLED, MOST = 40, 4000
+"""Steps under a plan that nobody has left yet; steps in all."""
+COMPUTING_S = 0.03
+
+
+def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        if slow:
+            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: Grouped(Line(1.0), Line(1.0)))
+        model = mlp(width=128)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run.wrap(model, optimizer=optimizer, exact=exact)
+        session, sent, plans = run.sessions[0], [0.0], []
+        same, judged = 0, torch.zeros(1)
+        while len(plans) < MOST and not (judged and same > SETTLED):
+            x, y = data(run.rank, len(plans))
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            time.sleep(COMPUTING_S)
+            loss.backward()
+            optimizer.step()
+            sent.append(session.stats()["sent_nbytes"])
+            same = same + 1 if plans and session.inspect.plan == plans[-1] else 0
+            plans.append(session.inspect.plan)
+            judged.fill_(any("under plan" in one or "kept the plan" in one for one in session.inspect.decisions()))
+            dist.broadcast(judged, 0)
+        steps = [after - before for before, after in itertools.pairwise(sent)]
+        session.drain()
+        # Where steps are slow enough the second is the last under the first plan.
+        return {"plans": (plans[0], plans[-1]), "first": steps[0], "last": sum(steps[-32:]) / 32,
+                "decisions": session.inspect.decisions(),
+                "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
+
+
+def codecs(plan: Any) -> set[str]:
+    return {str(named(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
+
+
+def ran(slow: bool, exact: bool | None, folder: Path) -> list[dict[str, Any]]:
+    fields = (("shape", f"path={folder}/links,hosts=4,up_bps=1.5e5,down_bps=1.5e5,delay_s=0.005"),) if slow else ()
+    setting = Setting("module", servers=SERVERS, plan="auto", fields=fields)
+    return list(pool(WORLD).call(play, WORLD, train, setting, slow, exact))
+
+
+def test_on_fast_links_it_stays_with_what_is_fine(tmp_path: Path) -> None:
+    results = ran(False, False, tmp_path)
+    for r in results:
+        first, last = r["plans"]
+        assert codecs(first) == {"int4()"}
+        assert codecs(last) <= FINE, "\n".join(r["decisions"])
+        assert not last.steps_locally
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+
+
+@pytest.mark.parametrize("exact", [None, False])
+def test_on_slow_links_it_sends_less(exact: bool | None, tmp_path: Path) -> None:
+    """Local steps are taken where the script allows them; otherwise rank 0 says once what they would bring."""
+    results = ran(True, exact, tmp_path)
+    for r in results:
+        first, last = r["plans"]
+        assert codecs(first) == {"int4()"}
+        assert r["last"] < 0.7 * r["first"], "\n".join(r["decisions"])
+        away = last.steps_locally or any(b.stale for b in last.buckets)
+        assert not (exact is None and away), "only steps on the average of all gradients"
+        left, hinted = ([one for one in r["decisions"] if text in one] for text in (
+            "attach() without exact=False keeps to averaged gradients", "attach(..., exact=False) allows them"))
+        leads = r is results[0]
+        assert (len(left), len(hinted)) == (away and leads, exact is None and leads)
+    assert results[0]["plans"] == results[1]["plans"]
+    assert torch.equal(results[0]["weights"], results[1]["weights"])

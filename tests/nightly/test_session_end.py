@@ -1,0 +1,165 @@
+"""The end of a job: whoever closes first waits until everybody has the last result, and nobody's orderly end raises.
+
+Run as a script, this file is a rank of a job whose results take longer to reach the second node than the first needs to end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rank_pool import Servers, gone, pool, quick, tree
+
+WORLD = 2
+NUMEL = 6000
+SLOW_S = 8.0
+"""What the last result needs to leave node 0. Longer than all that closing used to wait for."""
+APART_S = 2.0
+
+
+def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
+    """One step of a model of one tensor; the session, and what the gradient came to."""
+    import msgspec
+    import torch
+    from torch import nn
+
+    import commlayer
+    from commlayer.engine.model_job import job_of
+    from commlayer.planner import default_plan
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(NUMEL))
+
+    model = One()
+    rank = torch.distributed.get_rank()
+    made = default_plan(job_of(model), codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1,
+                        fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
+    # Little goes up and all of it comes down, so the one who hosts the server has its result long before the other.
+    buckets = tuple(msgspec.structs.replace(b, down="identity()", stale=stale) for b in made.buckets)
+    session = commlayer.attach(model, plan=msgspec.structs.replace(made, buckets=buckets), config=settings or None)
+    (model.w[:10].sum() * (rank + 1)).backward()
+    return session, 0.0 if model.w.grad is None else float(model.w.grad[0])
+
+
+def main() -> None:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    session, got = train()
+    children = [child.pid for child in session.inspect.connection.embedded]
+    print(json.dumps({"got": got, "children": children, "ended": time.monotonic()}), flush=True)
+    # No close(): the interpreter just ends.
+
+
+def shape(path: Path, slow_s: float = SLOW_S) -> str:
+    nbits = 8 * (4 * NUMEL + 100)
+    return f"path={path},hosts={WORLD},up_bps={nbits / slow_s:.0f},down_bps=1e8,delay_s=0.01"
+
+
+def test_a_rank_that_ends_first_waits_for_the_last_result_of_one_on_a_slow_link(tmp_path: Path) -> None:
+    settings = {"shape": shape(tmp_path / "links"), "deadline_s": 40.0, "heartbeat_s": 0.5, "dead_after_s": 5.0,
+                "drift_steps": 0}  # comparing replicas behind the first step would have both wait
+    with tree(__file__, WORLD, settings=settings) as run:
+        said = [json.loads(run.until(rank, "{")) for rank in range(WORLD)]
+        results = run.ended(30.0)
+    assert [code for code, _ in results] == [0, 0], results
+    assert [line["got"] for line in said] == [1.5, 1.5]
+    assert said[1]["ended"] - said[0]["ended"] > 0.8 * SLOW_S, "the link was as slow as told"
+    assert all(gone(pid, 10.0) for line in said for pid in line["children"])
+    assert "Traceback" not in results[0][1] + results[1][1]
+
+
+def apart(rank: int, first: int, settings: dict[str, Any]) -> tuple[float, float]:
+    session, got = train(**settings)
+    if rank != first:
+        time.sleep(APART_S)
+    begin = time.monotonic()
+    session.close()
+    return got, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_may_close_long_after_each_other(first: int) -> None:
+    results = pool(WORLD).call(apart, first, quick())
+    assert [got for got, _ in results] == [1.5, 1.5]
+    if first == 0:
+        assert results[0][1] > APART_S / 2, "who hosts the server waits for the others"
+
+
+def on_its_way(rank: int, settings: dict[str, Any]) -> float:
+    session, got = train(stale=True, **settings)
+    session.close()
+    return got
+
+
+def test_to_close_while_a_result_is_on_its_way_raises_nowhere(tmp_path: Path) -> None:
+    """Under a plan whose results are a step late, nobody waits for the last ones."""
+    assert pool(WORLD).call(on_its_way, quick(shape=shape(tmp_path / "links", 2.0))) == [0.0, 0.0]
+
+
+def test_servers_of_their_own_stay_to_the_last(tmp_path: Path) -> None:
+    with Servers(WORLD, 1, shape="") as servers:
+        results = pool(WORLD).call(apart, 0, quick(join=servers.address))
+        assert servers.serving[0]._server is not None
+    assert [got for got, _ in results] == [1.5, 1.5]
+
+
+def forked(rank: int, address: str) -> int:
+    """The exit status of a process that a rank forks behind the end of its session, as DataLoaders do, and that collects
+    garbage: a group of threads that only their maker has can only be ended there."""
+    import msgspec
+    from support.attached import data, mlp
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import commlayer
+    from commlayer.balance import Sampler
+    from commlayer.engine.model_job import job_of
+    from commlayer.planner import default_plan
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = mlp()
+        made = default_plan(job_of(model), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+                            cut_nbytes=4096)
+        first, *others = made.buckets
+        staged = [msgspec.structs.replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in others]
+        plan = msgspec.structs.replace(made, buckets=(first, *staged))
+        with commlayer.attach(model, plan=plan, config=quick(join=address)) as session:
+            sampler = Sampler(24, 12, world=WORLD, rank=rank)
+            loader = DataLoader(TensorDataset(*data(rank, 0, n=24)), batch_sampler=sampler)
+            for x, _ in commlayer.Controller(session, sampler, every=1).follow(loader):
+                model(x).square().mean().backward()
+        del session, model, sampler, loader
+        if not (child := os.fork()):
+            gc.collect()
+            os._exit(0)
+        until = time.monotonic() + 15.0
+        while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.02)
+        if not done[0]:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        return done[1]
+    finally:
+        gc.enable()
+
+
+def test_what_a_session_leaves_can_be_collected_in_a_process_that_is_forked_later() -> None:
+    pool(WORLD).ready(__name__)
+    with Servers(WORLD, 1) as servers:
+        assert pool(WORLD).call(forked, servers.address) == [0] * WORLD
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1])]
+    main()

@@ -1,0 +1,272 @@
+"""A plan file's whole way: made by the command, edited by hand, checked, attached by 2 nodes x 2 ranks, traced, compared."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.attached import data, mlp, weights
+from support.rank_pool import Servers, pool, quick
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer import records
+from commlayer.cli.main import run as command
+from commlayer.engine.model_job import job_of
+from commlayer.planner import default_plan, lower
+from commlayer.records import Bucket, Job, Plan, Slice, Timing
+
+WORLD, PER_NODE, STEPS = 4, 2, 6
+TWO_LEVEL = "node.reduce_scatter encode@cpu net.alltoall decode@cpu encode@cpu net.allgather decode@cpu node.allgather"
+PATHS = (
+    "service", "allreduce", "node.reduce_scatter net.allreduce node.allgather", TWO_LEVEL,
+    "encode@cpu all.allgather decode@cpu",
+    "node.reduce_scatter encode@cpu net.push net.forward decode@cpu node.allgather",
+    "node.reduce encode@cpu net.push net.pull decode@cpu node.broadcast",
+)
+DENSE = {PATHS[1], PATHS[2]}
+"""They code nothing."""
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    """Calls the command in an empty folder: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
+        code = 0
+        try:
+            command()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
+
+
+def make(call: Callable[..., Any], nodes: str = "2x2*cpu@10g") -> Plan:
+    """As a user makes it, from a job file of the model that is trained here."""
+    job = job_of(mlp())
+    times = tuple(1e-3 * (i + 1) for i in range(len(job.tensors)))
+    timing = Timing(times[::-1], times, times[-1], times[-1], device="cpu")
+    Path("job.json").write_bytes(records.encode(Job(job.tensors, 6, timing, "mlp")))
+    code, _, errors = call("plan", "make", "job.json", "--nodes", nodes, "--out", "plan.json")
+    assert (code, errors) == (0, "")
+    return records.decode(Path("plan.json").read_bytes(), Plan, "plan")
+
+
+def edited(plan: Plan, codec: str = "identity()", paths: tuple[str, ...] = PATHS) -> Plan:
+    """The same model's buckets on one path of each class; the second tensor of weights is cut in two."""
+    sizes = [info.numel for info in job_of(mlp()).tensors]
+    parts = [Slice(i, 0, n) for i, n in enumerate(sizes)]
+    parts[2:3] = [Slice(2, 0, 1000), Slice(2, 1000, sizes[2])]
+    buckets = tuple(
+        Bucket(i, (part,), path, codec="identity()" if path in DENSE else codec)
+        for i, (part, path) in enumerate(zip(reversed(parts), paths, strict=True))
+    )
+    return msgspec.structs.replace(plan, buckets=buckets, servers=1, hosts=(0,))
+
+
+def save(plan: Plan, name: str = "plan.json") -> str:
+    Path(name).write_bytes(records.encode(plan))
+    return str(Path(name).resolve())
+
+
+def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None, *, traced: str = "") -> dict[str, Any]:
+    """The mean over those parts of the batch; attached unless there is no plan."""
+    logging.getLogger("commlayer").setLevel(logging.INFO)
+    model: Any = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = commlayer.attach(model, optimizer, plan=plan, config=config) if plan else None
+    try:
+        if session is not None and traced:
+            session.inspect.trace(traced, steps=2)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            pairs = [data(part, step) for part in parts]
+            torch.stack([nn.functional.mse_loss(model(x), y) for x, y in pairs]).mean().backward()
+            optimizer.step()
+        told: dict[str, Any] = {"weights": weights(model)}
+        if session is not None:
+            assert session.inspect.connection.uplink is not None
+            told |= {"servers": [s.node for s in session.inspect.connection.uplink.view.servers],
+                     "decisions": session.inspect.decisions(), "children": len(session.inspect.connection.embedded)}
+        return told
+    finally:
+        if session is not None:
+            session.close()
+
+
+def ranked(rank: int, plan: str, config: dict[str, Any], traced: str = "") -> dict[str, Any]:
+    return train(rank, [rank], plan, config, traced=traced)
+
+
+def settings(**fields: Any) -> dict[str, Any]:
+    return quick(ranks_per_node=PER_NODE, **fields)
+
+
+def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_traced(call: Callable[..., Any]) -> None:
+    plan = save(edited(make(call)))
+    assert call("plan", "lint", "plan.json") == (0, "plan.json: nothing wrong\n", "")
+    first, second = str(Path("first.json").resolve()), str(Path("second.json").resolve())
+    ranks = pool(WORLD)
+    ranks.ready(__name__)
+    with Servers(WORLD) as made:
+        results = ranks.call(ranked, plan, settings(join=made.address, trace=first), second)
+    alone = train(0, [*range(WORLD)], "", None)
+    for result in results:
+        torch.testing.assert_close(result["weights"], alone["weights"])
+        assert all(torch.equal(w, results[0]["weights"][name]) for name, w in result["weights"].items())
+    assert [r["decisions"] for r in results] == [[]] * WORLD
+    # one by session.inspect.trace() before the first step, whose begin nobody saw; one by the setting, when steps are warm
+    for file, begins in ((second, 1), (first, 2)):
+        code, _, errors = call("trace", file, "--json", "told.json")
+        assert (code, errors) == (0, "")
+        told = json.loads(Path("told.json").read_text())
+        assert (told["ranks"], told["nodes"], told["first_step"], told["note"]) == (WORLD, 2, begins, "")
+        # the file's, not that of what it is lowered to
+        assert told["plan"] == records.digest(records.decode(Path(plan).read_bytes(), Plan, "plan"))
+        ops = {row["op"]: row for row in told["rows"]}
+        assert {"forward", "backward", "node.reduce", "encode@cpu", "exchange", "decode@cpu", "node.broadcast", "all.allreduce",
+                "node.reduce_scatter", "net.allreduce", "net.alltoall", "net.allgather", "all.allgather", "node.allgather",
+                "step"} == set(ops)
+        assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in ops.values())
+        assert ops["exchange"]["buckets"] == 3
+        assert ops["encode@cpu"]["buckets"] == 5
+        assert all(row["worst"] is None or 0 <= row["worst"] < len(PATHS) for row in ops.values())
+    tracks = [e["args"]["name"] for e in json.loads(Path(second).read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert tracks == [
+        "predicted, node 0", "measured, rank 0 on node 0", "measured, rank 1 on node 0",
+        "predicted, node 1", "measured, rank 2 on node 1", "measured, rank 3 on node 1", "predicted, lanes",
+    ]
+    code, out, _ = call("trace", "second.json")
+    assert code == 0
+    assert "net.alltoall" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_predicted(call: Callable[..., Any]) -> None:
+    plan = make(call)
+    call("plan", "make", "lstm", "--nodes", "2x2*cpu@10g", "--out", "lstm.json")
+    Path("lstm.inputs.json").replace("plan.inputs.json")
+    served = edited(plan, paths=("service",) * len(PATHS))
+    buckets = tuple(msgspec.structs.replace(b, server=b.id % 2) for b in served.buckets)
+    file = save(msgspec.structs.replace(served, buckets=buckets, servers=2, hosts=(1, 0)))
+    trace = str(Path("trace.json").resolve())
+    results = pool(WORLD).call(ranked, file, settings(), trace)
+    assert [r["servers"] for r in results] == [[1, 0]] * WORLD
+    # The coordinator goes ahead, then a server starts on each node.
+    assert [r["children"] for r in results] == [2, 0, 1, 0]
+    (line,) = results[0]["decisions"]
+    assert re.fullmatch(r"step 0: nothing is predicted: .*plan.inputs.json .*plan.json \[E-PLAN-FILE\]", line)
+    code, out, _ = call("trace", trace)
+    assert code == 0
+    assert "nothing is predicted: what the plan was made from is not known here" in out
+    assert call("trace", trace, "--json", "told.json")[0] == 0
+    assert {row["predicted_s"] for row in json.loads(Path("told.json").read_text())["rows"]} == {None}
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def under_ddp(rank: int, plan: str, address: str) -> dict[str, Any]:
+    model = DistributedDataParallel(normed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address)) as session:
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        assert session.inspect.plan is not None
+        return {"weights": weights(model), "slices": [len(b.slices) for b in session.inspect.plan.buckets]}
+
+
+def test_ddp_runs_the_plan_of_what_it_wraps_and_leaves_out_its_buffers(call: Callable[..., Any]) -> None:
+    job = job_of(normed())
+    assert sum(info.buffer for info in job.tensors) == 2
+    plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=200, cut_nbytes=4096)
+    file = save(plan)
+    ranks = pool(2)
+    ranks.ready(__name__)
+    with Servers(2) as made:
+        results = ranks.call(under_ddp, file, made.address)
+    first, second = (r["weights"] for r in results)
+    assert all(torch.equal(w, second[name]) for name, w in first.items() if "running" not in name)
+    assert results[0]["slices"] == [len(b.slices) for b in plan.buckets if not job.tensors[b.slices[0].tensor].buffer]
+    assert len(plan.buckets) > len(results[0]["slices"])
+
+
+def refused(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """What attach says to each."""
+    said = []
+    for plan, config in cases:
+        try:
+            commlayer.attach(mlp(), plan=plan, config=config).close()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("attached")
+    return said
+
+
+def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_of_it(call: Callable[..., Any]) -> None:
+    plan = edited(make(call))
+    job = records.decode(Path("job.json").read_bytes(), Job, "job")
+    other = msgspec.structs.replace(plan, job=Job(job.tensors[:-1]).digest())
+    old = msgspec.structs.replace(plan, schema=1)
+    broken = [msgspec.structs.replace(plan.buckets[0], path="net.pull decode@cpu"),
+              msgspec.structs.replace(plan.buckets[1], codec="topk(ratio=2)", path="service"),
+              msgspec.structs.replace(plan.buckets[2], slices=(Slice(3, 0, 39),))]
+    bad = msgspec.structs.replace(plan, buckets=(*broken, *plan.buckets[3:]))
+    typo = Path("typo.json")
+    typo.write_text(records.encode(plan).decode().replace('"servers"', '"server"'))
+    cases = [
+        (save(other, "other.json"), settings(), r"plan: .* job \w+, here \w+ .*\[E-PLAN-REFUSED\]"),
+        (save(old, "old.json"), settings(), r"plan: .*schema 1, .* 3\b.*\[E-PLAN-REFUSED\]"),
+        (save(bad, "bad.json"), settings(),
+         r"plan: bucket 0: path 'net.pull decode@cpu': .* \(and \d+ more\) \[E-PLAN-(REFUSED|PATH)\]"),
+        (save(plan, "nodes.json"), quick(ranks_per_node=1),
+         r"plan: .* 2 ranks per node, .* 1: .*\[E-PLAN-REFUSED\]"),
+        (str(typo.resolve()), settings(), r"(rank 0: )?plan .*typo.json: .*`server`.*\[E-PLAN-FILE\]"),
+        (str(Path("absent.json").resolve()), settings(), r"(rank 0: )?plan '.*absent.json': .*\[E-PLAN-NAME\]"),
+    ]
+    results = pool(WORLD).call(refused, [(file, config) for file, config, _ in cases])
+    for said in results:
+        assert len(said) == len(cases)
+        for line, (_, _, expected) in zip(said, cases, strict=True):
+            assert "\n" not in line
+            assert re.fullmatch(expected, line), line
+    code, out, errors = call("plan", "lint", "bad.json", "--job", "job.json")
+    assert (code, errors) == (2, "")
+    lines = out.splitlines()
+    for start in ("bucket 0: path 'net.pull", "bucket 1: topk: ratio is 2", "2.bias: elements 39..40 are in no bucket"):
+        assert any(line.startswith(start) for line in lines), lines
+    for name in ("old", "typo", "absent"):
+        code, _, errors = call("plan", "explain", "0", "--plan", f"{name}.json")
+        assert (code, errors.count("\n")) == (2, 1), errors
+
+
+def test_a_lowered_plan_knows_which_bucket_each_is_of() -> None:
+    from commlayer.engine.predicted_events import origins
+
+    sizes = [info.numel for info in job_of(mlp()).tensors]
+    assert len(sizes) == 6
+    plan = edited(Plan("", (), ranks_per_node=PER_NODE))
+    low = lower(plan)
+    assert len(low.buckets) > len(plan.buckets)
+    for bucket, old in zip(low.buckets, origins(plan), strict=True):
+        whole = plan.buckets[old].slices[0]
+        assert all(s.tensor == whole.tensor and whole.start <= s.start < s.stop <= whole.stop for s in bucket.slices)

@@ -1,0 +1,159 @@
+"""Training runs as processes that fail, die, are stopped and interrupted: all end, name the peer and leave nothing behind.
+
+Run as a script, this file is the training: world, server and coordinator as under torchrun, DataLoader workers alive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+import pytest
+from support.rank_pool import Tree, gone, tree
+
+SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5,
+            "fuse_nbytes": 2048, "cut_nbytes": 4096}
+END_S = 25.0
+"""Bounds the end of a run after a failure: the deadline, the time to see a death, and room for a loaded machine."""
+
+
+def main(how: str, fail_on: int) -> None:
+    import torch
+    from support.attached import data, mlp
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    import commlayer
+    from commlayer.cluster.collectives import RowChannel
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    model: Any = mlp(seed=rank)
+    model = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
+    together = {"plan": "auto", "config": {"ranks_per_node": torch.distributed.get_world_size()}}
+    apart = {"plan": commlayer.compressors.parse("topk(ratio=0.1)")}
+    stages = {"plan": staged(model)} if how == "staged" else {}
+    if how == "groups" and rank == fail_on:
+        RowChannel.__init__ = end  # type: ignore[method-assign]
+    session = commlayer.attach(model, **stages or (together if how == "allreduce" else apart))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)
+    step = 0
+    while True:
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            step += 1
+            if step == 3:
+                tell(pid=os.getpid(), embedded=[child.pid for child in session.inspect.connection.embedded])
+            if step == 10 and rank == fail_on:
+                end()
+
+
+def end(*_: Any) -> None:
+    raise ValueError("the script's own mistake")
+
+
+def staged(model: Any) -> Any:
+    """Two exchanges of payloads a bucket, so that a step breaks off in the middle of a path."""
+    import msgspec
+
+    from commlayer.engine.model_job import job_of
+    from commlayer.planner import default_plan
+
+    made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
+                        fuse_nbytes=2048, cut_nbytes=4096)
+    path = "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu"
+    buckets = tuple(msgspec.structs.replace(b, path=path) for b in made.buckets)
+    return msgspec.structs.replace(made, buckets=buckets, servers=0)
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def begin(run: Tree) -> list[int]:
+    """Waits until all ranks have trained; the ids of the servers among their children."""
+    said = [json.loads(run.until(rank, "{")) for rank in range(len(run.processes))]
+    servers: list[int] = said[0]["embedded"]
+    assert len(servers) == 1
+    assert not said[1]["embedded"]
+    assert not gone(servers[0], 0.1)
+    return servers
+
+
+def last_line(errors: str) -> str:
+    """The line of the exception that ended a script; torch writes the rank in front."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in errors.splitlines()]
+    found = [line for line in lines if re.match(r"[\w.]+(Error|Lost|Exceeded|Interrupt)\b", line)]
+    assert found, errors
+    return found[-1]
+
+
+@pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0)], ids=["module", "ddp, on the host of the server"])
+def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
+    with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS) as run:
+        servers = begin(run)
+        results = run.ended(END_S)
+        assert all(code == 1 for code, _ in results), results
+        assert last_line(results[failing][1]) == "ValueError: the script's own mistake"
+        expected = f"commlayer.errors.PeerLost: worker {failing}: .*: ValueError: the script's own mistake.*E-PEER-LOST"
+        assert re.match(expected, last_line(results[1 - failing][1])), results
+        assert all(gone(pid, END_S) for pid in servers)
+
+
+def test_a_rank_that_fails_while_groups_are_made_is_named() -> None:
+    """Nobody's heartbeats are heard yet."""
+    with tree(__file__, 2, args=("groups", "1"), settings=SETTINGS | {"deadline_s": 2.0}) as run:
+        results = run.ended(END_S)
+        assert [code for code, _ in results] == [1, 1]
+        assert last_line(results[1][1]) == "ValueError: the script's own mistake"
+        assert re.match("commlayer.errors.DeadlineExceeded: rank 1: .*E-DEADLINE", last_line(results[0][1])), results
+
+
+@pytest.mark.parametrize(("how", "sent"), [
+    ("module", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("allreduce", signal.SIGKILL), ("allreduce", signal.SIGSTOP),
+    ("staged", signal.SIGKILL), ("staged", signal.SIGSTOP),
+], ids=["killed", "stopped", "killed, all-reduce", "stopped, all-reduce", "killed, staged", "stopped, staged"])
+def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
+    with tree(__file__, 3, args=(how, "-1"), settings=SETTINGS) as run:
+        servers = begin(run)
+        os.kill(run.processes[1].pid, sent)
+        results = {rank: run.ended_one(rank, END_S) for rank in (0, 2)}
+        for code, errors in results.values():
+            assert code == 1
+            line = r"commlayer.errors.(PeerLost|DeadlineExceeded): worker 1: .*E-(PEER-LOST|DEADLINE)"
+            assert re.match(line, last_line(errors)), results
+        assert all(gone(pid, END_S) for pid in servers)
+
+
+@pytest.mark.parametrize("how", ["module", "allreduce"])
+def test_the_end_of_the_rank_that_hosts_coordinator_and_server_is_no_hang(how: str) -> None:
+    """They end with their parent: nobody is left to say who died, and that silence says who."""
+    with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:
+        servers = begin(run)
+        os.kill(run.processes[0].pid, signal.SIGKILL)
+        code, errors = run.ended_one(1, END_S)
+        assert code == 1
+        assert re.match("commlayer.errors.PeerLost: worker 0: .*E-PEER-LOST", last_line(errors)), errors
+        assert all(gone(pid, END_S) for pid in servers)
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_ctrl_c_ends_everything(how: str) -> None:
+    with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:
+        servers = begin(run)
+        run.interrupt()
+        results = run.ended(10.0)
+        assert all(code != 0 for code, _ in results)
+        assert all(gone(pid, 5.0) for pid in servers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

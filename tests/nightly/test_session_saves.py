@@ -1,0 +1,364 @@
+"""Whatever breaks off a save, the one before or the new one can be loaded, whole, by all ranks. Real ranks and two servers.
+
+At each of a save's file operations a rank's directory is copied, as a crash there would leave it: with what was written and
+not yet synced cut in half, too. Then every pair of copies that two ranks can have at one time is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from support.attached import Run, Setting, loss_of, mlp
+from support.rank_pool import PoolError, Servers, pool
+
+from commlayer.engine import checkpoint, checkpoint_files
+from commlayer.errors import code_of
+
+WORLD, SERVERS = 2, 2
+TOPK = "topk(ratio=0.05, values='int8', exact=False)"
+Kept = dict[str, torch.Tensor]
+
+
+class Job:
+    """A model that trains; what its worker and its servers keep back."""
+
+    def __init__(self, rank: int, where: Setting) -> None:
+        self.run, self.model = Run(rank, WORLD, where), mlp(width=24)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.run.wrap(self.model, optimizer=self.optimizer)
+        self.session = self.run.sessions[0]
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            loss_of(self.run, self.model, step).backward()
+            self.optimizer.step()
+
+    def kept(self) -> Kept:
+        state, connection = self.session.state_dict(), self.session.inspect.connection
+        tensors: Kept = {"step": torch.tensor(state["step"]), **{n: t.clone() for n, t in state["tensors"].items()}}
+        for server in range(SERVERS):
+            for bucket in connection.plan.buckets:
+                if bucket.server == server and server % WORLD == self.run.rank:
+                    data = safetensors.torch.load(connection.uplink.fetch_state(server, bucket.id, 0))
+                    tensors |= {f"server {server} {bucket.id}.{name}": tensor for name, tensor in data.items()}
+        dist.barrier()  # nobody begins a step while others ask servers for the last one's state
+        return tensors
+
+
+def setting(servers: Servers) -> Setting:
+    return Setting("module", (servers.address,), TOPK, servers=SERVERS)
+
+
+def equal(a: Kept, b: Kept) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+OPERATIONS = [(os, "mkdir"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (Path, "write_bytes"),
+              (safetensors.torch, "save_file")]
+
+
+@contextlib.contextmanager
+def before_each(action: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls action(name, arguments) in front of every operation that changes files."""
+    inside = [False]
+
+    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not inside[0]:
+                inside[0] = True
+                try:
+                    action(name, args)
+                finally:
+                    inside[0] = False
+            return real(*args, **kwargs)
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in OPERATIONS:
+            patch.setattr(owner, name, wrapped(name, getattr(owner, name)))
+        yield
+
+
+class Crash(NamedTuple):
+    """A copy of one rank's directory, and between which meetings of the ranks it was taken."""
+
+    phase: int
+    copy: str
+
+
+def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
+    """Saves; what a crash would have left in front of each operation, and behind the last."""
+    found: list[Crash] = []
+    phase = [0]
+
+    def record(name: str, args: tuple[Any, ...]) -> None:
+        at = f"{copies}/{len(found)}"
+        shutil.copytree(directory, at)
+        found.append(Crash(phase[0], at))
+        written = Path(os.readlink(f"/proc/self/fd/{args[0]}")) if name == "fsync" else None
+        if written is not None and written.is_file():
+            torn = f"{copies}/{len(found)}"
+            shutil.copytree(directory, torn)
+            file = Path(torn) / written.relative_to(Path(directory).resolve())
+            os.truncate(file, file.stat().st_size // 2)
+            found.append(Crash(phase[0], torn))
+
+    together = checkpoint.together
+
+    @contextlib.contextmanager
+    def counted(*args: Any) -> Iterator[None]:
+        with together(*args):
+            yield
+        phase[0] += 1
+
+    with pytest.MonkeyPatch.context() as patch, before_each(record):
+        patch.setattr(checkpoint, "together", counted)
+        job.session.save_residuals(directory)
+    record("end", ())
+    return found
+
+
+def everyones(crashes: list[Crash]) -> list[list[Crash]]:
+    rows: list[Any] = [None] * WORLD
+    dist.all_gather_object(rows, crashes)
+    return rows
+
+
+def crash_everywhere(rank: int, where: Setting, folder: str) -> tuple[int, int, list[str]]:
+    """How many crashes left the old save, how many the new one, and what went wrong."""
+    job = Job(rank, where)
+    own = f"{folder}/disk-{rank}"
+    job.train(0, 2)
+    old = job.kept()
+    job.session.save_residuals(own)
+    job.train(2, 3)
+    new = job.kept()
+    assert not equal(old, new)
+    rows = everyones(recorded_save(job, own, f"{folder}/copies-{rank}"))
+    taken, wrong = [0, 0], []
+    for i, j in [(i, j) for i in rows[0] for j in rows[1] if i.phase == j.phase]:
+        shared = f"{folder}/shared-{Path(i.copy).name}-{Path(j.copy).name}"
+        if rank == 0:
+            shutil.copytree(i.copy, shared)
+            shutil.copytree(j.copy, shared, dirs_exist_ok=True)
+        dist.barrier()
+        for place in ((i, j)[rank].copy, shared):
+            try:
+                job.session.load_residuals(place)
+            except Exception as error:
+                wrong.append(f"{place}: {error}")
+                continue
+            now = job.kept()
+            taken[0] += equal(now, old)
+            taken[1] += equal(now, new)
+            if not equal(now, old) and not equal(now, new):
+                wrong.append(f"{place}: neither the old nor the new state")
+    job.run.close()
+    return taken[0], taken[1], wrong
+
+
+def test_a_crash_at_any_point_leaves_a_save_that_loads(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        results = pool(WORLD).call(crash_everywhere, setting(servers), str(tmp_path))
+    for old, new, wrong in results:
+        assert wrong == []
+        assert (old, new) == results[0][:2], "all ranks take the same one"
+        assert old > 100
+        assert new > 50
+
+
+def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
+    """Each operation of each rank fails once, as on a full disk; what went wrong. The second disk is shared."""
+    job, wrong = Job(rank, where), []
+    for place in (f"{folder}/disk-{rank}", f"{folder}/shared"):
+        counted: list[int] = [0]
+
+        def count(*_: Any, counted: list[int] = counted) -> None:
+            counted[0] += 1
+
+        job.session.save_residuals(place)
+        with before_each(count):
+            job.session.save_residuals(place)
+        for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
+            for at in range(operations[0]):
+                left, before, there = [at if rank == victim else -1], job.kept(), checkpoint_files.numbers(Path(place))
+
+                def fail(name: str, args: tuple[Any, ...], left: list[int] = left) -> None:
+                    left[0] -= 1
+                    if left[0] == -1:
+                        raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+
+                failed = ""
+                try:
+                    with before_each(fail):
+                        job.session.save_residuals(place)
+                except (OSError, ValueError) as error:
+                    failed = str(error)
+                failures: list[Any] = [None] * WORLD
+                dist.all_gather_object(failures, failed)
+                if len({bool(f) for f in failures}) > 1:
+                    wrong.append(f"{at}: {failures}")
+                other = f"rank {victim}," in failed and code_of(failed) == "E-OTHER-RANK"
+                if failed and "No space left" not in failed and not other:
+                    wrong.append(f"{at}: {failed}")
+                if not equal(before, job.kept()):
+                    wrong.append(f"{at}: the failed save changed the state")
+                if failed and checkpoint_files.numbers(Path(place)) != there:
+                    wrong.append(f"{at}: left {os.listdir(place)}")
+                job.session.load_residuals(place)
+        job.session.save_residuals(place)
+        dist.barrier()
+        if len(os.listdir(place)) != 1:
+            wrong.append(f"the last save left {os.listdir(place)}")
+    job.train(0, 2)
+    job.run.close()
+    return wrong
+
+
+def test_a_full_disk_at_any_point_fails_on_all_ranks_and_costs_nothing(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        results = pool(WORLD).call(fail_everywhere, setting(servers), str(tmp_path))
+    assert results == [[]] * WORLD
+
+
+def killed(rank: int, where: Setting, folder: str, victim: int, operation: str, file: str) -> None:
+    job = Job(rank, where)
+    for step in range(2):
+        job.train(step, step + 1)
+        torch.save(job.kept(), f"{folder}/kept-{step}-{rank}.pt")
+        dist.barrier()
+        if step == 0:
+            job.session.save_residuals(f"{folder}/save")
+
+    def kill(name: str, args: tuple[Any, ...]) -> None:
+        if rank == victim and name == operation and str(args[-1]).endswith(file):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with before_each(kill):
+        job.session.save_residuals(f"{folder}/save")
+
+
+def which(rank: int, where: Setting, folder: str) -> list[bool]:
+    job = Job(rank, where)
+    job.session.load_residuals(f"{folder}/save")
+    now = job.kept()
+    job.run.close()
+    return [equal(now, torch.load(f"{folder}/kept-{step}-{rank}.pt", weights_only=True)) for step in range(2)]
+
+
+@pytest.mark.parametrize(("victim", "operation", "file", "loads"), [
+    pytest.param(1, "fsync", "", 0, id="rank 1 while it writes"),
+    pytest.param(0, "replace", "save-2/manifest.json", 0, id="rank 0 before it counts"),
+    pytest.param(0, "unlink", "save-1/manifest.json", 1, id="rank 0 while it tidies up"),
+])
+def test_a_rank_that_is_killed(victim: int, operation: str, file: str, loads: int, tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers, pytest.raises(PoolError, match=f"rank {victim}: EOFError"):
+        pool(WORLD).call(killed, setting(servers), str(tmp_path), victim, operation, file)
+    with Servers(WORLD, SERVERS) as servers:
+        assert pool(WORLD).call(which, setting(servers), str(tmp_path)) == [[loads == 0, loads == 1]] * WORLD
+
+
+def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
+    """What load_residuals() says of directories that no save filled; the last one is as earlier versions wrote it."""
+    job = Job(rank, where)
+    for name in ("first", "second", "same-step"):
+        if name != "same-step":
+            job.train(0, 1)
+        job.session.save_residuals(f"{folder}/{name}/{rank}")
+    job.session.save_residuals(f"{folder}/shared")
+    job.session.save_residuals(f"{folder}/shared")
+    old = Path(f"{folder}/old")
+    old.mkdir(exist_ok=True)
+    safetensors.torch.save_file({}, old / f"rank-{rank}.safetensors", metadata={"format": "commlayer-state-1", "step": "1"})
+    before, said = job.kept(), []
+    for place in (f"{folder}/{('first', 'second')[rank]}/{rank}", f"{folder}/{('second', 'same-step')[rank]}/{rank}",
+                  f"{folder}/{('first', 'nowhere')[rank]}/{rank}", f"{folder}/old"):
+        with pytest.raises(ValueError) as caught:
+            job.session.load_residuals(place)
+        said.append(str(caught.value))
+    assert equal(job.kept(), before)
+    job.run.close()
+    return said
+
+
+def test_files_of_different_saves_are_refused_in_a_line(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        results = pool(WORLD).call(mixtures, setting(servers), str(tmp_path))
+    for rank, said in enumerate(results):
+        steps, same, missing, old = said
+        for line, low, high in ((steps, 1, 2), (same, 2, 2)):
+            assert re.search(rf"rank 0 .*step {low}, rank 1 .*step {high}\b.*E-CHECKPOINT", line), line
+        assert re.search("/old: .*earlier version.*E-CHECKPOINT", old), old
+        assert re.search("not whole .*rank 1 .*E-CHECKPOINT", missing), missing
+        assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in said), rank
+    assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older save was removed"
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Without a root's right to write everywhere."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def impossible(rank: int, where: Setting, folder: str) -> list[tuple[str, str]]:
+    """What save_residuals() and load_residuals() say of places where rank 1 can do neither; rank 0 could."""
+    job, said = Job(rank, where), []
+    job.train(0, 1)
+    before = job.kept()
+    for name in ("file", "file/below", "closed/below"):
+        place = f"{folder}/{name}" if rank else f"{folder}/good"
+        lines = []
+        for act in (job.session.save_residuals, job.session.load_residuals):
+            with pytest.raises((OSError, ValueError)) as caught, nobody() if rank else contextlib.nullcontext():
+                act(place)
+            lines.append(str(caught.value))
+        said.append((lines[0], lines[1]))
+    assert equal(job.kept(), before)
+    job.session.save_residuals(f"{folder}/good")
+    job.session.load_residuals(f"{folder}/good")
+    assert equal(job.kept(), before)
+    job.run.close()
+    return said
+
+
+def test_a_directory_that_cannot_be_made_or_read_is_one_line_and_changes_nothing(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, Servers(WORLD, SERVERS) as servers:
+        place = Path(folder)
+        place.chmod(0o755)
+        (place / "file").write_text("not a directory")
+        (place / "closed").mkdir()
+        (place / "closed" / "below").mkdir(mode=0o555)
+        other, own = pool(WORLD).call(impossible, setting(servers), folder)
+        assert sorted(path.name for path in place.iterdir()) == ["closed", "file", "good"]
+        assert [path.name for path in (place / "good").iterdir()] == ["save-1"], "nothing was left of those that failed"
+        assert list((place / "closed" / "below").iterdir()) == []
+    for line in (line for pair in other for line in pair):
+        assert re.match(r"(save|load)_residuals\(\) .*rank 1\b.*E-OTHER-RANK|.*/good: .*E-CHECKPOINT", line), line
+    cases = {"file": "Not a directory", "file/below": "Not a directory", "closed/below": "Permission denied"}
+    for (name, seen), (saved, loaded) in zip(cases.items(), own, strict=True):
+        assert re.fullmatch(rf"{folder}/{name}: save_residuals\(\) cannot write there: .*({seen}).*; name a directory "
+                            "that this process may make and fill, on a disk with room \\[E-FILE\\]", saved), saved
+        assert loaded.startswith(f"{folder}/{name}: ")
+        assert "\n" not in saved + loaded
+        assert code_of(loaded) == "E-CHECKPOINT"

@@ -1,0 +1,147 @@
+"""What plan "auto" takes for a step's time: from the end of one backward pass to the next, wherever it looks at steps."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import rank_pool
+from support.attached import Run, Setting, data, mlp, play
+from support.autotuning import FIRST_PLANNING, JOB, START
+from support.rank_pool import pool
+from torch import nn
+
+import commlayer
+from commlayer.autotune.plan.actions import RecordSteps
+from commlayer.autotune.plan.candidate import ReplanVerdict
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.plan.facts import Fact, StepOver
+from commlayer.engine.connection import Connection
+from commlayer.engine.observers import Observer, Place
+from commlayer.observe import Recorder
+
+WORLD = 2
+
+
+def passes(run: Run, overlap: str | None) -> dict[str, Any]:
+    """When each backward pass began and ended, and what an observer was told of its end: of some steps it looks at sums."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = commlayer.attach(model, optimizer, plan="fp16()", overlap=overlap, config=rank_pool.quick(servers="each"))
+    run.sessions.append(session)
+    made, times, told = session.inspect.connection, list[tuple[float, float]](), list[float]()
+
+    def after_step() -> None:
+        told.append(made.passed_s)
+
+    session.inspect.observers.add(Observer(Place.OTHER, None, after_step=after_step, looks=lambda: len(times) % 3 == 2))
+    for step in range(9):
+        x, y = data(run.rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        begin = time.perf_counter()
+        loss.backward()
+        times.append((begin, time.perf_counter()))
+        optimizer.step()
+    return {"times": times, "told": told}
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_a_step_ends_with_its_backward_pass_whenever_it_is_looked_at(overlap: str | None) -> None:
+    for result in pool(WORLD).call(play, WORLD, passes, Setting("module", servers=2), overlap):
+        assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
+        for (begin, end), told in zip(result["times"], result["told"], strict=False):
+            assert begin <= told <= end
+
+
+SLEEP_S, EVERY = 0.02, 4
+
+
+def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
+    """What rank 0's planning finds under local steps that each compute for SLEEP_S; and what a round of them takes."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = commlayer.attach(model, optimizer, plan="fp16()", every=EVERY, overlap=overlap,
+                               config=rank_pool.quick(servers="each"))
+    run.sessions.append(session)
+    made = session.inspect.connection
+    auto = AutoPlan(made, made.worker.job, probe_s=0.2, keep=True)
+    session.inspect.observers.add(Observer(Place.AUTO_PLAN, auto, after_exchange=auto.after_exchange))
+    times = []
+    for step in range((FIRST_PLANNING + 2) * EVERY):
+        if step % EVERY == 0:
+            times.append(time.perf_counter())
+        if step == EVERY:  # behind the first exchange, as behind one in which members have changed
+            auto.start()
+        x, y = data(run.rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        time.sleep(SLEEP_S)
+        loss.backward()
+        optimizer.step()
+    return auto.settle(60.0), median(after - before for before, after in pairwise(times))
+
+
+@pytest.mark.parametrize("overlap", [None, "round"])
+def test_under_local_steps_a_step_is_one_step_and_computes_what_it_computes(overlap: str | None) -> None:
+    ((verdict,), round_s), (others, _) = pool(WORLD).call(play, WORLD, priced, Setting("module", servers=2), overlap)
+    assert others == []
+    assert SLEEP_S <= verdict.measured_s < 0.7 * round_s, "no whole round"
+    assert verdict.priced_s >= SLEEP_S
+    assert verdict.found_s >= SLEEP_S
+
+
+def test_a_step_in_which_planning_ends_is_recorded_for_nobody() -> None:
+    """Members have changed in it, and planning begins again with those who are left."""
+    connection, recorder = Connection(), Recorder()
+    connection.plan = START
+    connection.worker = SimpleNamespace(recorder=recorder)  # type: ignore[assignment]
+    before = AutoPlan(connection, JOB)
+    before.carry_out(RecordSteps())
+    recorder.next()
+    before.end()
+    AutoPlan(connection, JOB).carry_out(RecordSteps())
+    recorder.next()
+    assert recorder.steps == []
+    recorder.next()
+    assert len(recorder.steps) == 1
+
+
+class Clock:
+    """perf_counter, as the test has it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ends behind its backward pass, is looked at 0.03 s into the next one, and one look takes 5 s."""
+    clock, seconds, connection = Clock(), list[float](), Connection()
+    monkeypatch.setattr("commlayer.autotune.plan.driver.time", SimpleNamespace(
+        perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
+    monkeypatch.setattr("commlayer.engine.connection.time", clock)
+    connection.plan, connection.terms.auto = START, True
+    connection.worker = SimpleNamespace(step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, exchanges=0))  # type: ignore[assignment]
+    auto = AutoPlan(connection, JOB)
+
+    def feed(fact: Fact) -> None:
+        assert isinstance(fact, StepOver)
+        seconds.append(fact.seconds)
+        clock.now += 5.0 if len(seconds) == 3 else 0.0
+
+    monkeypatch.setattr(auto, "_feed", feed)
+    for late in (True, True, True, False, False, True):  # the fourth is waited for, as somebody looks at its sums
+        clock.now += 0.27
+        connection.passed()
+        clock.now += 0.13 if late else 0.0
+        auto.after_step()
+        clock.now += 0.0 if late else 0.13
+    assert seconds == pytest.approx([0.0, *[0.4] * 5])

@@ -1,0 +1,391 @@
+"""What a change of ways asks of optimizers: what they remember, what they are given, and when nobody goes. Real ranks.
+
+Run as a script, this file is a training in which one rank dies in the middle of a change.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import rank_pool
+from support.rank_pool import Servers, pool, tree
+from test_session_processes import last_line
+from test_ways_switch import LOCAL, OPTIMIZERS, WAYS, WORLD, Net, Training, plan
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
+from commlayer.engine.model_job import job_of
+from commlayer.engine.observers import Observer, Place
+from commlayer.engine.switch import switch as go_over
+
+_ranks = rank_pool.ranks_first(WORLD)
+PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
+
+
+def back_and_forth(rank: int, address: str, optimizer: str, ways: list[str]) -> list[torch.Tensor]:
+    training = Training(rank, address, ways[0], optimizer=optimizer, codec="topk(ratio=0.1)")
+    for way in ways:
+        training.switch(way)
+        training.train(2)
+    training.session.synchronize()
+    found = training.tensors()
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_gradients_and_forward_give_the_same_weights_bit_for_bit(optimizer: str) -> None:
+    runs = []
+    for ways in (["gradients"] * 4, ["gradients", "forward"] * 2, ["forward", "forward", "gradients", "gradients"]):
+        with Servers(WORLD, 1) as servers:
+            runs += pool(WORLD).call(back_and_forth, servers.address, optimizer, ways)
+    for run in runs:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]:
+    """From gradients to local steps and round, and back to a plan of gradients."""
+    training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
+                        drift_steps=2)
+    found: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
+    for way in ("every", "round", "whole round", "updates", "gradients"):
+        training.switch(way)
+        found["rows"].append(training.tensors(buffers=False))
+        before = training.session.stats()["sent_nbytes"]
+        found["losses"].append(training.train(12))
+        found["sent"].append(training.session.stats()["sent_nbytes"] - before)
+    for bad in ("forward", "late"):
+        with pytest.raises(ValueError) as caught:
+            training.switch(bad)
+        found["refused"].append(str(caught.value))
+    for again in () if how == "ddp" else ("forward", "late"):
+        training.switch("every")
+        training.train(2)
+        go_over(training.connection, plan(training.connection.worker.job, again, training.codec), by_itself=True)
+        training.train(1)
+        found["undone"].append(training.session.inspect.plan)
+    training.train(1)
+    training.session.drain()
+    found["rows"].append(training.tensors(buffers=False))
+    found |= {"plan": training.session.inspect.plan, "said": training.session.inspect.decisions()}
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
+def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(optimizer: str, how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(through, servers.address, optimizer, how)
+    for mine, theirs in zip(first["rows"], second["rows"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert first["plan"].codes == "updates"
+    assert first["plan"].local_steps == 1
+    lines = [line for line in first["said"] if "different states" in line]
+    assert len(lines) == 1 + len(first["undone"])
+    assert all("changes of weights are still what is exchanged, now every step" in line for line in lines)
+    for made in first["undone"]:  # what plan="auto" goes back to
+        assert (made.codes, made.local_steps, made.overlap, any(b.stale for b in made.buckets)) == ("updates", 1, "", False)
+    why = "different states.*E-PLAN-SWITCH|overlap='forward': DistributedDataParallel.*E-SYNC-FORWARD"
+    assert all(re.search(why, line) for line in first["refused"]), first["refused"]
+    every, in_rounds, _, updates, gradients = first["sent"]
+    assert 5 * every < 3 * updates, "every second step"
+    assert in_rounds < every
+    assert 0.9 < gradients / updates < 1.1
+    assert first["losses"][-1] < first["losses"][0]
+
+
+def balanced(rank: int, address: str) -> tuple[Any, Any]:
+    from commlayer import Controller
+    from commlayer.balance import Sampler
+
+    training = Training(rank, address, "gradients")
+    training.train(1)
+    if rank == 1:
+        Controller(training.session, Sampler(8, 2, rank=1, world=2))
+    local = plan(training.connection.worker.job, "every")
+    with pytest.raises(ValueError, match="Controller.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as told:
+        go_over(training.connection, local, by_itself=True)
+    refused = training.session.inspect.plan
+    training.train(1)
+    training.switch("every")
+    found = (refused, training.session.inspect.plan)
+    assert "\n" not in str(told.value)
+    training.session.close()
+    return found
+
+
+def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batch() -> None:
+    with Servers(WORLD, 1) as servers:
+        for refused, asked in pool(WORLD).call(balanced, servers.address):
+            assert (refused.steps_locally, asked.steps_locally) == (False, True)
+
+
+def from_the_start(rank: int, address: str, way: str) -> dict[str, Any]:
+    training = Training(rank, address, way, optimizer="adamw", how="ddp", codec="topk(ratio=0.1)", drift="end", drift_steps=2)
+    apart = []
+    for _ in range(8):
+        training.train(1)
+        apart.append([p.grad.clone() for p in training.model.parameters()])
+    training.session.drain()
+    found = {"grads": apart, "rows": training.tensors(), "steps": training.connection.exchanges}
+    training.session.close()
+    training.optimizer.zero_grad()
+    training.loss(0).backward()
+    return found | {"after": [p.grad.clone() for p in training.model.parameters()]}
+
+
+@pytest.mark.parametrize(("way", "steps"), [("every", 4), ("round", 3), ("updates", 8)])
+def test_a_plan_of_local_steps_runs_under_ddp_without_arguments(way: str, steps: int) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(from_the_start, servers.address, way)
+    assert first["steps"] == steps
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True)), "buffers, too"
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(first["grads"], second["grads"], strict=True)), "nobody has reduced"
+    assert all(torch.equal(a, b) for a, b in zip(first["after"], second["after"], strict=True)), "behind the end it reduces"
+
+
+def hooks(rank: int, address: str, how: str) -> dict[str, set[int]]:
+    training = Training(rank, address, "gradients", how=how)
+    found: dict[str, set[int]] = {}
+    training.train(1)
+    for way in ("gradients", *(() if how else ("forward",)), "gradients", "round", "gradients"):
+        training.switch(way)
+        training.train(2)
+        held = [training.optimizer._optimizer_step_pre_hooks, training.optimizer._optimizer_step_post_hooks,
+                training.optimizer._optimizer_state_dict_pre_hooks, *(p._backward_hooks for p in training.model.parameters()),
+                *(p._post_accumulate_grad_hooks for p in training.model.parameters())]
+        held += [m._forward_pre_hooks for m in (training.called, *training.model.modules())]
+        found.setdefault(way, set()).add(sum(len(each or ()) for each in held))
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["", "ddp"])
+def test_hooks_of_a_way_are_there_while_it_is_in_force(how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        for found in pool(WORLD).call(hooks, servers.address, how):
+            (least,) = found.pop("gradients")
+            assert all(min(more) > least for more in found.values())
+
+
+def decided(rank: int, address: str, how: str) -> dict[str, Any]:
+    """As whoever decides while a job trains: inside a step's end, and inside the exchange of local steps."""
+    training = Training(rank, address, "gradients", optimizer="plain", how=how)
+    training.train(1)
+    ways = ["every", "gradients", "round", "updates", "gradients", "whole round"]
+    if "ddp" not in how:
+        ways = ["forward", *ways, "forward", "every", "forward"]
+    seen, count = [], [0]
+
+    def go_on() -> None:
+        count[0] += 1
+        if count[0] % 3 == 0 and ways:
+            job, way = training.connection.worker.job, ways.pop(0)
+            go_over(training.connection, plan(job, way) if rank == 0 else None)
+            seen.append((way, training.connection.local is not None))
+
+    training.session._driver.observers.add(Observer(Place.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
+    training.train(80)
+    training.session.drain()
+    found = {"seen": seen, "left": ways, "rows": training.tensors(buffers=False), "said": training.session.inspect.decisions(),
+             "loss": training.train(1)}
+    training.session.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["", "scaled", "ddp"])
+def test_who_decides_while_a_job_trains_can_change_ways(how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(decided, servers.address, how)
+    assert first["left"] == first["said"] == []
+    assert all(local == (way in LOCAL) for way, local in first["seen"])
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
+
+
+def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
+    """Somebody wants another plan while the script saves, drains, changes plans itself and ends."""
+    training = Training(rank, address, "round", optimizer="plain")
+    told, wanted, plans = [], [""], []
+
+    def go_on() -> None:
+        told.append(training.step)
+        if way := wanted[0]:
+            wanted[0] = ""
+            go_over(training.connection, plan(training.connection.worker.job, way) if rank == 0 else None)
+
+    def note() -> None:
+        plans.append(next(name for name, fields in WAYS.items() if all(
+            getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
+
+    training.session._driver.observers.add(Observer(Place.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
+    training.train(3)
+    wanted[0] = "every"
+    session = training.session
+    for act in (lambda: session.save_residuals(folder), lambda: session.load_residuals(folder), session.drain):
+        act()
+        note()
+    training.train(3)
+    note()
+    wanted[0] = "updates"
+    training.switch("whole round")
+    note()
+    training.train(4)
+    note()
+    found = {"told": told[:], "plans": plans, "rows": training.tensors()}
+    training.switch("every")
+    training.train(1)
+    wanted[0] = "updates"
+    training.session.drain()
+    training.session.close()
+    note()
+    return found | {"left": wanted[0]}
+
+
+def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_change(tmp_path: Path) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
+    assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
+    assert first["told"] == [1, 4, 8, 9], "behind the second step of a turn, from a drain or a change of plans on"
+    assert first["left"] == "updates"
+    assert first["told"] == second["told"]
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
+
+
+def refused(rank: int, address: str) -> dict[str, str]:
+    """Rank 1 alone cannot; then nobody goes, and all go on as before."""
+    training, said = Training(rank, address, "gradients", optimizer="adamw"), {}
+    training.train(1)
+    training.optimizer.param_groups[0]["capturable"] = rank == 1
+    for name, act in {"forward": lambda: training.switch("forward"),
+                      "contradiction": lambda: training.switch("every", fragments=3)}.items():
+        with pytest.raises(ValueError) as caught:
+            act()
+        said[name] = str(caught.value)
+    training.optimizer.param_groups[0]["capturable"] = False
+    training.train(2)
+    assert training.connection.exchanges == 3
+    training.switch("forward")
+    training.train(2)
+    training.switch("every")
+    training.train(2 + rank)
+    with pytest.raises(ValueError) as caught:
+        training.switch("round")
+    said["uneven"] = str(caught.value)
+    training.train(2 - rank)
+    training.switch("round")
+    training.session.close()
+    wrapped = DistributedDataParallel(Net())
+    wrapped.register_comm_hook(commlayer.HookState(plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
+    with pytest.raises(ValueError) as caught:
+        wrapped(torch.ones(4, 12)).sum().backward()
+    return said | {"hook": str(caught.value)}
+
+
+def test_nobody_goes_unless_all_can() -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(refused, servers.address)
+    assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
+    assert re.search("overlap='forward'.*AdamW is capturable.*E-SYNC-FORWARD", second["forward"])
+    for said in (first, second):
+        assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", said["contradiction"])
+        assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", said["uneven"])
+        assert re.search("2 local steps: .*hook.*E-PLAN-REFUSED", said["hook"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As Accelerate's: one by its type, which has never been made one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+ODD: dict[str, Any] = {
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
+    "wrapping": lambda m: Wrapping(torch.optim.AdamW(m.parameters())),
+    "sharded": lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=torch.optim.AdamW),
+}
+
+
+def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
+    model = Net()
+    optimizer = how.pop("optimizer", "adamw")
+    stepped = optimizer and (OPTIMIZERS | ODD)[optimizer](model)
+    if how.pop("scaled", False):
+        how["scaler"] = torch.amp.GradScaler("cpu")
+    called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
+    session = commlayer.attach(called, stepped, plan=plan(job_of(model), how.pop("way", "gradients")),
+                               config=rank_pool.quick(join=address), **how)
+    torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
+    if stepped and optimizer != "lbfgs" and "scaler" not in how:
+        stepped.step()
+    made = session.inspect.connection
+    found = allowed_ways(made), forbidden_ways(made)
+    session.drain()
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize(("how", "wanted", "said"), [
+    ({}, {"forward", "updates", "local", "round"}, ""),
+    ({"optimizer": None}, set(), "local: got optimizer NoneType"),
+    ({"optimizer": "lbfgs"}, set(), "local: LBFGS makes a number of backward passes of its own"),
+    ({"optimizer": "wrapping"}, set(), "local: got optimizer Wrapping, which has no hooks on its steps"),
+    ({"optimizer": "sharded"}, set(), "local: ZeroRedundancyOptimizer steps each parameter on one rank alone"),
+    ({"ddp": True}, {"updates", "local", "round"}, "forward: overlap='forward': DistributedDataParallel"),
+    ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler skips steps by all gradients"),
+    ({"max_norm": 1.0}, {"updates", "local", "round"}, "forward: max_norm="),
+    ({"every": 4}, {"local", "round"}, "updates: attach() was told every=4"),
+    ({"codes": "gradients"}, {"forward"}, "local: attach() was told every=as planned, codes='gradients'"),
+    ({"overlap": "forward"}, {"forward"}, "updates: attach() was told"),
+    ({"way": "every"}, {"updates", "local", "round"}, "forward: the ranks' optimizers are in different states"),
+])
+def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], said: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        for found, why in pool(WORLD).call(allowed, servers.address, how):
+            assert found == wanted
+            assert not said or any(f"{way}: {line}".startswith(said) for way, line in why.items())
+
+
+SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5}
+
+
+def main(place: str) -> None:
+    """Rank 1 dies in the middle of a switch."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    training = Training(rank, "", "every", optimizer="adamw", how="unbounded")
+    training.train(3)
+    made = training.connection
+    if rank == 1:
+        getattr(made, place).insert(0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    training.switch("round")
+    training.train(1000)
+
+
+@pytest.mark.parametrize("place", ["catch_up", "before_switch", "after_switch"])
+def test_a_rank_that_dies_in_the_middle_of_a_change_is_named(place: str) -> None:
+    with tree(__file__, 3, args=(place,), settings=SETTINGS) as run:
+        for rank in (0, 2):
+            code, errors = run.ended_one(rank, 40.0)
+            assert code == 1
+            line = r"commlayer.errors.(PeerLost|DeadlineExceeded): worker 1: .*E-(PEER-LOST|DEADLINE)"
+            assert re.match(line, last_line(errors)), errors
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

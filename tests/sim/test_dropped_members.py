@@ -1,0 +1,259 @@
+"""A member that a server drops: who is blamed, who hears of it, and that nobody can have another one sent away by a frame."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.meshes import soon
+from support.summation import Doubles, ask, push, service
+from test_control_membership import beat, running, server, ticked, worker
+from test_control_serving import JOB, PLAN, Pair, view_of
+from test_regrouping import elastic, members
+from test_summation_server import hub, next_stalled, served  # noqa: F401  (hub is a fixture)
+
+from commlayer import records
+from commlayer.cluster import client, epoch_change, membership, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.epoch_change import ViewChange, wire_generation
+from commlayer.cluster.messages import FINISHED, Gone, Heartbeat
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import Serving, Stalled
+from commlayer.config import host_port
+from commlayer.errors import CorruptFrame, PeerLost, Refused
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
+
+DATA = records.encode(PLAN)
+WRONG_CODEC = "codec 99 with weight 1.0 of 0.0 [E-FRAME]"
+
+
+# ---- who is blamed
+
+
+def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) -> None:  # noqa: F811
+    ends = served(hub, Doubles(), stall_s=0.0)
+    bad = push(1, 1.0, codec=99)
+    ends[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
+    ends[1].send(SERVER_BASE, bad.header, bad.body)
+    while not (said := next_stalled(ends[0])).dropped:
+        pass
+    assert (said.missing, dict(said.dropped)) == ((1, 2), {1: "codec 99 with weight 2.0 of 0.0 [E-FRAME]"})
+
+
+@pytest.mark.parametrize(("regroups", "dropped", "errors"), [
+    (False, {0: "noise"}, [("worker 0", 3, 0, "E-PEER-LOST")]),
+    (False, {}, []),
+    (True, {0: "noise"}, []),
+])
+def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_where_others_may_go_on(
+        regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: list[Any]) -> None:
+    job = Pair(opened)
+    job.ups[1]._regroups = regroups
+    sent: Any = job.serving._server
+    sent._say(1, Stalled(0, 3, (0, 1), dropped))
+    assert job.stalled.wait(WAIT_S)
+    assert [(error.peer, error.step, error.bucket, error.code) for error in job.failures.errors] == errors
+    assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
+
+
+def test_without_a_coordinator_a_worker_believes_its_server(opened: list[Any]) -> None:
+    job = Pair(opened)
+    job.ups[1]._regroups = True
+    job.ups[1]._membership.reachable = False  # type: ignore[union-attr]
+    job.ups[1]._told(0, Stalled(0, 3, (0,), {0: "noise"}))
+    error = job.failure()
+    assert (error.peer, error.code) == ("worker 0", "E-PEER-LOST")
+    assert "noise" in error.what
+
+
+# ---- what a server tells of
+
+
+def breach(core: Summation, *sent: Message) -> CorruptFrame:
+    """Of the last one."""
+    for one in sent[:-1]:
+        core.push(one, 0.0)
+    with pytest.raises(CorruptFrame) as caught:
+        core.push(sent[-1], 0.0)
+    return caught.value
+
+
+class Drawn(Doubles):
+    """Whose payloads must be of one sign."""
+
+    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
+        before = 0.0 if first else acc[0]
+        super().add(r, payload, acc, first)
+        if before * self.added[-1] < 0:
+            raise CorruptFrame("drawn otherwise")
+
+
+@pytest.mark.parametrize(("ops", "sent", "code"), [
+    (Doubles(), [push(1, 1.0, codec=9)], "E-FRAME"),
+    (Doubles(), [push(1, 1.0, sender=2)], "E-FRAME"),
+    (Doubles(), [push(0, 1.0, 7), push(1, 1.0, 0)], "E-STEPS-DIFFER"),
+    (Doubles(), [push(0, 1.0, undone=1), push(1, 1.0)], "E-STEPS-DIFFER"),
+    (Drawn(), [push(0, -1.0), push(1, 1.0)], "E-FRAME"),
+    (Drawn(), [push(0, 1.0), push(1, 1.0)._replace(body=memoryview(b"1234567"))], "E-FRAME"),
+    (Doubles(), [push(1, 1.0, generation=2)], "E-FRAME"),
+    (Doubles(), [push(1, 1.0, generation=2, bucket=99)], "E-FRAME"),
+], ids=["codec", "sender", "order", "undone", "at odds", "malformed", "generation", "generation and bucket"])
+def test_a_breach_names_the_member_whose_message_it_was(ops: Doubles, sent: list[Message], code: str) -> None:
+    core, _ = service(ops=ops)
+    error = breach(core, *sent)
+    assert (error.peer, error.code) == ("worker 1", code)
+
+
+def test_a_state_that_is_asked_for_while_another_pushes_is_a_breach() -> None:
+    core, _ = service()
+    core.push(push(0, 1.0), 0.0)
+    with pytest.raises(CorruptFrame, match=r"STATE_GET.*E-FRAME") as caught:
+        core.snapshot(ask(Kind.STATE_GET, 1))
+    assert (caught.value.peer, caught.value.step) == ("worker 1", 0)
+
+
+class Served:
+    """A server of three that writes an audit log, and the transports of some."""
+
+    def __init__(self, things: list[Any], audit: Path) -> None:
+        self.serving = Serving("127.0.0.1", 0, quick(heartbeat_s=0.05, audit=str(audit)))
+        things.append(self.serving)
+        self.view, self._things = view_of(DATA, self.serving, 3), things
+        self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
+        self.serving.start(self.view, DATA, 0, newest=lambda: self.next)
+
+    def end(self, rank: int) -> StreamTransport:
+        made = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+        self._things.append(made)
+        made.dial(SERVER_BASE, host_port(self.serving.address), soon())
+        return made
+
+    def switched(self, rank: int, header: Header, body: bytes) -> str:
+        end = self.end(rank)
+        answer = end.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
+        end.send(SERVER_BASE, header, body)
+        return bytes(end.wait(answer, soon()).body).decode()
+
+    def regrouped(self, plan: bytes = DATA) -> int:
+        generation = wire_generation(self.next)
+        change = msgspec.msgpack.encode(ViewChange(self.next, 7, {}, plan))
+        assert self.switched(0, Header(Kind.PLAN, generation, flags=Flag.ABANDON), change) == ""
+        return generation
+
+    def dropped(self, generation: int = 1) -> list[tuple[str, str]]:
+        """What the coordinator hears once worker 1 has sent what is in no plan."""
+        end = self.end(1)
+        end.send(SERVER_BASE, Header(Kind.PUSH, generation, 0, 0, codec=99, sender=1, weight=1.0), b"")
+        with pytest.raises(PeerLost):
+            end.wait(end.recv(SERVER_BASE), soon())
+        return [(gone.peer, gone.reason) for gone in self.serving.dropped()]
+
+
+def test_a_drop_is_told_and_in_the_audit_log_at_once(opened: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    assert Served(opened, path).dropped() == [("worker 1", WRONG_CODEC)]
+    noted = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["event"], line["peer"], line["why"]) for line in noted] == [("dropped", "worker 1", WRONG_CODEC)]
+
+
+def test_so_is_one_behind_a_change_of_members(opened: list[Any], tmp_path: Path) -> None:
+    made = Served(opened, tmp_path / "audit.jsonl")
+    assert made.dropped(made.regrouped()) == [("worker 1", WRONG_CODEC)]
+
+
+def test_who_is_no_member_any_more_is_not_told_of(opened: list[Any], tmp_path: Path) -> None:
+    made = Served(opened, tmp_path / "audit.jsonl")
+    assert made.dropped() != []
+    made.next = msgspec.structs.replace(made.next, members=(made.view.members[0], made.view.members[2]))
+    made.regrouped()
+    assert made.serving.dropped() == ()
+
+
+# ---- whom the coordinator believes
+
+
+def says(teller: str, peer: str, state: Any) -> Any:
+    return membership.heartbeat(state, teller, 1.0, Heartbeat(teller, dropped=(Gone(peer, "noise"),)))[0]
+
+
+def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
+    state = epoch_change.regrouped(says("s0", "worker 1", elastic()))
+    assert state.places["w1"].dead == "was dropped (by server 0): noise"
+    assert members(state) == (2, [0, 2, 3])
+    assert epoch_change.regrouped(says("s0", "worker 1", state)) == state, "said again it changes nothing"
+
+
+def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
+    _, pulse = membership.heartbeat(says("s0", "worker 1", running(3)), "w0", 2.0)
+    assert pulse.lost == (Gone("worker 1", "was dropped (by server 0): noise"),)
+
+
+@pytest.mark.parametrize(("teller", "peer"), [
+    ("w2", "worker 1"), ("s0", "server 0"), ("s0", "server 1"), ("stranger", "worker 1")])
+def test_nobody_else_can_send_anyone_away(teller: str, peer: str) -> None:
+    state = says(teller, peer, running(3, servers=2))
+    assert not any(place.dead for place in state.places.values())
+
+
+def test_a_server_that_is_gone_has_no_say() -> None:
+    dead = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
+    left = membership.leave(running(2), "s0", FINISHED)
+    for state in (dead, left):
+        assert not says("s0", "worker 1", state).places["w1"].dead
+
+
+def test_what_a_server_quotes_stands_in_one_line() -> None:
+    state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(Gone("worker 1", "a\nb"),)))
+    assert state.places["w1"].dead == "was dropped (by server 0): a\\nb"
+
+
+def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> None:
+    state = membership.State(2, 1)
+    refused = membership.join(state, server(0, certificate="anna", dials_only=True), 0.0).reply
+    assert re.search(r"anna\b.*E-CERTIFICATE-USE", refused.error)
+    assert membership.join(state, server(0, certificate="ben"), 0.0).reply.error == ""
+    assert membership.join(state, worker(1, certificate="anna", dials_only=True), 0.0).reply.error == ""
+
+
+def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
+        folders: Folders, opened: list[Any], tmp_path: Path) -> None:
+    serving = Serving("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
+    opened.append(serving)
+    (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).me.name for f in (folders.worker, folders.second)]
+    view = msgspec.structs.replace(view_of(DATA, serving), members=(msgspec.structs.replace(mine, certificate=names[0]), *rest))
+    serving.start(view, DATA, 0)
+    other, own = (StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
+        secret="of-this-job", keys=Keys(str(f)))) for f in (folders.second, folders.worker))
+    opened.extend((other, own))
+    with pytest.raises(Refused, match=rf"{names[1]}\b.*worker 0 .*{names[0]}\b.*E-RANK\]"):
+        other.dial(SERVER_BASE, host_port(serving.address), soon())
+    own.dial(SERVER_BASE, host_port(serving.address), soon())
+
+
+def test_the_view_says_with_which_certificates_workers_have_joined(folders: Folders) -> None:
+    config = quick(token="of-this-job", keys=str(folders.worker))
+    coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1)
+    seat = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"), config, Failures())
+    assert [m.certificate for m in seat.view.members] == [Keys(str(folders.worker)).me.name]
+    seat.leave()
+    coordinator.close()
+
+
+def test_the_coordinator_sees_itself_whose_certificate_that_is(folders: Folders) -> None:
+    """Whatever the request says."""
+    coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1, servers=1)
+    request = messages.server("127.0.0.1:1")
+    try:
+        with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
+            client.join(coordinator.address, request, quick(token="of-this-job", keys=str(folders.dials)), Failures())
+    finally:
+        coordinator.close()

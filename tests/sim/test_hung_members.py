@@ -1,0 +1,251 @@
+"""Who lives and lets others wait: what servers say of it, whom the coordinator blames, and how long workers wait for that."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
+from support.summation import Doubles, push
+from test_control_membership import running, worker
+from test_control_serving import PLAN, view_of
+from test_regrouping import elastic, members
+from test_summation_server import hub  # noqa: F401  (a fixture)
+
+from commlayer import records
+from commlayer.cluster import client, coordinator_journal, epoch_change, membership, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import Heartbeat, Overdue
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import Serving, SumServer
+from commlayer.engine.connection import Connection
+from commlayer.engine.regroup import Regrouping
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import SERVER_BASE
+
+WHY = ("was dropped: sent nothing for 300 s while others waited (step 7, said by server 0): it hangs, or its machine is far "
+       "too slow for deadline_s")
+
+
+# ---- whom the coordinator blames
+
+
+PATIENCE_S = 60.0
+
+
+def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int = -1) -> State:
+    """Of several servers, and workers that may go on without others."""
+    state = msgspec.structs.replace(running(workers, servers=servers), min_workers=least)
+    places = {token: msgspec.structs.replace(p, in_force=1, join=msgspec.structs.replace(p.join, regroups=p.rank != unable))
+              for token, p in state.places.items()}
+    return msgspec.structs.replace(state, places=places)
+
+
+def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
+    """Heartbeats one after the other, by token; no step: nothing waits there."""
+    for token, step, missing in said:
+        state, _ = membership.heartbeat(state, token, now)
+        state = epoch_change.waited(state, token, None if step is None else Overdue(step, missing, 300.0), now, PATIENCE_S)
+    return epoch_change.regrouped(state)
+
+
+def gone(state: State) -> list[int]:
+    return sorted(p.rank for p in state.places.values() if p.dead)
+
+
+TWICE = [
+    ("one server", [("s0", 7, (2,)), ("s0", 7, (2,))], [2]),
+    ("once is not enough", [("s0", 7, (2,))], []),
+    ("two at once", [("s0", 7, (1, 2)), ("s0", 7, (1, 2))], [1, 2]),
+    ("the one that came meanwhile is not blamed", [("s0", 7, (1, 2)), ("s0", 7, (2,))], [2]),
+    ("the sum came whole", [("s0", 7, (2,)), ("s0", None, ()), ("s0", 7, (2,))], []),
+    ("another step", [("s0", 7, (2,)), ("s0", 8, (2,))], []),
+    ("nobody has waited for so long", [("s0", 7, ()), ("s0", 7, ())], []),
+    ("other buckets elsewhere", [("s0", 7, (2,)), ("s1", 7, (1,)), ("s0", 7, (2,)), ("s1", 7, (1,))], [1, 2]),
+    ("who waits in a later step has no say", [("s1", 6, ()), ("s0", 7, (1, 2)), ("s0", 7, (1, 2))], []),
+    ("the earliest step", [("s0", 7, (0, 1)), ("s1", 6, (3,)), ("s0", 7, (0, 1)), ("s1", 6, (3,))], [3]),
+    ("the earlier sum came whole", [("s1", 6, ()), ("s0", 7, (1,)), ("s1", None, ()), ("s0", 7, (1,))], [1]),
+    ("all", [("s0", 7, (0, 1, 2, 3)), ("s0", 7, (0, 1, 2, 3))], []),
+    ("all, by several sums", [("s0", 7, (0, 1)), ("s1", 7, (2, 3)), ("s0", 7, (0, 1)), ("s1", 7, (2, 3))], []),
+    ("too few would be left", [("s0", 7, (0, 1, 2)), ("s0", 7, (0, 1, 2))], []),
+    ("a worker's word", [("w1", 7, (2,)), ("w1", 7, (2,))], []),
+    ("a stranger's", [("s9", 7, (2,)), ("s9", 7, (2,))], []),
+    ("who is no member", [("s0", 7, (9,)), ("s0", 7, (9,))], []),
+]
+
+
+@pytest.mark.parametrize(("said", "blamed"), [row[1:] for row in TWICE], ids=[row[0] for row in TWICE])
+def test_blamed_is_who_is_missing_in_the_earliest_step_and_is_said_twice(
+        said: list[tuple[str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
+    state = hears(several(), *said)
+    assert gone(state) == blamed
+    assert members(state) == (1 + bool(blamed), [rank for rank in range(4) if rank not in blamed])
+
+
+def test_its_seat_ends_with_a_line_that_it_hears_itself() -> None:
+    state = hears(elastic(), ("s0", 7, (2,)), ("s0", 7, (2,)))
+    assert state.places["w2"].dead == WHY
+    _, pulse = membership.heartbeat(state, "w2", 2.0)
+    assert pulse.dead == WHY
+    assert hears(state, ("s0", 7, (2,))).view == state.view, "said again it changes nothing"
+
+
+@pytest.mark.parametrize("state", [several(least=0), several(unable=3), several(least=4)], ids=["all", "unable", "least"])
+def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
+    assert gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,)))) == []
+
+
+def test_who_died_meanwhile_counts_as_gone_and_not_as_left() -> None:
+    state = membership.cut(several(least=3), ["w0"], "its home was switched off")
+    assert gone(hears(state, ("s0", 7, (0, 2)), ("s0", 7, (0, 2)))) == [0]
+
+
+def test_a_server_that_is_gone_holds_nobody_up() -> None:
+    state = membership.cut(hears(several(), ("s1", 6, ())), ["s1"], "killed")
+    assert 2 in gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,))))
+
+
+def joining(in_force: int = 1) -> State:
+    """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
+    state = hears(membership.cut(several(), ["w3"], "killed"))
+    state = epoch_change.admit(state, worker(4, world=4, regroups=True), 0.0).state
+    assert members(state) == (3, [0, 1, 2, 4])
+    state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", in_force=3))
+    for token in ("w0", "w1", "w2"):
+        state, _ = membership.heartbeat(state, token, 1.0, Heartbeat(token, in_force=in_force + 1))
+    return state
+
+
+@pytest.mark.parametrize(("missing", "in_force", "blamed"), [
+    ((0, 2), 1, [2]), ((0,), 1, []), ((2,), 1, [2]), ((0,), 2, [0])])
+def test_the_first_that_waits_for_all_to_let_somebody_in_is_not_blamed_for_that(
+        missing: tuple[int, ...], in_force: int, blamed: list[int]) -> None:
+    """It keeps its part of the step back until all have come to it."""
+    state = joining(in_force)
+    assert gone(hears(state, ("s0", 7, missing), ("s0", 7, missing))) == sorted([*blamed, 3])
+
+
+LATE = 1.0 + PATIENCE_S
+HELD = [
+    ("it alone, for so long", [(1.0, "s0", 7, (0,)), (LATE, "s0", 7, (0,))], [0]),
+    ("not quite", [(1.0, "s0", 7, (0,)), (LATE - 1, "s0", 7, (0,))], []),
+    ("others hold it up, and are gone when it begins", [(1.0, "s0", 7, (0, 2)), (LATE, "s0", 7, (0, 2))], [2]),
+    ("others have", [(1.0, "s0", 7, (0, 2)), (LATE - 1, "s0", 7, (0, 2)), (LATE, "s0", 7, (0, 2)),
+                     (2 * LATE, "s0", 7, (0, 2))], [0, 2]),
+    ("others do, at another server", [(1.0, "s0", 7, (0,)), (2.0, "s1", 7, (2,)), (LATE, "s0", 7, (0,))], []),
+    ("another waited in an earlier step", [(1.0, "s0", 7, (0,)), (2.0, "s1", 6, ()), (LATE, "s0", 7, (0,))], []),
+    ("another step", [(1.0, "s0", 6, (0,)), (LATE, "s0", 7, (0,)), (LATE + 1, "s0", 7, (0,))], []),
+    ("it came meanwhile", [(1.0, "s0", 7, (0,)), (2.0, "s0", None, ()), (LATE, "s0", 7, (0,)), (LATE, "s0", 7, (0,))], []),
+]
+
+
+@pytest.mark.parametrize(("said", "blamed"), [row[1:] for row in HELD], ids=[row[0] for row in HELD])
+def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
+        said: list[tuple[float, str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
+    state = joining()
+    for now, token, step, missing in said:
+        state = hears(state, (token, step, missing), now=now)
+    assert gone(state) == sorted([*blamed, 3])
+
+
+# ---- what a server says
+
+
+class Sums:
+    """A server of buckets 5 and 6, and what its members have sent, each so many seconds ago."""
+
+    def __init__(self, hub: Any, members: int = 3) -> None:  # noqa: F811
+        self.core = Summation(0, 1, {5: Doubles(), 6: Doubles()}, dict.fromkeys((5, 6), tuple(range(members))))
+        ends = hub[0].mesh([SERVER_BASE, *range(members)])
+        self.server = SumServer(self.core, ends[0], range(members), stall_s=60.0)
+        hub[1].extend((self.server, *ends[1:]))
+
+    def sent(self, *parts: tuple[int, int, int, float]) -> Sums:
+        for member, step, bucket, ago_s in parts:
+            self.core.push(push(member, 1.0, step, bucket=bucket), time.monotonic() - ago_s)
+        self.server._look()
+        return self
+
+
+SENT = [
+    ("nothing", [], None),
+    ("whole", [(0, 0, 5, 900.0), (1, 0, 5, 900.0), (2, 0, 5, 900.0)], None),
+    ("not for so long", [(0, 0, 5, 90.0)], (0, ())),
+    ("one", [(0, 0, 5, 900.0), (1, 0, 5, 90.0)], (0, (2,))),
+    ("more than have sent it", [(0, 0, 5, 900.0)], (0, ())),
+    ("in several sums", [(0, 0, 5, 900.0), (1, 0, 5, 90.0), (0, 0, 6, 900.0), (2, 0, 6, 900.0)], (0, (1, 2))),
+    ("in one of several", [(0, 0, 5, 900.0), (1, 0, 5, 90.0), (0, 0, 6, 90.0), (2, 0, 6, 90.0)], (0, (2,))),
+    ("in the earliest step", [*((m, 0, 5, 900.0) for m in range(3)), (0, 1, 5, 900.0), (1, 0, 6, 90.0)], (0, ())),
+]
+
+
+@pytest.mark.parametrize(("sent", "said"), [row[1:] for row in SENT], ids=[row[0] for row in SENT])
+def test_a_server_says_who_has_let_a_sum_of_the_earliest_step_wait_past_the_limit(
+        hub: Any, sent: list[tuple[int, int, int, float]], said: Any) -> None:  # noqa: F811
+    assert Sums(hub).sent(*sent).server.overdue(300.0) == said
+
+
+def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:  # noqa: F811
+    sums = Sums(hub).sent((0, 0, 5, 900.0), (1, 0, 5, 900.0))
+    sums.server._drop(CorruptFrame("another step", peer="worker 2"))
+    assert sums.server.overdue(300.0) == (0, ())
+
+
+def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:  # noqa: F811
+    sums = Sums(hub).sent((0, 0, 5, 900.0))
+    sums.server._drop(CorruptFrame("noise", peer="worker 1"))
+    assert sums.server.overdue(300.0) == (0, (2,))
+
+
+def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> None:
+    state = msgspec.structs.replace(hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,))), held=(7, 0, 1.0))
+    assert any(p.overdue for p in state.places.values())
+    kept = coordinator_journal.unpacked(coordinator_journal.packed(coordinator_journal.Kept("", "", state)))
+    assert {(p.overdue, p.hangs) for p in kept.state.places.values()} == {(None, ())}
+    assert kept.state.held is None
+
+
+def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:
+    for steps in (1, 4):
+        serving = Serving("127.0.0.1", 0, quick(deadline_s=0.001))
+        opened.append(serving)
+        data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
+        serving.start(view_of(data, serving, 3), data, 0)
+        assert serving.overdue() is None
+        assert serving._server is not None
+        serving._server._core.cells[0].begin(5, 0)
+        serving._server._core.cells[0].next = 2
+        serving._server._look()
+        assert serving.overdue() == Overdue(5, (2,), 0.001 * steps)
+
+
+def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
+    """And the coordinator ends the seat, once it has heard it twice."""
+    coordinator = Coordinator(quick(min_workers=1), workers=2, servers=1)
+    opened.append(coordinator)
+    workers = (messages.worker("job", rank, 2, plan=b"plan", regroups=True) for rank in range(2))
+    requests = [messages.server("127.0.0.1:1"), *workers]
+    with ThreadPoolExecutor(3) as pool:
+        seats = list(pool.map(lambda request: client.join(coordinator.address, request, quick(), Failures()), requests))
+    opened.extend(seats)
+    seats[0].overdue = lambda: Overdue(3, (1,), 5.0)
+    until(lambda: seats[0].newest.generation > 1, "there is another view")
+    assert [m.rank for m in seats[0].newest.members] == [0]
+    dead = coordinator._state.places[requests[2].token].dead
+    assert "sent nothing for 5 s while others waited (step 3, said by server 0)" in dead
+
+
+# ---- how long workers wait for that
+
+
+def test_behind_its_deadline_a_worker_waits_for_the_verdict() -> None:
+    made = Connection()
+    made.uplink = SimpleNamespace(view=None, heed=lambda _: None)  # type: ignore[assignment]
+    config = quick(reconnect_s=60.0, dead_after_s=10.0, heartbeat_s=1.0, deadline_s=600.0)
+    three_heartbeats_s = 3.0
+    assert Regrouping(made, config, "home").patience() == 60.0 + 10.0 + three_heartbeats_s

@@ -1,0 +1,294 @@
+"""A change of members in pieces: who goes on, what a server takes back, and what nobody waits for any more."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from support.coordinators import all_opened  # noqa: F401  (a fixture)
+from test_control_membership import DEAD_AFTER_S, PLAN, running, worker
+from test_homes import met, options, together
+from test_service_sums import push, service
+
+from commlayer.cluster import epoch_change, membership
+from commlayer.cluster.coordinator_journal import Kept, packed, unpacked
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import FINISHED, Heartbeat, Join, pack
+from commlayer.cluster.site_process_group import RelayedGroup
+from commlayer.cluster.uplink import Uplink
+from commlayer.config import Config
+from commlayer.errors import CommError, PeerLost
+from commlayer.transport.mailbox import Mailbox
+from commlayer.transport.protocol import Header, Kind, Message, key
+
+
+def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:
+    state = msgspec.structs.replace(running(workers), min_workers=least)
+    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, regroups=p.rank != unable))
+              for token, p in state.places.items()}
+    return msgspec.structs.replace(state, places=places)
+
+
+def without(state: State, *ranks: int) -> State:
+    """Those fall silent."""
+    for token, p in state.places.items():
+        if not (p.join.kind == "worker" and p.rank in ranks):
+            state, _ = membership.heartbeat(state, token, DEAD_AFTER_S)
+    return epoch_change.regrouped(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
+
+
+def members(state: State) -> tuple[int, list[int]]:
+    assert state.view is not None
+    return state.view.generation, [m.rank for m in state.view.members]
+
+
+def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
+    state = without(elastic(), 0)
+    assert members(state) == (2, [1, 2, 3])
+    state, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=1))
+    assert pulse.view == state.view
+    assert not pulse.lost, "it is no member any more, so its death is nobody's failure"
+    _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=2))
+    assert pulse.view is None, "said once"
+    _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", parent="stopped"))
+    assert pulse.view is None, "its child does not ask"
+    state = epoch_change.regrouped(membership.leave(state, "w3", "an error"))
+    assert members(state) == (3, [1, 2])
+    state = epoch_change.regrouped(membership.leave(state, "w1", FINISHED, 7))
+    assert members(state) == (3, [1, 2]), "one is not enough"
+
+
+def heard(state: State, *tokens: str, now: float) -> State:
+    for token in tokens:
+        state, _ = membership.heartbeat(state, token, now)
+    return state
+
+
+def waits(state: State, now: float = 10.0) -> bool:
+    """Whether a home that comes is to ask again, where three seconds are silence."""
+    return bool(epoch_change.door(state, now, 3.0, 60.0).wait)
+
+
+def test_a_home_waits_at_a_full_job_while_a_worker_is_silent() -> None:
+    assert not waits(heard(elastic(2, 1), "w0", "w1", now=9.0))
+    assert waits(heard(elastic(2, 1), "w0", now=9.0))
+    assert waits(heard(elastic(2, 0), "w0", now=9.0)), "with this one's death the job ends"
+
+
+def test_a_home_is_let_in_where_one_of_those_who_are_left_is_heard() -> None:
+    """It would have no weights to begin with otherwise."""
+    left = without(elastic(3, 1), 2)
+    assert waits(left, 99.0)
+    assert not waits(heard(left, "w0", now=98.0), 99.0)
+
+
+def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
+    ends = epoch_change.regrouped(membership.leave(elastic(2, 2), "w1", "an error"))
+    assert (waits(ends), membership.failure(ends)) == (True, "")
+    over = membership.leave(ends, "w0", FINISHED)
+    assert (waits(over), membership.failure(over)) == (True, "worker 1: left the job: an error")
+    finished = membership.leave(membership.leave(elastic(2, 2), "w0", FINISHED), "w1", FINISHED)
+    assert (waits(finished), membership.failure(finished)) == (False, "")
+    _, pulse = membership.heartbeat(over, "s0", 1.0)
+    assert (pulse.over, pulse.failed) == (True, True)
+    without_the_dead = membership.leave(without(elastic(2, 1), 1), "w0", FINISHED)
+    assert membership.failure(without_the_dead) == "", "those who were left have finished"
+
+
+def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
+    state = epoch_change.regrouped(membership.leave(elastic(), "w3", FINISHED, 7))
+
+    def told(state: State, token: str, **known: int) -> list[str]:
+        return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].left]
+
+    for token in ("w0", "w1"):
+        assert told(state, token, generation=2, in_force=1) == ["worker 3"], "it may wait for that one's part still"
+    state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, in_force=2))
+    assert told(state, "w0", generation=2, in_force=2) == []
+    assert told(state, "w1", generation=2, in_force=1) == ["worker 3"]
+    assert (told(state, "s0", generation=1), told(state, "s0", generation=2)) == (["worker 3"], [])
+
+
+def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
+    state, sizes = elastic(), list[tuple[int, int]]()
+    first = state.places["w0"].join
+    state = epoch_change.regrouped(membership.leave(state, "w3", FINISHED, 1))
+    for rank in range(4, 4 + 4 * epoch_change.FORMER):
+        request = worker(rank, token=f"w{rank}", world=0, regroups=True, plan=PLAN, alike=first.alike)
+        state, seat = epoch_change.admit(state, request, 1.0)
+        assert seat.view is not None, seat.error
+        state = epoch_change.regrouped(membership.leave(state, f"w{rank}", FINISHED, 1))
+        newest = members(state)[0]
+        for token in ("w0", "w1", "w2"):
+            state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=newest, in_force=newest))
+        sizes.append((len(pack(pulse)), len(packed(Kept("", "", state)))))
+    assert len(state.places) <= 5 + epoch_change.FORMER
+    half = len(sizes) // 2
+    assert sizes[-1][0] == sizes[half][0] < 100
+    assert sizes[-1][1] < 1.05 * sizes[half][1]
+    state, pulse = membership.heartbeat(state, f"w{rank}", 1.0, Heartbeat(f"w{rank}"))
+    assert not pulse.stranger, "the last of them are known still"
+
+
+def test_a_plan_is_kept_once_and_with_no_seat() -> None:
+    state = elastic()
+    state = epoch_change.regrouped(membership.leave(state, "w3", FINISHED, 1))
+    first = state.places["w0"].join
+    state, seat = epoch_change.admit(state, worker(4, world=0, regroups=True, plan=PLAN, alike=first.alike), 1.0)
+    assert seat.plan == PLAN
+    assert packed(Kept("", "", state)).count(PLAN) == 1
+    assert unpacked(packed(Kept("", "", state))).state.plan == PLAN
+    assert membership.join(state, first, 1.0).reply.plan == PLAN, "who asks again has it"
+
+
+def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
+    state = without(elastic(3, 3), 1)
+    assert members(state) == (1, [0, 1, 2])
+    state, pulse = membership.heartbeat(state, "w0", 12.0)
+    (gone,) = epoch_change.explained(state, pulse).lost
+    assert gone.peer == "worker 1"
+    assert gone.reason.endswith("; 2 workers are left, and fewer than 3 do not go on (min_workers): start all again from the "
+                                "last save")
+
+
+@pytest.mark.parametrize("state", [elastic(least=0), elastic(unable=3)])
+def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(state: State) -> None:
+    state = without(state, 0)
+    assert members(state) == (1, [0, 1, 2, 3])
+    state, pulse = membership.heartbeat(state, "w1", 12.0)
+    (gone,) = epoch_change.explained(state, pulse).lost
+    assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
+
+
+def ended() -> State:
+    state = elastic()
+    for rank in range(4):
+        state = membership.leave(state, f"w{rank}", FINISHED, 7)
+    return state
+
+
+def newcomer(rank: int, **fields: Any) -> Join:
+    return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), regroups=True, **fields)
+
+
+def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> None:
+    state = without(elastic(), 0)
+    assert epoch_change.door(state).there == 3
+    state, seat = epoch_change.admit(state, newcomer(4), 12.0)
+    assert (members(state), seat.view, seat.error) == ((3, [1, 2, 3, 4]), state.view, "")
+    assert "has its 4 workers" in epoch_change.admit(state, newcomer(5), 12.0).reply.error
+    state = epoch_change.regrouped(membership.leave(state, "w4", "killed, say"))
+    assert members(state) == (4, [1, 2, 3])
+
+
+@pytest.mark.parametrize(("state", "asked", "line"), [
+    (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
+    (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
+    (elastic(least=0), msgspec.structs.replace(newcomer(4), regroups=False), "a running job takes no new members"),
+    (elastic(unable=3), newcomer(4), "since worker 3 cannot change with others"),
+    (ended(), newcomer(4), "the job is over"),
+    (without(elastic(), 0), newcomer(0), "takes in homes alone"),
+    (without(elastic(), 0), newcomer(4, job="another"), "trains another model than worker"),
+    (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, the job 1.0"),
+])
+def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, asked: Join, line: str) -> None:
+    taken = epoch_change.admit(state, asked, 12.0)
+    assert line in taken.reply.error
+    assert ("--min-workers" in taken.reply.error) == ("--min-workers" in line)
+    assert taken.state == state
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it_had_added(whole: bool) -> None:
+    core, ops = service(2)
+    for sender in (0, 1):
+        core.push(push(sender, 0.1), 0.0)
+    owed = ops.residual
+    assert owed
+    core.push(push(0, 0.7, 1), 0.0)
+    if whole:
+        core.push(push(1, 0.3, 1), 0.0)
+        assert ops.residual != owed
+    core.end(1, {})
+    assert ops.residual == pytest.approx(owed, abs=1e-15)
+    assert core.push(push(1, 0.3, 1), 0.0) == [], "its view has ended"
+    assert ops.residual == pytest.approx(owed, abs=1e-15)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_it(heard: bool) -> None:
+    core, ops = service(2)
+    for sender in (0, 1):
+        core.push(push(sender, 0.1), 0.0)
+    before, calls = ops.undo, list[int]()
+
+    def undo(slices: int) -> None:
+        """As CodecOps: what is named twice is taken back once."""
+        if not calls:
+            before(slices)
+        calls.append(slices)
+
+    ops.undo = undo  # type: ignore[method-assign]
+    # Where member 0 is the one that died, what comes of the other waits for it, unadded.
+    core.push(push(0 if heard else 1, 0.7, 1, undone=1), 0.0)
+    core.end(1, {5: 1})
+    assert calls
+    assert ops.residual == 0.0
+
+
+def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view() -> None:
+    link, heard = Uplink(Config()), list[str]()
+    link._membership = SimpleNamespace(left={}, view=SimpleNamespace(servers=()))  # type: ignore[assignment]
+    link.follow(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
+    link._judged(PeerLost("is dead, and too few are left", peer="worker 2"))
+    link.follow(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
+    assert heard == ["before: worker 2", "behind: worker 2"]
+
+
+def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
+    box = Mailbox()
+    old, new = (key(Header(Kind.RESULT, generation, 3, 5)) for generation in (1, 65537))
+    waits = box.recv(9, old), box.recv(9, new), box.recv(9, None)
+    box.deliver(Message(8, Header(Kind.RESULT, 1, 2, 5, sender=8), memoryview(b"kept")))
+    box.end_generations(CommError("its view has ended"), 65537)
+    assert [w.error() is not None for w in waits] == [True, False, False]
+    box.deliver(Message(8, Header(Kind.RESULT, 1, 3, 5, sender=8), memoryview(b"late")))
+    assert not box.recv(8, None).done(), "what came for it is forgotten"
+
+
+def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:
+    """Alike for who comes early and late. What it had left before it went counts for both."""
+    desks = met(opened)
+    opened[0]._gathering.begin()
+    gone = threading.Event()
+
+    def act(group: RelayedGroup, rank: int) -> list[Any]:
+        group.without = True
+        first = torch.tensor([1.0 + rank])
+        group.allreduce([first]).wait()
+        if rank == 0:
+            next(thing for thing in opened[1:] if getattr(thing, "_attendance", None) is not None
+                 and thing._attendance.request.home == desks[0][0]._home).close()
+            gone.set()
+            return []
+        gone.wait(20.0)
+        total, mean, root = (torch.tensor([1.0 + rank]) for _ in range(3))
+        rows, whole = [torch.empty(1) for _ in range(3)], torch.empty(3)
+        group.allreduce([total]).wait()
+        group.allreduce([mean], options(reduceOp=dist.ReduceOp.AVG)).wait()
+        group.broadcast([root], options(rootRank=0)).wait()
+        own = torch.tensor([1.0 + rank])
+        for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(whole, own),
+                     lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
+            with pytest.raises(RuntimeError, match="rank 0 is gone, and has left no row"):
+                work().wait()
+        group.barrier().wait()
+        group.allreduce([own]).wait()
+        return [first.item(), total.item(), mean.item(), root.item(), own.item()]
+
+    assert together(desks, act)[1:] == [[6.0, 5.0, 2.5, 2.0, 5.0]] * 2

@@ -1,0 +1,1 @@
+"""What tests share: processes, jobs, cases, faults."""

@@ -1,0 +1,143 @@
+"""One training script, four ways to run it: alone on the union of the batches, attached, and through DDP by both its doors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from support import rank_pool
+
+
+class Setting(NamedTuple):
+    """How a script is to be run. `how`: "module", "ddp" (attach on a DDP module) or "hook" (DDP's own registration)."""
+
+    how: str
+    addresses: tuple[str, ...] = ()
+    """Of one coordinator for each model that the script attaches."""
+    codec: str = "identity()"
+    ranks_per_node: int = 1
+    servers: int = 1
+    plan: str = "codec"
+    """"codec": that codec for everything; "auto": the default."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Further settings of the session."""
+
+
+class Run:
+    """What a script sees. Alone it works on the parts of all ranks; otherwise on its own."""
+
+    def __init__(self, rank: int, world: int, setting: Setting | None) -> None:
+        self.rank, self.world, self.setting = rank, world, setting
+        self.alone = setting is None
+        self.parts: Sequence[int] = range(world) if setting is None else [rank]
+        self.sessions: list[Any] = []
+        self._addresses = list(setting.addresses) if setting else []
+
+    def wrap(
+        self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, exact: bool | None = None, **ddp: Any,
+    ) -> Any:
+        """The model to call; alone, as it is."""
+        if self.setting is None:
+            return model
+        import commlayer
+
+        servers = "each" if self.setting.servers > 1 else "one"
+        config = rank_pool.quick(ranks_per_node=self.setting.ranks_per_node, servers=servers) | dict(self.setting.fields)
+        if self._addresses:
+            config["join"] = self._addresses.pop(0)
+        plan: Any = "auto" if self.setting.plan == "auto" else commlayer.compressors.parse(self.setting.codec)
+        if self.setting.how == "module":
+            self.sessions.append(commlayer.attach(model, optimizer, plan=plan, config=config, scaler=scaler, exact=exact))
+            return model
+        wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.002} | ddp)
+        if self.setting.how == "ddp":
+            self.sessions.append(commlayer.attach(wrapped, optimizer, plan=plan, config=config, scaler=scaler))
+        else:
+            state = commlayer.HookState(plan, config=config, scaler=scaler)
+            wrapped.register_comm_hook(state, commlayer.comm_hook)
+            self.sessions.append(state)
+        return wrapped
+
+    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        if self.setting is None:
+            return contextlib.nullcontext()
+        return model.no_sync() if self.setting.how == "hook" else self.sessions[0].no_sync()
+
+    def weight(self, n: float) -> None:
+        if self.setting is not None:
+            self.sessions[0].weight(n)
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.connection.close() if hasattr(session, "connection") else session.close()
+
+
+def play(rank: int, world: int, script: Any, setting: Setting | None, *args: Any) -> dict[str, Any]:
+    """Runs a script; what it returns."""
+    torch.manual_seed(7)
+    run = Run(rank, world, setting)
+    try:
+        result: dict[str, Any] = script(run, *args)
+    finally:
+        run.close()
+    return result
+
+
+@contextlib.contextmanager
+def coordinators(models: int, world: int, servers: int, **fields: Any) -> Iterator[list[rank_pool.Servers]]:
+    """One for each model; none for plans without servers."""
+    models = models if servers else 0
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(rank_pool.Servers(world, servers, **fields)) for _ in range(models)]
+
+
+def refusals(tries: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """What each of them is refused with."""
+    said = {}
+    for name, attempt in tries.items():
+        with pytest.raises(ValueError) as caught:
+            attempt()
+        said[name] = str(caught.value)
+    return said
+
+
+def said_in_lines(results: Sequence[dict[str, str]], wanted: dict[str, str]) -> None:
+    """Every rank's refusals are a line each, and have these words."""
+    for said in results:
+        assert said.keys() == wanted.keys()
+        assert not any("\n" in line for line in said.values())
+        for name, words in wanted.items():
+            assert words in said[name], (name, said[name])
+
+
+def mlp(seed: int = 0, width: int = 40) -> nn.Sequential:
+    """Buckets of all kinds: the middle weight is cut in two, the small ones are fused."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def data(part: int, step: int, n: int = 6, width: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """That rank's samples of that step."""
+    generator = torch.Generator().manual_seed(97 * step + part)
+    x = torch.randn(n, width, generator=generator)
+    return x, torch.stack([x[:, 0] * x[:, 1], x[:, 2].abs(), x.sum(1).sin()], dim=1)
+
+
+def loss_of(run: Run, model: Any, step: int, **kwargs: Any) -> torch.Tensor:
+    """Mean over the parts of this run of the mean over the samples of each."""
+    losses = []
+    for part in run.parts:
+        x, y = data(part, step, **kwargs)
+        losses.append(nn.functional.mse_loss(model(x), y))
+    return torch.stack(losses).mean()
+
+
+def weights(*models: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters by name."""
+    return {f"{i}.{name}": p.detach().clone() for i, model in enumerate(models) for name, p in model.named_parameters()}

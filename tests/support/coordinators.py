@@ -1,0 +1,117 @@
+"""Shared by the control plane's tests: short settings, requests, and a worker in a process of its own (run as a script)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 30.0
+"""Bounds every wait of these tests; none should take long."""
+
+
+@pytest.fixture(name="opened")
+def all_opened() -> Iterator[list[Any]]:
+    """What a test opens, newest last; closed in the reverse order."""
+    things: list[Any] = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+def until(true: Callable[[], bool], what: str, deadline_s: float = WAIT_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.01)
+
+
+def quick(**fields: Any) -> Any:
+    """Settings with short heartbeats, unmoved by the environment of whoever runs the tests."""
+    from commlayer.config import read_config
+
+    short = {"heartbeat_s": 0.05, "dead_after_s": 1.0, "join_deadline_s": WAIT_S, "reconnect_s": 1.0}
+    return read_config(short | fields, environ={}, cwd="/nonexistent")
+
+
+HELD_S = 3.0
+"""How long a worker holds the GIL: much longer than the silence that kills."""
+
+
+class Failures:
+    """What on_failure was told, and an event to wait for it by."""
+
+    def __init__(self) -> None:
+        self.errors: list[Any] = []
+        self.came = threading.Event()
+
+    def __call__(self, error: Any) -> None:
+        self.errors.append(error)
+        self.came.set()
+
+
+class Process:
+    """This file as a script: a worker that tells what happens to it as lines of JSON."""
+
+    def __init__(self, address: str, rank: int, world: int, *, how: str = "stay", **fields: Any) -> None:
+        command = [sys.executable, __file__, address, str(rank), str(world), how, json.dumps(fields)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def told(self) -> Any:
+        """The next thing it says; None at its end. The suite's own time limit bounds this."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def go_on(self) -> None:
+        """Lets a process that stays leave in order, and waits for its end."""
+        self.process.communicate("\n", timeout=WAIT_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=WAIT_S)
+
+
+def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from commlayer.cluster import client, messages
+
+    def tell(**what: Any) -> None:
+        print(json.dumps(what), flush=True)
+
+    config = quick(**json.loads(fields))
+    request = messages.worker("job", int(rank), int(world), plan=b"a plan")
+    member = client.join(address, request, config, lambda error: tell(failure=str(error)), keep=True)
+    keeper = member._keeper and member._keeper.pid
+    tell(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.view.members])
+    if how == "hold_gil":
+        import ctypes
+
+        # A PyDLL call keeps the GIL, as a long stretch of C code in a training thread may.
+        ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
+        tell(held=True)
+    if how.startswith("embed"):
+        from commlayer.cluster.child_processes import Embedded
+
+        embedded = Embedded.start(config, workers=1, servers=0, number=None).pid
+        # A DataLoader worker: it holds the pipes of its trainer open and may outlive it.
+        forked = os.fork() if how == "embed_and_fork" else -1
+        if forked == 0:
+            signal.pause()
+        tell(embedded=embedded, forked=forked)
+    sys.stdin.readline()
+    member.leave()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,194 @@
+"""Builds the .cu files with the host's compiler against tests/cuda_shim, launches and compares them. Knows no kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from commlayer.compressors import device, reference
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.gpu import launch
+from commlayer.gpu.kernel_call import Argument, Launcher
+from support.native_builds import bits, core
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = ROOT / "tests" / "cuda_shim"
+CUDA = ROOT / "cuda"
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+_one_at_a_time = threading.Lock()
+"""The shim is one device without streams."""
+
+FLAGS += os.environ.get("COMMLAYER_SHIM_FLAGS", "").split()
+"""-fsanitize=address, with the runtimes of sanitizer and C++ preloaded, runs every test under the sanitizer."""
+
+KERNEL = re.compile(r"^CML_KERNEL (\w+)\(", re.MULTILINE)
+
+
+def build(sources: Sequence[Path], *flags: str) -> Path:
+    """A library with a launcher for every kernel; built once per content of sources, shim and flags."""
+    assert COMPILER is not None
+    headers = sorted([*SHIM.glob("*.h"), *CUDA.glob("*.cuh")])
+    text = b"".join(f.read_bytes() for f in [*headers, *sources]) + " ".join([COMPILER, *FLAGS, *flags]).encode()
+    library = ROOT / "build" / "cuda_shim" / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Tests that want the same at once wait for the first, which takes all cores for some ten seconds.
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(library, sources, flags)
+    return library
+
+
+def _build(library: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
+    assert COMPILER is not None
+    work = library.with_suffix(f".{os.getpid()}")
+    work.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda source: _compile(source, work, flags), sources))
+    _run([COMPILER, "-shared", "-Wl,-Bsymbolic", *FLAGS, *flags, *map(str, objects), "-o", str(work / "all.so")])
+    (work / "all.so").replace(library)
+    shutil.rmtree(work)
+
+
+def _compile(source: Path, work: Path, flags: Sequence[str]) -> Path:
+    wrapper = work / f"{source.stem}.cc"
+    exports = "\n".join(f"SHIM_EXPORT({name})" for name in KERNEL.findall(source.read_text()))
+    wrapper.write_text(f'#include "cuda.h"\n#include "{source}"\n{exports}\n')
+    assert COMPILER is not None
+    _run([COMPILER, *FLAGS, *flags, f"-I{SHIM}", f"-I{CUDA}", "-c", str(wrapper), "-o", str(wrapper.with_suffix(".o"))])
+    return wrapper.with_suffix(".o")
+
+
+def _run(command: Sequence[str]) -> None:
+    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+class Shim:
+    """A launcher whose device is the CPU. `seed` decides who runs first, `resident` how many blocks run at once."""
+
+    def __init__(self, library: Path, seed: int = 0, resident: int = 3) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.seed, self.resident = seed, resident
+
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
+        call = getattr(self.library, f"shim_{kernel}")
+        call.restype = ctypes.c_char_p
+        slots = [_slot(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
+        self.seed += 1
+        with _one_at_a_time:
+            error = call(grid, threads, self.resident, ctypes.c_uint64(self.seed), len(slots), pointers)
+        if error:
+            raise RuntimeError(f"{family}/{kernel}: {error.decode()}")
+
+
+def _slot(arg: Argument) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_double:
+    if isinstance(arg, float):
+        return ctypes.c_double(arg)
+    if isinstance(arg, int):
+        return ctypes.c_longlong(arg)
+    return ctypes.c_void_p(None if arg is None else arg.data_ptr())
+
+
+class Recorder:
+    """Hands on to a launcher and keeps the names of the kernels."""
+
+    def __init__(self, inner: Launcher) -> None:
+        self.inner, self.launched = inner, list[str]()
+
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
+        self.launched.append(kernel)
+        self.inner.launch(family, kernel, grid, threads, args)
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""With a GPU the very same tables run on it; without one on the CPU, as the device of tests/cuda_shim."""
+
+
+@contextlib.contextmanager
+def running(seed: int = 0, resident: int = 3) -> Iterator[Recorder]:
+    """Within it tensors on DEVICE are coded by the kernels in cuda/."""
+    inner: Launcher
+    if DEVICE.type == "cuda":
+        inner = launch.launcher(DEVICE)
+    elif COMPILER is None:
+        pytest.skip("no C++ compiler")
+    else:
+        inner = Shim(build(sorted(CUDA.glob("*.cu"))), seed, resident)
+    recorder = Recorder(inner)
+    with launch.use(DEVICE.type, recorder):
+        yield recorder
+
+
+def octets(nbytes: int) -> torch.Tensor:
+    """Device memory for a payload: it reaches to the next multiple of 4 bytes, as all device memory does."""
+    return torch.full((-(-nbytes // 4) * 4,), 0xA5, dtype=torch.uint8)[:nbytes]
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """Within it no host reads what collectives have brought to the memory of buckets, as where that lies on a GPU."""
+    lie_in = WorkerBucket.lie_in
+
+    def there(bucket: WorkerBucket, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        lie_in(bucket, every, every_y)
+        bucket._facts = bucket._facts_y = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerBucket, "lie_in", there)
+        yield
+
+
+Run = Callable[[ModuleType, Callable[[np.ndarray], torch.Tensor]], list[bytes]]
+
+
+def same(run: Run, seed: int = 0, resident: int = 3) -> list[bytes]:
+    """What run(module, there) gives on all three; `there` puts an array where the module works, as a copy."""
+    found = run(core, here)
+    assert run(reference, here) == found, "reference and native differ"
+    with running(seed, resident):
+        assert run(device, there) == found, "device and native differ"
+    return found
+
+
+def here(array: np.ndarray) -> torch.Tensor:
+    copy = torch.from_numpy(array.copy())
+    return copy if array.size else torch.empty(0, dtype=copy.dtype)  # what torch makes of an empty array has no view as bytes
+
+
+def there(array: np.ndarray) -> torch.Tensor:
+    if array.size == 0:
+        return here(array).to(DEVICE)
+    memory = octets(array.nbytes)
+    memory.copy_(torch.from_numpy(array.copy()).view(torch.uint8))
+    return memory.to(DEVICE).view(torch.from_numpy(array).dtype)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    array = tensor.cpu().numpy()
+    return bits(array) if array.dtype == np.float32 else array.tobytes()
+
+
+def zeros(nbytes: int) -> np.ndarray:
+    return np.zeros(nbytes, np.uint8)
+
+
+__all__ = ["CUDA", "DEVICE", "Run", "Shim", "build", "device", "here", "octets", "raw", "running", "same", "there", "unread",
+           "zeros"]

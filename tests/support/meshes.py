@@ -1,0 +1,217 @@
+"""Meshes of every carrier, and what tests of connections begin with."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from commlayer.cluster import uplink
+from commlayer.cluster.client import fingerprint, tls_credentials
+from commlayer.cluster.grpc_server import GrpcPort, stream_port
+from commlayer.transport import framing, grpc_stream, handshake, tls
+from commlayer.transport.crc import crc32c
+from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.handshake import Admit, Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
+from commlayer.transport.shaped_links import HostLink, ShapedLinks, shaped
+from support.faulty import faulty
+from support.loopback import Hub
+
+PATIENCE_S = 30.0
+"""Longer than anything takes that works: only failures wait for it."""
+SMALL_BUFFERS = Settings(buffer_nbytes=64 << 10)
+T = TypeVar("T")
+Mesh = Callable[[int], contextlib.AbstractContextManager[list[Transport]]]
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def data(sender: int, bucket: int = 0, step: int = 0, order: int = 0) -> Header:
+    return Header(Kind.DATA, step=step, bucket=bucket, sender=sender, order=order)
+
+
+# ---- meshes
+
+
+@contextlib.contextmanager
+def closing(transports: list[Transport]) -> Iterator[list[Transport]]:
+    try:
+        yield transports
+    finally:
+        in_threads(transports, lambda t: t.close())
+
+
+def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
+    return closing(list(Hub().mesh(range(n))))
+
+
+FAR = "127.0.0.2"
+"""An end that listens here seems to be on another machine to who dials it, and the other way round."""
+
+
+def connect_all(transports: list[StreamTransport], host: str = "127.0.0.1") -> None:
+    """Every pair, the lower rank dialling; both ends are ready when it returns."""
+    ready = Header(Kind.DATA, bucket=2**32 - 1)
+    for i, dialler in enumerate(transports):
+        for acceptor in transports[i + 1 :]:
+            dialler.dial(acceptor.rank, acceptor.listen(host), soon())
+            dialler.send(acceptor.rank, ready)
+            acceptor.wait(acceptor.recv(dialler.rank, key(ready)), soon())
+
+
+class GrpcEnd(StreamTransport):
+    """Listens and dials by gRPC streams, as `commlayer serve` and its workers do with carrier="grpc"."""
+
+    def __init__(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> None:
+        super().__init__(hello, admit, settings)
+        self._ports: list[GrpcPort] = []
+
+    def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
+        self._ports.append(stream_port(self._settings.keys, host, port, self.take, self._settings.refused))
+        return host, self._ports[-1].number
+
+    def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
+        uplink.over_grpc(self, peer, address, self._settings.keys, deadline)
+
+    def close(self, flush_s: float | None = None) -> None:
+        super().close(flush_s)
+        for port in self._ports:
+            port.close()
+
+
+class Wire(NamedTuple):
+    """A carrier between processes."""
+
+    kind: type[StreamTransport] = StreamTransport
+    secured: bool = False
+    host: str = "127.0.0.1"
+
+    def end(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> StreamTransport:
+        return self.kind(hello, admit, settings._replace(keys=keys()) if self.secured else settings)
+
+    def raw(self, address: Address) -> ByteChannel:
+        """A channel to that end, which has said nothing yet."""
+        mine = keys() if self.secured else None
+        if self.kind is GrpcEnd:
+            where = f"{address[0]}:{address[1]}"
+            opened = functools.partial(grpc_stream.open_channel, where, grpc_stream.OPTIONS, tls_credentials(mine),
+                                       on_loop=True)
+            return grpc_stream.dialled(opened, *address, soon(), fingerprint(mine))
+        sock = socket.create_connection(address, PATIENCE_S)
+        if mine is None:
+            return sock
+        secured = tls.TlsSocket(sock, mine, tls.DATA, server=False)
+        secured.handshake(soon())
+        secured.settimeout(PATIENCE_S)
+        return secured
+
+    @contextlib.contextmanager
+    def mesh(self, n: int) -> Iterator[list[Transport]]:
+        transports = [self.end(Hello("test", rank), settings=SMALL_BUFFERS) for rank in range(n)]
+        with closing(list(transports)) as mesh:
+            connect_all(transports, self.host)
+            yield mesh
+
+
+WIRES = {
+    "tcp": Wire(), "tls": Wire(secured=True), "grpc": Wire(GrpcEnd), "grpc+tls": Wire(GrpcEnd, secured=True),
+    # Between machines: large bodies go in parts, and there is a limit to what is under way.
+    "far": Wire(host=FAR), "far tls": Wire(secured=True, host=FAR),
+}
+
+
+@functools.cache
+def keys() -> Keys:
+    """A node's, made once."""
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    from commlayer.cluster import authority
+
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    authority.init(Path(folder.name))
+    return Keys(authority.add(Path(folder.name), "gpu-1"))
+
+
+@contextlib.contextmanager
+def shaped_mesh(n: int) -> Iterator[list[Transport]]:
+    """Infinitely fast: nothing but the machinery. Two ranks share each host."""
+    with tempfile.TemporaryDirectory() as folder:
+        links = ShapedLinks(Path(folder) / "links", [HostLink(math.inf, math.inf)] * n)
+        hosts = {rank: rank // 2 for rank in range(n)}
+        with closing([shaped(t, links, hosts) for t in Hub().mesh(range(n))]) as mesh:
+            yield mesh
+        links.close()
+
+
+def faulty_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
+    return closing([faulty(t, ()) for t in Hub().mesh(range(n))])
+
+
+MESHES: dict[str, Mesh] = {
+    "loopback": loopback_mesh, "shaped": shaped_mesh, "faulty": faulty_mesh,
+    **{name: wire.mesh for name, wire in WIRES.items()},
+}
+
+
+def in_threads(transports: list[Transport], work: Callable[[Transport], T]) -> list[T]:
+    """One thread per rank, as if each were a process. Raises the first error."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            results[i] = work(transports[i])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(transports))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_S)
+        assert not thread.is_alive(), "a rank hangs"
+    if errors:
+        raise errors[0]
+    return [results[i] for i in range(len(transports))]
+
+
+def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIRES["tcp"], secret: str = "",
+             peer: int = 0x8000) -> ByteChannel:
+    """A channel that has been greeted as that worker and may now send what it likes."""
+    channel = wire.raw(address)
+    handshake.greet(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
+    channel.settimeout(PATIENCE_S)
+    return channel
+
+
+@contextlib.contextmanager
+def far_pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
+    """Two ends that take each other to be on other machines, so that bodies go in parts."""
+    ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
+    connect_all(list(ends), FAR)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def frame(header: Header, body: bytes = b"") -> bytes:
+    return framing.encode(header, len(body), crc32c(body)) + body
+
+
+def exchange_pair(x: Transport, y: Transport) -> bool:
+    x.send(y.rank, data(x.rank, bucket=77), b"ping")
+    return bytes(y.wait(y.recv(x.rank, key(data(x.rank, bucket=77))), soon()).body) == b"ping"

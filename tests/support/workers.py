@@ -1,0 +1,137 @@
+"""Ranks as threads over loopback with real servers: what the tests of the runtime stand on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlayer.cluster.server_codecs import ops_of, senders_of
+from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import SumServer, follow_stalls
+from commlayer.compressors import codec_of
+from commlayer.engine.worker import Worker
+from commlayer.planner import default_plan
+from commlayer.records import Job, Plan, TensorInfo
+from commlayer.transport.protocol import SERVER_BASE
+from support.loopback import Hub
+
+SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]
+
+
+def job(shapes: list[tuple[int, ...]] | None = None, buffers: int = 0) -> Job:
+    """The last `buffers` of the tensors are buffers."""
+    sizes = shapes or SHAPES
+    return Job(tuple(TensorInfo(f"t{i}", s, buffer=i >= len(sizes) - buffers) for i, s in enumerate(sizes)))
+
+
+class Rig:
+    """`world` workers and the plan's servers in one process."""
+
+    def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
+                 buffers: int = 0, stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None,
+                 of: Job | None = None) -> None:
+        self.job = of or job(shapes, buffers)
+        self.plan = plan or default_plan(self.job, codec=codec, path="service", servers=servers, ranks_per_node=1,
+                                         fuse_nbytes=2048, cut_nbytes=4096)
+        self.hub = hub or Hub()
+        gradients = sum(not tensor.buffer for tensor in self.job.tensors)
+        self.servers = [
+            SumServer(Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world)),
+                      self.hub.transport(SERVER_BASE + s), range(world), stall_s=stall_s)
+            for s in range(self.plan.servers)
+        ]
+        self.transports = [self.hub.transport(rank) for rank in range(world)]
+        self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
+
+    def worker(self, rank: int, transport: Any) -> Worker:
+        codecs = {b.id: codec_of(b, rank, self.plan) for b in self.plan.buckets}
+        worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=len(self.transports),
+                        transport=transport)
+        for s in range(self.plan.servers):
+            follow_stalls(transport, SERVER_BASE + s, 1, lambda said: worker.stalled(said.bucket, said.step, said.missing))
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for transport in self.transports:
+            transport.close()
+        for server in self.servers:
+            server.close()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Runs body(rank) on a thread each; results in rank order, an exception as its own result."""
+    results: list[Any] = [TimeoutError("did not end")] * world
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    return results
+
+
+class ToldRows:
+    """What ranks that are threads tell each other in turns, with a wait that ends."""
+
+    def __init__(self, world: int) -> None:
+        self._world, self._told = world, [list[tuple[float, ...]]() for _ in range(world)]
+        self._heard, self._news = [0] * world, threading.Condition()
+
+    def of(self, rank: int) -> Any:
+        return _ToldBy(self, rank)
+
+    def tell(self, rank: int, row: tuple[float, ...]) -> None:
+        with self._news:
+            self._told[rank].append(row)
+            self._news.notify_all()
+
+    def hear(self, rank: int) -> list[tuple[float, ...]]:
+        turn, self._heard[rank] = self._heard[rank], self._heard[rank] + 1
+        with self._news:
+            assert self._news.wait_for(lambda: all(len(told) > turn for told in self._told), 20.0)
+            return [told[turn] for told in self._told]
+
+
+class _ToldBy:
+    """One rank's end."""
+
+    def __init__(self, rows: ToldRows, rank: int) -> None:
+        self._rows, self._rank = rows, rank
+
+    def start(self, *row: float) -> None:
+        self._rows.tell(self._rank, row)
+
+    def read(self) -> list[tuple[float, ...]]:
+        return self._rows.hear(self._rank)
+
+
+def step(
+    worker: Worker, gradients: list[torch.Tensor | None], deadline_s: float = 20.0, device: torch.device | None = None
+) -> list[torch.Tensor | None]:
+    """One step: announces all gradients there are, waits, and returns what the worker wrote into copies of them."""
+    for tensor, gradient in enumerate(gradients):
+        if gradient is not None:
+            worker.ready(tensor, gradient)
+    worker.finish(list(gradients), deadline_s)
+    used = worker.used()
+    shapes = [info.shape for info in worker.job.tensors]
+    targets = [torch.empty(shape, device=device) if anyone else None for shape, anyone in zip(shapes, used, strict=True)]
+    worker.commit(targets)
+    return targets

@@ -1,0 +1,260 @@
+"""Which ways plan="auto" may go: `exact=True`, what a script was told, and that averaged gradients are left only for much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.autotuning import JOB, candidate, plan_of
+
+from commlayer import planner
+from commlayer.autotune.plan import loss_limits, plan_search
+from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, steps_of
+from commlayer.autotune.plan.link_probes import RankMeasurement
+from commlayer.codec_name import named
+from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
+from commlayer.engine.connection import Connection
+from commlayer.engine.ways import Asked, read_ways, stepping
+from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables.jobs import published
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import Plan
+
+ROWS = tuple(
+    LearningRow("adam", codes, codec, every, overlap, False, 0, 1.0 + more, 1.02 + more, more, more, 5, 5)
+    for codec, costs in (("int4()", 0.01), ("topk(ratio=0.1)", 0.3), ("topk(ratio=0.01)", 1.5))
+    for codes, every, overlap, more in (("gradients", 1, "", costs), ("updates", 1, "", costs),
+                                        ("updates", 16, "", costs + 0.1), ("updates", 16, "round", costs + 0.2)))
+
+
+FAST = "100/100Gb"
+
+
+def inputs(links: str, **policy: Any) -> PlanInputs:
+    cluster = cluster_from_line(f"2xrtx3060@{links}")
+    profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
+    return PlanInputs(published("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+
+
+@pytest.mark.parametrize(("links", "exact", "away"), [
+    ("2/2Mb", False, True), ("2/2Mb", True, False), (FAST, False, False),
+])
+def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
+    links: str, exact: bool, away: bool,
+) -> None:
+    found = plan_search._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    made, leaves = found.plan, found.leaves
+    assert plan_search.exact(made) is not away
+    assert bool(leaves) is away
+    if away:
+        assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
+        assert "times as many to the loss at best): goes over to 16 local steps" in leaves
+        assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
+        again = plan_search._best(inputs(links, exact=exact), made)
+        assert again == plan_search.Best(made), "said once"
+
+
+def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    sooner = taken.plan.step_s * taken.plan.steps_high
+    kept = plan_search._best(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
+    enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
+    assert enough < LEAVES
+    monkeypatch.setattr(plan_search, "LEAVES", 0.9 * enough)
+    found = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    assert found == plan_search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
+    assert kept.local is None, "exact=True"
+
+
+@pytest.mark.parametrize(("suggests", "links", "hinted"), [
+    (True, "2/2Mb", True), (False, "2/2Mb", False), (True, FAST, False),
+])
+def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
+    current = plan_of(0.0, "int4()")
+    kept = plan_search._best(inputs(links, exact=True), current)
+    found = plan_search._best(inputs(links, exact=True), current, suggests=suggests)
+    assert found == kept._replace(hint=found.hint)
+    assert plan_search.exact(found.plan)
+    assert bool(found.hint) is hinted
+    if hinted:
+        away = plan_search._best(inputs(links, exact=False), current).plan
+        times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
+        assert f" {times:.1f} times as fast: {away.local_steps} local steps" in found.hint
+        assert "exact=False" in found.hint
+
+
+def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_search, "SOONER", 1e-3)
+    assert not plan_search._best(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"), suggests=True).hint
+
+
+def families(plan: Plan) -> set[str]:
+    return {named(codec).core.family for b in plan.buckets for codec in (b.codec, b.down) if codec}
+
+
+@pytest.mark.parametrize(("links", "factor", "sparse"), [
+    ("2/2Mb", plan_search.NOTHING_ELSE, True),  # nothing finer is at a loss in twice the time
+    ("2/2Mb", 1e9, False), ("1000/1000Mb", plan_search.NOTHING_ELSE, False),
+])
+def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
+    links: str, factor: float, sparse: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan_search, "NOTHING_ELSE", factor)
+    made_from, current = inputs(links, exact=True), plan_of(0.0, "int4()")
+    young = plan_search._best(made_from, current, young=True).plan
+    assert ("topk" in families(young)) is sparse
+    if links == "2/2Mb":
+        assert "topk" in families(plan_search._best(made_from, current).plan), "which is what an older one takes"
+    assert sparse or families(young) <= set(plan_search.FINE)
+
+
+def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
+    made_from, current = inputs("2/2Mb", exact=True), plan_of(0.0, "int4()")
+    assert made_from.profile is not None
+    hard = tuple(structs.replace(row, steps=4.0, steps_high=4.0) if row.codec.startswith("topk") else row for row in ROWS)
+    made_from = structs.replace(made_from, profile=structs.replace(made_from.profile, learning=hard))
+    found = plan_search._best(made_from, current).plan
+    assert families(found) <= set(plan_search.FINE)
+    assert steps_of(found, made_from) < MOST_STEPS
+
+
+@pytest.mark.parametrize(("given", "line"), [
+    ({"every": 4}, "every=4, codes='updates', exact=True"),
+    ({"codes": "updates"}, "codes='updates', exact=True"),
+    ({"overlap": "round", "every": 2}, "overlap='round', exact=True"),
+    ({"exact": 1}, "exact: got 1"),
+])
+def test_what_contradicts_exact_is_one_line(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match="E-SYNC-MODE") as told:
+        read_ways(given.get("every"), given.get("codes"), overlap=given.get("overlap"), exact=given.get("exact", True))
+    assert line in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("fields", "what"), [
+    ({"local_steps": 4}, "one of 4 local steps"), ({"codes": "updates"}, "one of coded updates"),
+    ({"stale": True}, "one of late results"),
+])
+def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) -> None:
+    plan = plan_of(0.0)
+    late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
+    plan = structs.replace(plan, **(late if "stale" in fields else fields))
+    assert stepping(plan, Asked()) == plan
+    with pytest.raises(ValueError, match=f"exact=True.* {what}.*E-SYNC-PLAN"):
+        stepping(plan, Asked(exact=True))
+
+
+def test_forward_overlap_is_exact() -> None:
+    assert read_ways(None, None, overlap="forward", exact=True).exact
+    plan = structs.replace(plan_of(0.0), overlap="forward")
+    assert stepping(plan, Asked(exact=True)) == plan
+
+
+def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
+    connection = Connection()
+    connection.terms.optimizer = "adam"
+    policy, suggests, young = loss_limits.limits_of(connection)
+    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
+    assert suggests
+    assert young
+    connection.terms.suggested = True
+    assert not loss_limits.limits_of(connection).suggests, "once"
+    connection.terms.asked, connection.terms.suggested = Asked(exact=False), False
+    policy, suggests, _ = loss_limits.limits_of(connection)
+    assert (policy.exact, suggests) == (False, False)
+    connection.terms.asked = Asked(exact=True)
+    assert allowed_ways(connection) == {"forward"}
+    assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
+    policy, suggests, _ = loss_limits.limits_of(connection)
+    assert (policy.exact, policy.forward, suggests) == (True, True, False)
+    connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""
+    for exact in (None, False):
+        connection.terms.asked = Asked(exact=exact)
+        policy, suggests, _ = loss_limits.limits_of(connection)
+        assert (policy.exact, suggests) == (True, False)
+    for passes, young in ((loss_limits.YOUNG - 1, True), (loss_limits.YOUNG, False)):
+        connection.passes = passes
+        assert loss_limits.limits_of(connection).young is young
+
+
+@pytest.mark.parametrize(("asked", "may"), [
+    (Asked(), True), (Asked(exact=True), True), (Asked(codes="gradients"), True), (Asked(overlap="forward"), True),
+    (Asked(codes="updates"), False), (Asked(every=4, overlap="round"), False),
+])
+def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(asked: Asked, may: bool) -> None:
+    """Whoever reads `.grad` meanwhile waits (tests/multi/test_forward_unasked.py); of a step before it would be another."""
+    connection = Connection()
+    connection.terms.asked = asked
+    policy = loss_limits.limits_of(connection).policy
+    assert policy.forward is may
+    assert policy.staleness is False
+    connection.terms.forbids = lambda way: "DistributedDataParallel ends backward() only when" if way == "forward" else ""
+    assert not loss_limits.limits_of(connection).policy.forward
+
+
+def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
+    made = plan_search._best(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    assert (made.plan.overlap, made.leaves, made.local) == ("forward", "", None)
+    waits = plan_search._best(inputs("1000/1000Mb", exact=True), plan_of(0.0, "int4()")).plan
+    assert made.plan.step_s < waits.step_s
+    assert made.plan.steps_high < waits.steps_high, "and what is hidden may be finer"
+
+
+@pytest.mark.parametrize("late", [None, False])
+def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | None) -> None:
+    freely = inputs("2/2Mb", exact=False, staleness=late, max_local_steps=1)
+    assert freely.profile is not None
+    rows = tuple(structs.replace(row, late=lateness, steps=row.steps + 0.01 * lateness)
+                 for row in ROWS if (row.codes, row.every, row.overlap) == ("gradients", 1, "") for lateness in (False, True))
+    bad = tuple(structs.replace(row, steps=9.0, steps_high=9.0) for row in ROWS if row.codes == "updates")
+    profile = structs.replace(freely.profile, learning=(*rows, *bad))
+    assert freely.policy is not None
+    made = planner.plan(freely.job, freely.cluster, profile, freely.policy)
+    assert any(b.stale for b in made.buckets) is (late is None)
+
+
+@pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
+def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
+    """Controllers refuse local steps: a plan that came by itself must not end a script."""
+    connection = Connection()
+    connection.terms.balanced, connection.terms.asked = own, Asked(exact=False)
+    rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
+    assert loss_limits.limits_of(connection, rows).policy.exact is (own or others)
+
+
+def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
+    made, connection = inputs("100/100Mb"), Connection()
+    assert made.profile is not None
+    assert made.policy is not None
+    assert loss_limits.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss
+    connection.terms.max_loss = 0.02
+    profile, policy = loss_limits.bounded(connection, made.profile, made.policy)
+    assert (profile, policy.max_loss) == (made.profile, 0.02)
+
+
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("links", ["2/2Mb", FAST])
+def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
+    made_from = inputs(links, exact=exact, staleness=False)
+    current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    found = plan_search._best(made_from, current, apart=True)
+    made = found.plan
+    assert made.steps_locally
+    assert (found.leaves, found.local) == ("", None)
+    assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
+    assert made.step_s == pytest.approx(plan_search.step_s(made, made_from)), "priced as it runs, by the step"
+
+
+def test_without_compression_is_in_updates_then_too() -> None:
+    made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    assert plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current)) is None, "homes"
+    made_from = structs.replace(made_from, cluster=structs.replace(made_from.cluster, reachable=True))
+    dense = plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
+    assert dense is not None
+    assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
+    assert dense.steps == steps_of(dense.plan, made_from)

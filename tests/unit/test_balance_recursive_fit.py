@@ -1,0 +1,124 @@
+"""The online line: noise is smoothed, a spike forgotten, a jump believed, a drift followed."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.balancing import PAPER
+
+from commlayer.balance.models import Line
+from commlayer.balance.recursive_fit import OnlineLine, checked_time
+
+SLOW = PAPER[3]
+FAST = PAPER[0]
+
+
+def settled(line: Line, batch: int, noise: float = 0.01) -> tuple[OnlineLine, random.Random]:
+    online, draw = OnlineLine(line), random.Random(3)
+    for _ in range(20):
+        online.observe(batch, line.time_s(batch) * (1 + noise * draw.gauss(0, 1)))
+    return online, draw
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(2, 300))
+def test_a_line_that_holds_is_kept(slope_s: float, intercept_s: float, batch: int) -> None:
+    line = Line(slope_s, intercept_s)
+    online = OnlineLine(line)
+    assert [online.observe(batch, line.time_s(batch)) for _ in range(5)] == ["follows"] * 5
+    assert online.line.time_s(2 * batch) == pytest.approx(line.time_s(2 * batch), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@example([(1, 1e-05), (1, 1.0), (1, 26.0), (1, 1.0)])
+@given(st.lists(st.tuples(st.integers(1, 400), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
+def test_whatever_is_measured_the_line_stays_one(points: list[tuple[int, float]]) -> None:
+    online = OnlineLine()
+    for batch, time_s in points:
+        online.observe(batch, time_s)
+    assert math.isfinite(online.line.time_s(100))
+    assert online.line.slope_s > 0
+
+
+def test_one_outlier_is_no_trend() -> None:
+    online, _ = settled(FAST, 166)
+    before = online.line
+    assert online.observe(166, 3 * FAST.time_s(166)) == "suspect"
+    assert online.line == before
+    assert online.observe(166, FAST.time_s(166)) == "follows"
+    assert online.observe(166, 3 * FAST.time_s(166)) == "suspect", "an ordinary time in between clears the suspicion"
+    assert online.observe(166, FAST.time_s(166) / 3) == "suspect", "two outliers in opposite directions are no trend"
+
+
+@pytest.mark.parametrize(("line", "batch", "moved"), [(FAST, 166, 110), (SLOW, 20, 8)])
+@pytest.mark.parametrize("truth", ["added", "factor"])
+def test_offset_and_slope_are_told_apart_once_the_share_moved(line: Line, batch: int, moved: int, truth: str) -> None:
+    online, draw = settled(line, batch)
+    now = Line(line.slope_s, line.intercept_s + 0.05) if truth == "added" else Line(line.slope_s * 1.5, line.intercept_s * 1.5)
+
+    def measured(at: int) -> float:
+        return now.time_s(at) * (1 + 0.01 * draw.gauss(0, 1))
+
+    assert online.observe(batch, measured(batch)) == "suspect"
+    assert online.observe(batch, measured(batch)) == "jumped"
+    assert online.line.time_s(batch) == pytest.approx(now.time_s(batch), rel=0.03)
+    assert online.ambiguous
+    added_s = now.time_s(batch) - line.time_s(batch)
+    assert online.line.intercept_s > line.intercept_s + 0.8 * added_s, "read as an offset first"
+    for _ in range(2):
+        assert online.observe(moved, measured(moved)) == "follows", "what was left open is no outlier"
+    assert not online.ambiguous
+    middle = (batch + moved) // 2
+    assert online.line.time_s(middle) == pytest.approx(now.time_s(middle), rel=0.03)
+    assert online.line.slope_s == pytest.approx(now.slope_s, rel=0.25)
+
+
+def test_without_a_profile_two_shares_give_the_line() -> None:
+    online = OnlineLine()
+    assert not online.known
+    online.observe(128, SLOW.time_s(128))
+    assert online.ambiguous
+    online.observe(30, SLOW.time_s(30))
+    assert not online.ambiguous
+    assert online.line.time_s(20) == pytest.approx(SLOW.time_s(20), rel=0.05)
+
+
+def test_a_thermal_ramp_is_followed_without_a_jump() -> None:
+    online, draw = settled(FAST, 166)
+    late = []
+    for step in range(60):
+        now_s = FAST.time_s(166) * (1 + step / 60)
+        assert online.observe(166, now_s * (1 + 0.01 * draw.gauss(0, 1))) == "follows"
+        late.append(abs(online.line.time_s(166) / now_s - 1))
+    assert max(late) < 0.06
+
+
+def test_after_doubt_one_measurement_is_believed() -> None:
+    online, _ = settled(FAST, 166)
+    online.doubt()
+    assert online.observe(1, 0.5) == "jumped"
+    assert online.line.time_s(1) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf, 0.0, -0.1])
+def test_bad_times_are_refused_by_name(time_s: float) -> None:
+    with pytest.raises(ValueError, match=rf"^worker 7\b.* {time_s} .*E-TIME-MODEL"):
+        checked_time(7, time_s)
+
+
+def test_what_settles_a_guess_is_no_outlier_however_far_from_it() -> None:
+    """A factor, read as an offset at first, is seen for what it is with the first time at another share."""
+    line, slow = Line(0.4e-3, 3e-3), Line(0.8e-3, 6e-3)
+    online = OnlineLine(line)
+    for time_s in (0.01735, 0.01783, 0.0452, 0.0347):
+        online.observe(36, time_s)
+    assert online.ambiguous
+    assert abs(online.line.time_s(1) - slow.time_s(1)) > 2 * slow.time_s(1)
+    assert online.observe(1, slow.time_s(1)) == "follows"
+    assert not online.ambiguous
+    assert online.line.time_s(1) == pytest.approx(slow.time_s(1), rel=0.1)
+    assert online.line.time_s(20) == pytest.approx(slow.time_s(20), rel=0.15)

@@ -1,0 +1,171 @@
+"""Laws that hold for whatever a plan can name, wrapped as a plan wraps it, through all rounds of workers and server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import codecs as kit
+
+from commlayer.compressors import Codec, kernels, parse, seed
+from commlayer.compressors.parse import FACTORIES
+from commlayer.records import Spec
+
+each = pytest.mark.parametrize("name", kit.NAMED)
+SPECS = [Spec((0,)), Spec((1,)), Spec((33,)), Spec((0, 7)), Spec((5, 1)), Spec((41, 29)), Spec((7, 3, 5, 11)), Spec((20_011,))]
+MATRIX = Spec((64, 47))
+WORKERS = 3
+
+
+def seeded(codec: Codec, spec: Spec = MATRIX, workers: int = WORKERS) -> kit.Cluster:
+    cluster = kit.Cluster(codec, spec, workers)
+    for rank, state in enumerate([*cluster.states, cluster.server]):
+        seed(state, "laws", 2, rank)
+    return cluster
+
+
+def noises(step: int, n: int, workers: int = WORKERS) -> list[torch.Tensor]:
+    return [kit.noise(n, 50 * step + i) * 3.0 ** (step % 3) for i in range(workers)]
+
+
+def held(acc: Any) -> list[torch.Tensor]:
+    """The numbers in an accumulator."""
+    if "parts" in acc:
+        return [tensor for part in acc["parts"] for tensor in held(part)]
+    return [torch.as_tensor(acc[name]).double() for name in ("sum", "max") if name in acc]
+
+
+def test_no_name_is_missing() -> None:
+    assert set(kit.NAMED) == set(FACTORIES)
+    for name, text in kit.NAMED.items():
+        assert text.startswith(f"{name}(")
+    assert kit.EVERY["momentum"] == parse(str(kit.EVERY["momentum"]))
+
+
+@each
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "x".join(map(str, spec.shape)))
+def test_any_shape_is_summed_within_the_bound_alike_for_all(name: str, spec: Spec) -> None:
+    codec, runs = kit.EVERY[name], []
+    for _ in range(2):
+        cluster, seen = seeded(codec, spec), []
+        for step in range(3):
+            xs = noises(step, spec.numel)
+            copies = [x.clone() for x in xs]
+            sums = cluster.step(xs)
+            assert cluster.finite == [True] * WORKERS
+            assert all(torch.equal(s, sums[0]) and bool(torch.isfinite(s).all()) for s in sums)
+            assert all(torch.equal(x, c) for x, c in zip(xs, copies, strict=True)), "the input was modified"
+            assert all(payload.nbytes <= codec.bound(spec) for payload in cluster.payloads)
+            seen += [bytes(payload) for payload in cluster.payloads] + [sums[0].numpy().tobytes()]
+        runs.append(seen)
+    assert runs[0] == runs[1], "the same input gave other bytes"
+
+
+@each
+def test_a_million_elements(name: str) -> None:
+    spec = Spec((1024, 1031))
+    cluster = seeded(kit.EVERY[name], spec, 2)
+    xs = noises(0, spec.numel, 2)
+    sums = cluster.step(xs)[0]
+    assert float((sums * (xs[0] + xs[1])).sum()) > 0
+
+
+@each
+def test_what_went_in_came_out_or_is_owed(name: str) -> None:
+    """Momentum sends more than came in: it has a law of its own."""
+    cluster, n = seeded(kit.EVERY[name]), MATRIX.numel
+    put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for step in range(6):
+        xs = noises(step, n)
+        put += torch.stack(xs).double().sum(0)
+        got += cluster.step(xs)[0].double()
+    if "momentum" in str(cluster.codec):
+        assert float((got * put).sum()) > 0
+    elif "residual" in cluster.states[0] or name == "identity":
+        torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-5, atol=1e-4)
+    else:
+        assert cluster.codec.biased is False
+        assert 0.7 < float(got @ put / (put @ put)) < 1.3
+
+
+@each
+def test_the_order_and_grouping_of_contributions_is_free(name: str) -> None:
+    """SUM: payloads of two halves of the members add up to those of all. MAX: largest of both. GATHER: decoded sums add up."""
+    codec = kit.EVERY[name]
+    cluster = seeded(codec)
+    result = memoryview(b"")
+    for r in range(len(codec.rounds)):
+        payloads = []
+        for x, state, out in zip(noises(1, MATRIX.numel), cluster.states, cluster.rooms, strict=True):
+            nbytes = codec.start(x, state, out) if r == 0 else codec.next(r - 1, result, state, out)
+            payloads.append(out[:nbytes])
+        sums = []
+        for members in ((0, 1, 2), (2, 0, 1), (0, 1), (2,)):
+            acc = codec.zeros(MATRIX, r)
+            for place, member in enumerate(members):
+                codec.add(r, payloads[member], acc, first=place == 0)
+            sums.append([t.clone() for t in held(acc)])
+        assert sums[0], "an accumulator without numbers"
+        for whole, turned, pair, one in zip(*sums, strict=True):
+            torch.testing.assert_close(turned, whole, rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(pair + one, whole, rtol=1e-6, atol=1e-5)
+        acc = cluster.accs[r]
+        for place, payload in enumerate(payloads):
+            codec.add(r, payload, acc, first=place == 0)
+        result = memoryview(bytes(cluster.result[: codec.emit(r, acc, cluster.server, cluster.result)]))
+
+
+@each
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_what_is_not_finite_reaches_everyone_and_leaves_nothing(name: str, bad: float) -> None:
+    cluster, n = seeded(kit.EVERY[name]), MATRIX.numel
+    cluster.step(noises(0, n))
+    xs = noises(1, n)
+    xs[1][n // 2] = bad
+    sums = cluster.step(xs)
+    assert cluster.finite == [False] * WORKERS
+    assert all(bool(torch.isnan(s).all()) for s in sums)
+    assert all(payload.nbytes == 16 for payload in cluster.payloads[1:2])
+    cluster.undo()
+    sums = cluster.step(noises(2, n))
+    assert cluster.finite == [True] * WORKERS
+    assert bool(torch.isfinite(sums[0]).all())
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_16_bits(name: str, dtype: torch.dtype) -> None:
+    xs = [x.to(dtype).float() for x in noises(0, MATRIX.numel)]
+    total, whole = seeded(kit.EVERY[name]).step(xs)[0], torch.stack(xs).sum(0)
+    assert float((total * whole).sum()) > 0.04 * float((whole * whole).sum())
+
+
+@each
+@pytest.mark.parametrize("spec", [Spec((0,)), Spec((41, 29)), Spec((20_011,))], ids=lambda spec: "x".join(map(str, spec.shape)))
+def test_native_and_reference_give_the_same_bytes(name: str, spec: Spec) -> None:
+    if len(kit.AVAILABLE) < 2:
+        pytest.skip("the native core is not built")
+    runs = []
+    for backend in kit.AVAILABLE:
+        with kernels.use(backend):
+            cluster, seen = seeded(kit.EVERY[name], spec, 2), []
+            for step in range(4):
+                sums = cluster.step(noises(step, spec.numel, 2))
+                seen += [bytes(payload) for payload in cluster.payloads] + [sums[0].numpy().tobytes()]
+            runs.append(seen)
+    assert runs[0] == runs[1]
+
+
+UNBIASED = [name for name, text in kit.NAMED.items() if not parse(text).biased and not kit.EVERY[name].keeps]
+
+
+@pytest.mark.parametrize("text", [*map(kit.NAMED.get, UNBIASED), "randomk(ratio=0.2, unbiased=True)", "qsgd(norm='l2')"])
+def test_what_runs_without_feedback_is_unbiased(text: str) -> None:
+    """Projected on the true sum, so that any pull shows; 6 deviations of the 60 samples."""
+    cluster, n, steps = seeded(parse(text)), MATRIX.numel, 60
+    xs = noises(0, n)
+    whole = torch.stack(xs).double().sum(0)
+    along = [float((cluster.step(xs)[0].double() - whole) @ whole / (whole @ whole)) for _ in range(steps)]
+    samples = torch.tensor(along)
+    assert abs(float(samples.mean())) < 6 * float(samples.std()) / steps**0.5 + 1e-4

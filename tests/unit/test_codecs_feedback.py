@@ -1,0 +1,229 @@
+"""Error feedback: fused equals general, an abandoned step leaves no trace, a restored state goes on bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import codecs as kit
+
+from commlayer.compressors import Codec, error_feedback, identity, int8, kernels, restore, snapshot, topk, wrap
+from commlayer.compressors.codec import Round, State
+from commlayer.compressors.feedback import ErrorFeedback, Fed
+from commlayer.records import Spec
+
+FED = [codec for codec in kit.PLAIN if isinstance(codec, Fed)]
+WRAPPED = [error_feedback(codec) for codec in kit.PLAIN]
+
+
+class General(msgspec.Struct, frozen=True):
+    """A codec without its fused step."""
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "start_fed":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("codec", FED, ids=str)
+@pytest.mark.parametrize("backend", kit.AVAILABLE)
+@pytest.mark.parametrize("n", [0, 1, 300, 20_011])
+def test_fused_equals_general(codec: Codec, backend: str, n: int) -> None:
+    with kernels.use(backend):
+        fused, general = error_feedback(codec), ErrorFeedback(General(codec))
+        assert isinstance(fused.inner, Fed)
+        assert not isinstance(general.inner, Fed)
+        a, b = fused.init(Spec((n,))), general.init(Spec((n,)))
+        for step in range(6):
+            x = kit.noise(n, step)
+            if step == 3 and n:
+                x[0] = float("inf")
+            assert bytes(kit.encode(fused, x, a)) == bytes(kit.encode(general, x, b))
+            assert torch.equal(a["residual"], b["residual"])
+
+
+@pytest.mark.parametrize("codec", WRAPPED, ids=str)
+@pytest.mark.parametrize("n", [1, 700, 20_011])
+def test_undo_leaves_what_was_owed_before_and_only_once(codec: Codec, n: int) -> None:
+    state = codec.init(Spec((n,)))
+    out = kit.room(codec, Spec((n,)))
+    codec.undo(state, torch.zeros(n))
+    assert not state["residual"].any()
+    for step in range(4):
+        codec.start(kit.noise(n, 20 + step), state, out)
+        x, wanted = kit.noise(n, step), state["residual"].clone()
+        codec.start(x, state, out)
+        codec.undo(state, x)
+        torch.testing.assert_close(state["residual"], wanted, rtol=1e-6, atol=1e-6)
+        once = state["residual"].clone()
+        codec.undo(state, x)
+        assert torch.equal(state["residual"], once)
+
+
+@pytest.mark.parametrize("codec", WRAPPED, ids=str)
+def test_some_elements_can_be_taken_back_alone(codec: Codec) -> None:
+    n = 700
+    state, out, x = codec.init(Spec((n,))), kit.room(codec, Spec((n,))), kit.noise(n, 1)
+    codec.start(kit.noise(n), state, out)
+    before = state["residual"].clone()
+    codec.start(x, state, out)
+    after = state["residual"].clone()
+    codec.undo(state, x, [(10, 60), (300, 301)])
+    codec.undo(state, x, [(600, 700)])
+    back = torch.zeros(n, dtype=torch.bool)
+    for start, stop in ((10, 60), (300, 301), (600, 700)):
+        back[start:stop] = True
+    torch.testing.assert_close(state["residual"], torch.where(back, before, after), rtol=1e-6, atol=1e-6)
+    assert torch.equal(state["residual"][~back], after[~back])
+
+
+@pytest.mark.parametrize("codec", WRAPPED, ids=str)
+def test_a_non_finite_step_is_taken_back_whole(codec: Codec) -> None:
+    n = 6000
+    state = codec.init(Spec((n,)))
+    kit.encode(codec, kit.noise(n), state)
+    old = state["residual"].clone()
+    x = kit.noise(n, 1)
+    x[5], x[4000], x[5999] = float("nan"), float("inf"), -float("inf")
+    for _ in range(2):
+        out = torch.empty(n)
+        assert not codec.decode(kit.encode(codec, x, state), state, out)
+        codec.undo(state, x)
+        torch.testing.assert_close(state["residual"], old, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", WRAPPED, ids=str)
+@pytest.mark.parametrize("flag", [False, True])
+def test_an_abandoned_step_loses_and_doubles_nothing(codec: Codec, flag: bool) -> None:
+    """Every third step is taken back by workers and server: what was put in is what came out and what is kept."""
+    n = 6000
+    cluster = kit.Cluster(codec, Spec((n,)), 3)
+    put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for step in range(9):
+        xs = [kit.noise(n, 10 * step + i) for i in range(3)]
+        abandoned = step % 3 == 1
+        if flag and abandoned:
+            xs[1][7] = float("nan")
+        sums = cluster.step(xs)
+        assert cluster.finite[0] is not (flag and abandoned)
+        if abandoned:
+            cluster.undo()
+            cluster.undo()
+        else:
+            put += torch.stack(xs).double().sum(0)
+            got += sums[0].double()
+    torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
+    codec = error_feedback(topk(ratio=0.5, values="fp32"))
+    cluster = kit.Cluster(codec, Spec((100,)), 2)
+    cluster.step([kit.noise(100), kit.noise(100, 1)])
+    before = cluster.server["residual"].clone()
+    huge = torch.full((100,), 3e38)
+    cluster.step([huge, huge])
+    assert cluster.finite == [False, False]
+    cluster.undo()
+    assert torch.equal(cluster.server["residual"], before)
+    assert bool(cluster.states[0]["residual"].isfinite().all())
+    assert not bool((cluster.states[0]["residual"] > 1.0).any()), "nothing enormous stays behind"
+
+
+def test_a_start_that_fails_gives_back_nothing_of_the_step_before() -> None:
+    codec = error_feedback(topk(ratio=0.5, values="fp32"))
+    state = codec.init(Spec((100,)))
+    kit.encode(codec, kit.noise(100), state)
+    old = state["residual"].clone()
+    with pytest.raises((ValueError, RuntimeError)):
+        codec.start(torch.ones(99), state, kit.room(codec, Spec((100,))))
+    codec.undo(state, torch.zeros(100))
+    assert torch.equal(state["residual"], old)
+
+
+@pytest.mark.parametrize("codec", kit.CODECS, ids=str)
+def test_a_restored_state_goes_on_bit_for_bit(codec: Codec) -> None:
+    n = 20_011
+    spec = Spec((n,))
+    state = codec.init(spec)
+    for step in range(5):
+        kit.encode(codec, kit.noise(n, step), state)
+    saved = {name: tensor.clone() for name, tensor in snapshot(state).items()}
+    assert not any("_" in part[:1] for name in saved for part in name.split("."))
+    fresh = codec.init(spec)
+    kit.encode(codec, kit.noise(n, 77), fresh)
+    restore(fresh, saved)
+    codec.undo(fresh, torch.zeros(n))
+    for step in range(5, 9):
+        assert bytes(kit.encode(codec, kit.noise(n, step), state)) == bytes(kit.encode(codec, kit.noise(n, step), fresh))
+    first, second = snapshot(state), snapshot(fresh)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_restore_names_what_does_not_fit() -> None:
+    codec = error_feedback(topk())
+    state = codec.init(Spec((10,)))
+    good = snapshot(state)
+    with pytest.raises(ValueError, match=r"\['residual'\].*\['rest'\].*E-CODEC-STATE"):
+        restore(state, {**{k: v for k, v in good.items() if k != "residual"}, "rest": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"residual: .*\(11,\).*\(10,\).*E-CODEC-STATE"):
+        restore(state, {**good, "residual": torch.ones(11)})
+    assert not state["residual"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("residual", float("nan"), "not finite"),
+        ("residual", float("inf"), "not finite"),
+        ("inner.slope", 0.0, "is 0.0.*0.5 to 40.0"),
+        ("inner.slope", -4.0, "is -4.0.*0.5 to 40.0"),
+        ("inner.slope", float("nan"), "not finite"),
+        ("inner.threshold", -1.0, "is -1.0.*0.0 to 3.4"),
+        ("inner.trend", 100.0, "is 100.0.*-0.5 to 0.5"),
+        ("inner.doubt", -1.0, "is -1.0.*0.0 to 0.25"),
+        ("inner.step", -1, "is -1.* 0 to"),
+    ],
+)
+def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, words: str) -> None:
+    codec = error_feedback(topk())
+    state = codec.init(Spec((20_000,)))
+    kit.encode(codec, kit.noise(20_000), state)
+    before, bad = snapshot(state), snapshot(state)
+    bad[name] = bad[name].clone().fill_(0)
+    bad[name].view(-1)[-1] = value
+    with pytest.raises(ValueError, match=f"codec state {name}: .*{words}.*E-CODEC-STATE"):
+        restore(state, bad)
+    assert all(torch.equal(tensor, before[path]) for path, tensor in snapshot(state).items())
+
+
+def test_wrap_adds_feedback_where_it_is_needed() -> None:
+    assert wrap(topk()) == error_feedback(topk())
+    assert wrap(int8()) == error_feedback(int8())
+    assert wrap(identity()) == identity()
+    assert wrap(error_feedback(topk())) == error_feedback(topk())
+    with pytest.raises(ValueError, match="error_feedback: inner is error_feedback.*E-CODEC-ARGUMENT"):
+        error_feedback(error_feedback(topk()))
+    with pytest.raises(ValueError, match="error_feedback: inner is topk, .*E-CODEC-ARGUMENT"):
+        error_feedback("topk")  # type: ignore[arg-type]
+
+
+def test_a_codec_of_several_rounds_must_say_what_it_sent() -> None:
+    class Silent(General, frozen=True):
+        rounds: tuple[Round, ...] = (Round.SUM, Round.SUM)
+
+    with pytest.raises(ValueError, match="error_feedback: .*2 rounds.*sent.*E-CODEC-ARGUMENT"):
+        error_feedback(Silent(identity()))
+
+
+def test_scratch_is_sized_once() -> None:
+    codec = error_feedback(topk(ratio=0.05))
+    state: State = codec.init(Spec((20_011,)))
+    places = {name: t.data_ptr() for name, t in state["inner"]["_scratch"].items()}
+    for step in range(3):
+        kit.encode(codec, kit.noise(20_011, step), state)
+    assert places == {name: t.data_ptr() for name, t in state["inner"]["_scratch"].items()}

@@ -1,0 +1,188 @@
+"""Codecs inside codecs, as a plan may spell them: each nesting is refused in one line, or works as its parts do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from support import codecs as kit
+
+from commlayer.compressors import Codec, codec_of, parse, restore, seed, snapshot, two_way, wrap
+from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.payload import HEADER_NBYTES
+from commlayer.compressors.random_keys import SERVER
+from commlayer.errors import CorruptFrame
+from commlayer.records import Bucket, Slice, Spec
+
+SPEC = Spec((700,))
+WORKERS = 2
+LEAVES = (
+    "identity()", "fp16()", "int8(block=64)", "qsgd(block=64, levels=127)", "onebit(block=64)", "topk(ratio=0.1)",
+    "topk(ratio=0.1, values='fp32')", "block_threshold(ratio=0.2)", "randomk(ratio=0.2)", "powersgd(rank=2)",
+)
+WRAPPERS = (
+    "error_feedback({})", "momentum({})",
+    "partition({}, parts=3)", "partition({}, shapes=((20, 30), (10, 10)))",
+)
+
+
+def spellings(depth: int) -> list[str]:
+    inner = spellings(depth - 1) if depth else []
+    return [*LEAVES, *(wrapper.format(text) for wrapper in WRAPPERS for text in inner)]
+
+
+def refusal(text: str) -> str:
+    """Why a spelling is refused; empty if it is not."""
+    try:
+        parse(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+WHY = {text: refusal(text) for text in spellings(2)}
+ACCEPTED = {str(codec): codec for codec in (wrap(parse(text)) for text, why in WHY.items() if not why)}
+
+
+def residuals(state: Mapping[str, Any]) -> torch.Tensor:
+    parts = [residuals(part) for part in state.values() if isinstance(part, dict)]
+    mine = [state["residual"].double()] if "residual" in state else []
+    return sum([*parts, *mine], torch.zeros(SPEC.numel, dtype=torch.float64))
+
+
+def seeded(codec: Codec) -> kit.Cluster:
+    cluster = kit.Cluster(codec, SPEC, WORKERS)
+    for rank, state in enumerate(cluster.states):
+        seed(state, "job", 0, rank)
+    seed(cluster.server, "job", 0, SERVER)
+    return cluster
+
+
+def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
+    """What the steps put in, less what came out and what is kept; step `bad` is not finite, undone, and puts in nothing."""
+    cluster, put, got = seeded(codec), torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
+    for step in range(steps):
+        xs = [kit.noise(700, 10 * step + i) * (1 + i) for i in range(WORKERS)]
+        if step == bad:
+            xs[1][5] = float("nan")
+        else:
+            put += sum(x.double() for x in xs)
+        sums = cluster.step(xs)
+        assert cluster.finite == [step != bad] * WORKERS
+        if step == bad:
+            cluster.undo()
+        else:
+            assert all(torch.equal(sums[0], one) for one in sums)
+            got += sums[0].double()
+    return put - got - sum((residuals(state) for state in [*cluster.states, cluster.server]), torch.zeros(700))
+
+
+@pytest.mark.parametrize("codec", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_is_accepted_sums_skips_and_resumes(codec: Codec) -> None:
+    assert parse(str(codec)) == codec
+    assert not codec.biased
+    lost = owed_after(codec)
+    if str(codec).startswith("error_feedback"):
+        assert float(lost.abs().max()) < 2e-3
+    state, again = seeded(codec).states[0], codec.init(SPEC)
+    kit.encode(codec, kit.noise(700, 1), state)
+    restore(again, snapshot(state))
+    assert kit.encode(codec, kit.noise(700, 2), state) == kit.encode(codec, kit.noise(700, 2), again)
+
+
+def test_refusals_are_one_line_that_begins_with_who_refuses() -> None:
+    for text, why in WHY.items():
+        assert "\n" not in why
+        assert why.partition(":")[0] in text
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("error_feedback(momentum(topk()))", "error_feedback: inner is momentum.*E-CODEC-ARGUMENT"),
+])
+def test_what_cannot_work_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+@pytest.mark.parametrize("down", ["int8(block=64)", "topk(ratio=1.0, values='fp32')", "topk(ratio=0.3)"])
+@pytest.mark.parametrize("up", ["topk(ratio=0.2)", "partition(int8(block=64), parts=3)",
+                                "momentum(int8(block=64))"])
+def test_wrapped_codecs_up_and_another_down(up: str, down: str) -> None:
+    lost = owed_after(two_way(wrap(parse(up)), wrap(parse(down))))
+    if "momentum" not in up and "dgc" not in up:
+        assert float(lost.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("up", "down", "says"), [
+    ("randomk()", "int8()", "up is error_feedback.randomk"),
+    ("partition(identity(), parts=2)", "int8()", "up is partition"),
+    ("int8()", "randomk()", "down is error_feedback.randomk"),
+    ("int8()", "partition(int8(), parts=2)", "down is error_feedback.partition"),
+])
+def test_what_cannot_be_two_way_is_refused(up: str, down: str, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"two_way: {says}\b.*E-CODEC-ARGUMENT"):
+        two_way(wrap(parse(up)), wrap(parse(down)))
+
+
+def test_learning_rates_count_in_either_direction() -> None:
+    plain, corrected = parse("error_feedback(int8())"), parse("error_feedback(int8(), lr_correction=True)")
+    assert not in_updates(two_way(plain, plain))
+    assert in_updates(two_way(corrected, plain))
+    assert in_updates(two_way(plain, corrected))
+
+
+@pytest.mark.parametrize(("by_node", "says"), [
+    (("topk(ratio=0.1)", "topk(ratio=0.2)"), "ratio=0.2.* larger .*ratio=0.1"),
+    (("topk(ratio=0.1)", "topk(ratio=0.05, values='fp16')"), "'fp16'.* does not read"),
+    (("topk(ratio=0.1)", "int8()"), "does not read"),
+    (("topk(ratio=0.1)", "error_feedback(topk(ratio=0.1), lr_correction=True)"), "does not read"),
+])
+def test_a_server_must_read_every_nodes_codec(by_node: tuple[str, ...], says: str) -> None:
+    bucket = Bucket(3, (Slice(0, 0, 700),), "service", "topk(ratio=0.1)", by_node=by_node)
+    if not says:
+        assert [str(codec_of(bucket, node)) for node in range(3)] == [str(wrap(parse(text))) for text in by_node]
+        return
+    for node in (None, 0, 1):
+        with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}.*E-PLAN-BY-NODE"):
+            codec_of(bucket, node)
+
+
+def overlong_last_slice(result: bytes, slices: int) -> bytes:
+    at = HEADER_NBYTES + 4 * (slices - 1)
+    length = int.from_bytes(result[at : at + 4], "little") + 1
+    return result[:at] + length.to_bytes(4, "little") + result[at + 4 :] + b"\0"
+
+
+def memory(state: Mapping[str, Any]) -> list[bytes]:
+    """All bytes below a state."""
+    flat = [memory(part) if isinstance(part, dict) else [part] for part in state.values()]
+    return [bytes(part.numpy()) if isinstance(part, torch.Tensor) else bytes(part) if isinstance(part, memoryview) else part
+            for parts in flat for part in parts if isinstance(part, torch.Tensor | memoryview | bytes)]
+
+
+@pytest.mark.parametrize(("text", "slices"), [
+    ("partition(powersgd(rank=2), shapes=((20, 30), (10, 10)))", 2),
+])
+def test_a_result_with_one_bad_slice_changes_no_slice(text: str, slices: int) -> None:
+    codec = wrap(parse(text))
+    cluster, room = seeded(codec), kit.room(codec, SPEC)
+    state, acc = cluster.states[0], codec.zeros(SPEC, 0)
+    cluster.step([kit.noise(700), kit.noise(700, 1)])
+    codec.add(0, room[: codec.start(kit.noise(700, 2), state, room)], acc, first=True)
+    result = bytes(room[: codec.emit(0, acc, cluster.server, room)])
+    before, out = memory(state), torch.full((700,), 7.0)
+    with pytest.raises(CorruptFrame, match="bytes of body.*E-PAYLOAD"):
+        codec.next(0, overlong_last_slice(result, slices), state, room)
+    assert memory(state) == before
+    acc = codec.zeros(SPEC, 1)
+    codec.add(1, room[: codec.next(0, result, state, room)], acc, first=True)
+    result = bytes(room[: codec.emit(1, acc, cluster.server, room)])
+    before = memory(state)
+    with pytest.raises(CorruptFrame, match="bytes of body.*E-PAYLOAD"):
+        codec.decode(overlong_last_slice(result, slices), state, out)
+    assert memory(state) == before
+    assert bool((out == 7.0).all())
+    assert codec.decode(result, state, out)
+    assert memory(state) != before

@@ -1,0 +1,120 @@
+"""Random-k: all members draw alike, another entry each step; servers add values alone; sums go out exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import codecs as kit
+
+from commlayer.compressors import Codec, error_feedback, randomk, seed, wrap
+from commlayer.errors import CorruptFrame
+from commlayer.records import Spec
+
+N = 5000
+
+
+def keyed(codec: Codec, sender: int, job: str = "job") -> dict[str, object]:
+    state = codec.init(Spec((N,)))
+    seed(state, job, 3, sender)
+    return state
+
+
+def test_members_draw_alike_and_steps_differ() -> None:
+    codec = randomk(ratio=0.02)
+    states = [keyed(codec, sender) for sender in (0, 1)] + [keyed(codec, 0, "another job")]
+    before = None
+    for _ in range(3):
+        one, two, other = (kit.decoded(codec, kit.encode(codec, torch.ones(N), state), N) for state in states)
+        assert torch.equal(one, two)
+        assert not torch.equal(one, other)
+        assert before is None or not torch.equal(one, before)
+        assert int(one.sum()) == codec.entries(N)
+        before = one
+
+
+def test_every_entry_is_drawn_in_its_turn() -> None:
+    codec, hits = randomk(ratio=0.1), torch.zeros(N)
+    state = keyed(codec, 0)
+    for _ in range(200):
+        hits += kit.decoded(codec, kit.encode(codec, torch.ones(N), state), N)
+    assert float(hits.min()) >= 3
+    assert float(hits.mean()) == pytest.approx(20, rel=1e-3)
+
+
+def test_unbiased_means_the_mean_is_right() -> None:
+    codec, x = randomk(ratio=0.3, unbiased=True), kit.noise(N)
+    state, total = keyed(codec, 0), torch.zeros(N)
+    for _ in range(2000):
+        total += kit.decoded(codec, kit.encode(codec, x, state), N)
+    assert float((total / 2000 - x).abs().mean() / x.abs().mean()) < 0.05
+    assert not codec.biased
+    assert wrap(codec) is codec
+    assert wrap(randomk()) == error_feedback(randomk())
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16", "bf16"])
+def test_a_server_holds_values_alone_and_sends_their_float32_sum(values: str) -> None:
+    codec = randomk(ratio=0.1, values=values)
+    cluster = kit.Cluster(codec, Spec((N,)), 3)
+    xs = [kit.noise(N, i) for i in range(3)]
+    sums = cluster.step(xs)
+    assert cluster.accs[0]["sum"].numel() == 500
+    sent = torch.stack([kit.decoded(codec, payload, N) for payload in cluster.payloads])
+    assert torch.equal(sums[0], sent[0] + sent[1] + sent[2])
+    assert cluster.payloads[0].nbytes == 16 + 500 * (4 if values == "fp32" else 2)
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16", "bf16"])
+def test_error_feedback_conserves_bit_for_bit_through_undo_and_non_finite_steps(values: str) -> None:
+    codec = error_feedback(randomk(ratio=0.1, values=values))
+    cluster = kit.Cluster(codec, Spec((N,)), 2)
+    put, got = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
+    for step in range(12):
+        xs = [kit.noise(N, 2 * step + i) for i in range(2)]
+        if step == 5:
+            xs[1][7] = float("nan")
+        sums = cluster.step(xs)
+        assert cluster.finite == [step != 5] * 2
+        if step in (2, 5):
+            cluster.undo()
+        else:
+            put += sum(x.double() for x in xs)
+            got += sums[0].double()
+    assert set(cluster.server) == {"inner"}, "a SUM comes back as it is: the server keeps nothing"
+    torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-5, atol=1e-5)
+
+
+def test_a_contribution_of_another_draw_is_refused_and_changes_nothing() -> None:
+    codec = randomk(ratio=0.1)
+    acc = codec.zeros(Spec((N,)), 0)
+    first, other = keyed(codec, 0), keyed(codec, 1, "another job")
+    codec.add(0, kit.encode(codec, kit.noise(N), first), acc, first=True)
+    before = acc["sum"].clone()
+    with pytest.raises(CorruptFrame, match="seed.*E-PAYLOAD"):
+        codec.add(0, kit.encode(codec, kit.noise(N), other), acc, first=False)
+    assert torch.equal(acc["sum"], before)
+    codec.add(0, kit.encode(codec, kit.noise(N), other), acc, first=True)
+
+
+def test_what_fp16_cannot_hold_is_flagged_or_kept() -> None:
+    x = torch.zeros(N)
+    x[:] = 1e5
+    codec = randomk(ratio=0.1, values="fp16")
+    assert not codec.decode(kit.encode(codec, x, codec.init(Spec((N,)))), {}, torch.empty(N))
+    fed = error_feedback(codec)
+    state, out = fed.init(Spec((N,))), torch.empty(N)
+    assert fed.decode(kit.encode(fed, x, state), state, out)
+    assert torch.equal(out + state["residual"], x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ratio": 1.5}, "randomk: ratio is 1.5"),
+        ({"values": "int8"}, "randomk: values is 'int8'"),
+        ({"unbiased": 1}, "randomk: unbiased is 1"),
+    ],
+)
+def test_arguments_are_named(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
+        randomk(**arguments)  # type: ignore[arg-type]

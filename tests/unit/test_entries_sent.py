@@ -1,0 +1,317 @@
+"""Ratios that are of a whole plan, and warm-up: entries in all, what servers answer, and which step it goes by."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support import codecs
+from support import workers as kit
+
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
+from commlayer.compressors.allotted import CAP, Allotted, allotted
+from commlayer.compressors.checkpoint import number
+from commlayer.compressors.warmup import FIRST
+from commlayer.engine.connection import Connection
+from commlayer.engine.plan_check import unsuited
+from commlayer.engine.plan_handover import hand_over
+from commlayer.engine.stale_plan import StalePlanWatch
+from commlayer.engine.worker import Worker
+from commlayer.observe.prediction_check import PATIENCE
+from commlayer.planner import default_plan, verify
+from commlayer.records import Bucket, Plan, Slice, Spec
+
+SHAPES: list[tuple[int, ...]] = [(40_000,), (20_000,), (6000,), (6000,), (500,)]
+SCALES = [0.2, 1.0, 3.0, 0.05, 1.0]
+NUMEL = sum(math.prod(shape) for shape in SHAPES)
+
+
+def plan(codec: str = "topk(0.02)", down: str = "", **fields: Any) -> Plan:
+    made = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
+                        cut_nbytes=1 << 20)
+    return replace(made, buckets=tuple(replace(b, down=down) for b in made.buckets), **fields)
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return [scale * torch.randn(shape, generator=made) for scale, shape in zip(SCALES, SHAPES, strict=True)]
+
+
+def entries(payload: Any) -> int:
+    return int.from_bytes(payload[8:12], "little")
+
+
+class Run:
+    """What workers sent and heard, bucket by bucket in each step."""
+
+    def __init__(self, of: Plan, steps: int, world: int = 2, first: int = 0) -> None:
+        with kit.Rig(world, "", shapes=SHAPES, plan=of) as rig:
+            for worker in rig.workers:
+                worker.step = first
+            self.sent: list[list[list[int]]] = [[] for _ in range(world)]
+            self.heard: list[list[int]] = []
+            self.energy: list[float] = []
+            self.averages: list[list[Any]] = [[] for _ in range(world)]
+
+            def body(rank: int) -> None:
+                worker = rig.workers[rank]
+                for step in range(first, first + steps):
+                    before = {b.id: b.state["residual"].clone() for b in worker.buckets if "residual" in b.state}
+                    self.averages[rank].append(kit.step(worker, list(gradients(rank, step))))
+                    self.sent[rank].append([entries(b.payload) for b in worker.buckets])
+                    if rank == 0:
+                        cells = rig.servers[0]._core.cells
+                        self.heard.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])
+                        owed = [before[b.id] + b.host for b in worker.buckets] if before else []
+                        left = [b.state["residual"] for b in worker.buckets] if before else []
+                        kept = sum(float(v[v != r].square().sum()) for v, r in zip(owed, left, strict=True))
+                        self.energy.append(kept / max(sum(float(v.square().sum()) for v in owed), 1e-30))
+
+            for result in kit.on_ranks(world, body):
+                if isinstance(result, BaseException):
+                    raise result
+
+
+@pytest.mark.parametrize("codec", ["topk(0.02)", "topk(0.02, exact=True)", "topk(0.02, values='fp16')"])
+def test_as_many_entries_in_all_more_of_them_where_gradients_are_large(codec: str) -> None:
+    """Both ways, with sorted and with tracked thresholds; the server's answer follows what it received."""
+    run = Run(plan(codec, ratio_over="plan"), 10)
+    asked = sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
+    for sent in run.sent:
+        assert all(abs(sum(step) / asked - 1) < 0.1 for step in sent)
+    assert all(abs(sum(step) / asked - 1) < 0.1 for step in run.heard)
+    shares = [sent / math.prod(shape) for sent, shape in zip(run.sent[0][-1], reversed(SHAPES), strict=True)]
+    large, small = shares[2], shares[1]
+    assert large > 0.06
+    assert small <= 0.02 / CAP * 1.1 + 1e-3, "the fewest that a bucket may be left with"
+    # One of small gradients, where entries gather in the residual until they are as large as the others'.
+    assert run.heard[-1][2] > 3 * run.heard[-1][1]
+
+
+def test_it_keeps_more_energy_in_as_many_bytes() -> None:
+    run, plain = Run(plan(ratio_over="plan"), 10), Run(plan(), 10)
+    assert sum(run.energy[3:]) > 1.2 * sum(plain.energy[3:])
+    assert sum(map(sum, run.sent[0])) <= 1.03 * sum(map(sum, plain.sent[0]))
+
+
+def test_runs_repeat_bit_for_bit() -> None:
+    first, second = (Run(plan(ratio_over="plan", warmup=4), 5) for _ in range(2))
+    assert first.sent == second.sent
+    for mine, other in zip(first.averages[0][-1], second.averages[1][-1], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_warmup_goes_by_the_step_of_the_job_and_servers_follow() -> None:
+    run = Run(plan(warmup=8), 10)
+    totals = [sum(step) for step in run.sent[0]]
+    assert totals[0] == pytest.approx(FIRST * NUMEL, rel=0.1)
+    assert all(after < 1.1 * before for before, after in pairwise(totals))
+    assert totals[8] == pytest.approx(0.02 * NUMEL, rel=0.1)
+    assert all(sum(heard) == pytest.approx(sent, rel=0.1) for heard, sent in zip(run.heard, totals, strict=True))
+    later = Run(plan(warmup=8), 3, first=7)
+    assert [sum(step) for step in later.sent[0]] == pytest.approx(totals[7:], rel=0.1), "a new worker in a running job"
+
+
+def test_another_codec_down_keeps_its_proportion() -> None:
+    run = Run(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), 6)
+    for sent, heard in zip(run.sent[0][-1], run.heard[-1], strict=True):
+        assert heard == pytest.approx(2 * sent, rel=0.25, abs=4)
+    dense = Run(plan("topk(0.02)", "int8(block=64)", ratio_over="plan"), 3)
+    assert dense.heard[-1] == [math.prod(shape) for shape in reversed(SHAPES)]
+
+
+def test_nodes_with_ratios_of_their_own_each_keep_their_total() -> None:
+    made = plan("topk(0.04)", ratio_over="plan")
+    made = replace(made, buckets=tuple(replace(b, by_node=("topk(0.04)", "topk(0.01)")) for b in made.buckets))
+    run = Run(made, 6)
+    assert sum(run.sent[0][-1]) == pytest.approx(0.04 * NUMEL, rel=0.1)
+    assert sum(run.sent[1][-1]) == pytest.approx(0.01 * NUMEL, rel=0.1)
+    assert sum(run.heard[-1]) == pytest.approx(0.04 * NUMEL, rel=0.15), "as much as the bucket's codec says"
+
+
+def test_late_buckets_are_paced_with_the_others() -> None:
+    made = plan(ratio_over="plan", warmup=3)
+    made = replace(made, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in made.buckets))
+    with kit.Rig(2, "", shapes=SHAPES, plan=made) as rig:
+        def body(rank: int) -> list[int]:
+            for step in range(8):
+                kit.step(rig.workers[rank], list(gradients(rank, step)))
+            rig.workers[rank].drain()
+            return [b.state["inner"]["asked"] for b in rig.workers[rank].buckets]
+
+        for asked in kit.on_ranks(2, body):
+            assert sum(asked) == sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
+            assert max(asked) > 3 * math.ceil(0.02 * 6000)
+
+
+@pytest.mark.parametrize("path", ["service", "encode@cpu all.allgather decode@cpu"])
+def test_buckets_that_another_rank_codes_have_nothing_to_hand_over(path: str) -> None:
+    made = replace(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), ranks_per_node=2)
+    made = replace(made, buckets=tuple(replace(b, path=path, owner=1) for b in made.buckets))
+    codecs = {b.id: codec_of(b, 0, made) for b in made.buckets}
+    before, after = (Worker(kit.job(SHAPES), made, codecs, torch.device("cpu")) for _ in range(2))
+    hand_over(before, after)
+    assert not any(bucket.entries for bucket in after.buckets)
+    before.close()
+    after.close()
+
+
+@pytest.mark.parametrize("cut_nbytes", [1 << 20, 1 << 14])
+def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
+    """The first step under the next plan divides entries as the last one did, whether or not buckets are cut alike."""
+    before = plan(ratio_over="plan")
+    after = default_plan(kit.job(SHAPES), codec="topk(0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
+                         cut_nbytes=cut_nbytes)
+    after = replace(after, ratio_over="plan")
+    with kit.Rig(1, "", shapes=SHAPES, plan=before) as rig, kit.Rig(1, "", shapes=SHAPES, plan=after) as later:
+        for step in range(8):
+            kit.step(rig.workers[0], list(gradients(0, step)))
+        had = by_tensor(rig.workers[0])
+        hand_over(rig.workers[0], later.workers[0])
+        kit.step(later.workers[0], list(gradients(0, 8)))
+        has = by_tensor(later.workers[0])
+    assert had[2] > 4 * 0.02 * 6000
+    assert has == pytest.approx([entries / 2 for entries in had], rel=0.05, abs=10)
+
+
+def test_codecs_whose_states_were_restored_are_told_again() -> None:
+    """To go back in a running job may be to take the same step once more."""
+    with kit.Rig(1, "", shapes=SHAPES, plan=plan(warmup=8)) as rig:
+        worker = rig.workers[0]
+        before = by_tensor(worker)
+        saved = [snapshot(bucket.state) for bucket in worker.buckets]
+        kit.step(worker, list(gradients(0, 0)))
+        told = by_tensor(worker)
+        assert told[0] == FIRST * 40_000 > before[0]
+        for bucket, state in zip(worker.buckets, saved, strict=True):
+            restore(bucket.state, state)
+            bucket.forget()
+        worker.step = 0
+        assert by_tensor(worker) == before
+        worker.buckets[0].entries.begin(0)
+        assert by_tensor(worker) == told
+
+
+def by_tensor(worker: Any) -> list[int]:
+    found = [0] * len(SHAPES)
+    for bucket in worker.buckets:
+        found[bucket.slices[0].tensor] += bucket.state["inner"]["asked"]
+    return found
+
+
+# ---- the codec
+
+
+def told(text: str, **how: Any) -> Any:
+    return allotted(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
+
+
+@pytest.mark.parametrize("text", ["topk(0.05)", "topk(0.05, values='fp32')", "topk(0.4, 'int4')", "block_threshold(0.05)"])
+@pytest.mark.parametrize("numel", [1, 37, 5000, 40_000])
+def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
+    codec, spec = told(text, steps=5), Spec((numel,))
+    assert isinstance(codec.inner, Allotted)
+    state, out = codec.init(spec), codecs.room(codec, spec)
+    most = min(numel, math.ceil(codec.inner.utmost * numel))
+    for step, asked in enumerate([most, 1, most, max(1, most // 3), max(1, most // 2)]):
+        codec.inner.tell(state["inner"], asked)
+        nbytes = codec.start(codecs.noise(numel, step), state, out)
+        run = 16 if "block" in text else 1
+        assert entries(out) <= 1.1 * -(-asked // run) * run + run
+        assert entries(out) >= min(0.89 * asked, numel)
+        assert codec.decode(out[:nbytes], state, torch.empty(numel))
+
+
+def test_a_saved_state_goes_on_bit_for_bit() -> None:
+    codec, spec = told("topk(0.02)"), Spec((40_000,))
+    state, out = codec.init(spec), codecs.room(codec, spec)
+    for step in range(3):
+        codec.inner.tell(state["inner"], 500 + 300 * step)
+        codec.start(codecs.noise(40_000, step), state, out)
+    other = codec.init(spec)
+    restore(other, snapshot(state))
+    ours, theirs = [], []
+    for s, into in ((state, ours), (other, theirs)):
+        codec.inner.tell(s["inner"], 700)
+        into.append(bytes(out[: codec.start(codecs.noise(40_000, 9), s, out)]))
+    assert ours == theirs
+    assert codec.inner.ask(state["inner"], 0.02) == codec.inner.ask(other["inner"], 0.02)
+    with pytest.raises(ValueError, match=r"inner\.sent.*-2\b.*E-CODEC-STATE"):
+        restore(other, snapshot(state) | {"inner.sent": number(-2)})
+
+
+def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
+    for text in ("int8()", "randomk(0.1)", "partition(topk(0.1), 2)", "powersgd(2)"):
+        assert told(text) == wrap(parse(text))
+    assert told("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
+    bucket = Bucket(0, (Slice(0, 0, 100),), "encode@cpu all.allgather decode@cpu", "topk(0.1)")
+    assert codec_of(bucket, plan=plan(ratio_over="plan")) == wrap(parse("topk(0.1)")), "collectives pay for the largest size"
+    assert str(told("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
+
+
+def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> None:
+    codec, spec = told("topk(0.1)"), Spec((100,))
+    state, out = codec.init(spec), codecs.room(codec, spec)
+    codec.start(torch.full((100,), math.inf), state, out)
+    assert codec.inner.ask(state["inner"], 0.1).tail is None
+    codec.start(torch.zeros(100), state, out)
+    tail = codec.inner.ask(state["inner"], 0.1).tail
+    assert tail is not None
+    assert tail.sent == 0
+    codec.inner.tell(state["inner"], 20)
+    codec.start(torch.eye(100)[0] + torch.eye(100)[1], state, out)
+    assert codec.inner.ask(state["inner"], 0.1).most == 2, "there are no more"
+
+
+def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> None:
+    """Fragments of local steps go in turns: that more is asked than was sent before tells nothing until it is sent."""
+    codec, spec = told("topk(0.02)"), Spec((5000,))
+    state, out = codec.init(spec), codecs.room(codec, spec)
+    codec.start(codecs.noise(5000), state, out)
+    before = codec.inner.ask(state["inner"], 0.02)
+    codec.inner.tell(state["inner"], 400)
+    assert codec.inner.ask(state["inner"], 0.02) == before._replace(now=400)
+
+
+# ---- plans
+
+
+def test_a_plan_says_only_what_there_is() -> None:
+    made = plan()
+    assert verify(replace(made, ratio_over="all", warmup=-1), kit.job(SHAPES)) == [
+        "warmup is -1, allowed: at least 0", "ratio_over is 'all', allowed: 'bucket' or 'plan'"]
+    assert not verify(replace(made, ratio_over="plan", warmup=100), kit.job(SHAPES))
+    assert not unsuited(replace(made, ratio_over="plan", warmup=100), 2, 1)
+
+
+def watched(made: Plan) -> tuple[Connection, kit.Rig]:
+    connection, rig = Connection(), kit.Rig(1, "", shapes=SHAPES, plan=made)
+    connection.plan, connection.worker = made, rig.workers[0]
+    return connection, rig
+
+
+def test_automatic_planning_begins_behind_a_warmup() -> None:
+    connection, rig = watched(plan(warmup=5))
+    with rig:
+        connection.terms.auto = True
+        auto = AutoPlan(connection, rig.job)
+        for step, looked in ((0, False), (4, False), (5, True)):
+            rig.workers[0].step = step
+            auto.after_step()
+            assert (auto._state.in_force is not None) is looked
+
+
+def test_a_plan_is_not_stale_for_what_a_warmup_sends() -> None:
+    connection, rig = watched(plan(warmup=5, step_s=1e-9))
+    with rig:
+        watch = StalePlanWatch(connection)
+        for step, stale in ((4, 0), (5, 1)):
+            rig.workers[0].step = step
+            for _ in range(PATIENCE + 3):
+                watch()
+            assert len(connection.events) == stale

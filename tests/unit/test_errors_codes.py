@@ -1,0 +1,47 @@
+"""Every code in the source is in the table, every code of the table is used, and codes cross processes."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from commlayer import errors
+from commlayer.errors import CODES, CommError, CorruptFrame, InvalidInput, InvalidState, PeerLost, RecordError, code_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_has_every_code_of_the_source_and_no_other() -> None:
+    source = [path.read_text() for path in (ROOT / "commlayer").rglob("*.py") if path.name != "errors.py"]
+    classes = (ROOT / "commlayer/errors.py").read_text().partition("class Coded")[2]
+    used = set(re.findall(r'"(E-[A-Z-]+)"', "\n".join([*source, classes])))
+    assert used == set(CODES)
+
+
+@pytest.mark.parametrize("error", [
+    InvalidInput("E-ARGUMENT", "x: got 1"), InvalidState("E-COMPILED", "too early"), RecordError("E-RECORD", "x: got 1"),
+    RecordError("E-SETTING", "x: got 1"), PeerLost("gone", peer="worker 2", step=3, bucket=4)])
+def test_an_error_ends_with_its_code_and_crosses_processes(error: errors.Coded) -> None:
+    assert str(error).endswith(f"[{error.code}]")
+    assert code_of(error) == error.code
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.code) == (type(error), str(error), error.code)
+
+
+def test_the_code_of_a_quoted_error_is_kept() -> None:
+    inner = PeerLost("gone", peer="worker 2")
+    outer = InvalidInput("E-ARGUMENT", f"x: {inner}; try again")
+    assert (outer.code, str(outer)) == ("E-PEER-LOST", "x: worker 2: gone; try again [E-PEER-LOST]")
+
+
+def test_a_located_error_keeps_its_class_and_code() -> None:
+    error = CorruptFrame("short", code="E-PAYLOAD").located(peer="server 0", step=5)
+    assert (type(error), error.code, error.peer, error.step, error.bucket) == (CorruptFrame, "E-PAYLOAD", "server 0", 5, None)
+    assert str(error) == "server 0: short (step 5) [E-PAYLOAD]"
+
+
+def test_an_error_that_calls_its_peer_by_a_name() -> None:
+    error = CommError("gone", peer="worker 2")
+    error.call("worker 2 (ben)")
+    assert (str(error), error.peer) == ("worker 2 (ben): gone [E-COMM]", "worker 2")

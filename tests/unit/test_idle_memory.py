@@ -1,0 +1,142 @@
+"""Memory that nobody reads is given back: between two exchanges, at the start, and weights survive an exchange that fails."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from support.workers import Rig, job, step
+from torch import nn
+
+from commlayer.compressors import parse
+from commlayer.compressors.feedback import wrap
+from commlayer.compressors.tensors import give_back
+from commlayer.engine import worker as worker_module
+from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.worker import Worker
+from commlayer.errors import CommError
+from commlayer.optim import Outer
+from commlayer.planner import default_plan
+from commlayer.records import Bucket, Slice
+
+NUMEL = 1 << 20
+PAGE = 4096
+
+
+def coded() -> WorkerBucket:
+    made = WorkerBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
+                        torch.device("cpu"), 0)
+    made.keep_coded(lambda _: None)
+    return made
+
+
+def resident_nbytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is resident")
+def test_a_bucket_takes_no_memory_before_its_first_step() -> None:
+    coded()
+    before = resident_nbytes()
+    made = [coded() for _ in range(8)]
+    assert resident_nbytes() - before < NUMEL * 4
+    assert len(made) == 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
+def test_what_is_given_back_reads_as_zeros_and_can_be_written() -> None:
+    x = torch.ones(NUMEL)
+    give_back(x[:100])
+    assert bool((x == 1).all())
+    give_back(x)
+    assert int((x == 0).sum()) > NUMEL - 4096
+    x.fill_(2.0)
+    assert bool((x == 2).all())
+
+
+@pytest.mark.parametrize("unapplied", [0, 1])
+def test_a_bucket_keeps_what_can_be_taken_back(unapplied: int) -> None:
+    bucket, x = coded(), torch.randn(NUMEL)
+    bucket.x.copy_(x)
+    bucket.encode()
+    bucket.rewind()
+    bucket.unapplied = unapplied
+    owed = bucket.state["residual"].clone()
+    bucket.let_go()
+    assert torch.equal(bucket.x, x) == bool(unapplied) or sys.platform != "linux"
+    assert torch.equal(bucket.state["residual"], owed)
+    bucket.take_back()
+    assert torch.equal(bucket.state["residual"], owed) != bool(unapplied)
+
+
+class Failing:
+    """A worker whose servers do not answer."""
+
+    turns = ((WorkerBucket(Bucket(0, (Slice(0, 0, 12),), "service", codec="int4()"), job([(12,)]), wrap(parse("int4()")),
+                           torch.device("cpu"), 0),),)
+    scale = rate = weight = 1.0
+
+    def weigh(self, *_: object) -> None: ...
+
+    def send(self, *_: object) -> None: ...
+
+    def complete(self, _: object) -> None: ...
+
+    def wait(self, *_: object) -> None:
+        raise CommError("gone")
+
+
+def test_weights_survive_an_exchange_that_fails() -> None:
+    p = nn.Parameter(torch.randn(12))
+    steps = LocalSteps([p], 2, Outer(), StepWeights(1.0, None))
+    steps.count()
+    with torch.no_grad():
+        p.add_(0.25)
+    now = p.detach().clone()
+    with pytest.raises(CommError):
+        steps.exchange(Failing(), [], 1.0)  # type: ignore[arg-type]
+    torch.testing.assert_close(p.detach(), now)
+    assert not torch.equal(p, steps.starts[0])
+
+
+def large_rig(codec: str) -> Rig:
+    of = job([(NUMEL,)])
+    return Rig(1, codec, of=of, plan=default_plan(of, codec=codec, path="service", servers=1, ranks_per_node=1,
+                                                  fuse_nbytes=NUMEL, cut_nbytes=NUMEL))
+
+
+def held(worker: Worker) -> bool:
+    """Whether something of the last step lies in the worker's buckets."""
+    return any(bool(bucket.x[PAGE:-PAGE].any()) for bucket in worker.buckets)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
+@pytest.mark.parametrize(("codec", "recording", "stays"), [("identity()", False, False), ("identity()", True, True),
+                                                           ("int4()", False, True)])
+def test_behind_a_step_buckets_hold_what_can_be_taken_back_or_is_measured(
+    codec: str, recording: bool, stays: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "LARGE_NBYTES", NUMEL)
+    with large_rig(codec) as rig:
+        worker, gradient = rig.workers[0], torch.randn(NUMEL)
+        worker.recorder.switch(on=recording)
+        averages = [step(worker, [gradient])[0] for _ in range(3)]
+        assert held(worker) == stays
+        if codec == "identity()":
+            assert all(torch.equal(average, gradient) for average in averages if average is not None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
+def test_a_worker_that_was_left_holds_nothing() -> None:
+    with large_rig("int4()") as rig:
+        worker = rig.workers[0]
+        worker.recorder.switch(on=False)
+        step(worker, [torch.randn(NUMEL)])
+        assert held(worker)
+        worker.close()
+        worker.forget_states()
+        assert not held(worker)
+        assert not any(state for bucket in worker.buckets for _, state in bucket.coders)

@@ -1,0 +1,283 @@
+"""The law above all: for every tensor, applied + owed = put in, whatever codec it takes and whatever becomes of a step.
+
+Put in is what the optimizer is meant to get: the weighted mean of the gradients of a step that is applied. In the events below
+tensors are unused, weights change, steps are skipped or broken off, averages are thrown away, and what was saved is loaded.
+Each event is one row for each codec. The error may be 1e-5 of the largest number that was put in, at any element.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support import workers as kit
+
+from commlayer.compressors import parse, wrap
+from commlayer.compressors.codec import Codec
+from commlayer.engine import checkpoint
+from commlayer.engine.connection import Connection
+from commlayer.engine.worker import Worker
+from commlayer.errors import StepAbandoned
+from commlayer.planner import default_plan
+
+WORLD, STEPS = 3, 6
+SHAPES: list[tuple[int, ...]] = [(40, 30), (40,), (5, 3, 3, 3), (1,), (700,)]
+CODECS = [
+    "identity()", "int8(64)", "int8(2048)", "int4()", "int4(64)", "onebit(64)", "onebit(1024)", "error_feedback(fp16())",
+    "error_feedback(bf16())",
+    "topk(0.05)", "topk(0.3)", "topk(0.1, 'fp32')", "topk(0.1, 'fp16')", "topk(0.1, 'int4')", "topk(0.05, exact=True)",
+    "block_threshold(0.2)", "block_threshold(0.1, run=8, values='int4')", "randomk(0.2)", "randomk(0.3, values='bf16')",
+    "powersgd(1)", "powersgd(2)",
+    "partition(topk(0.2), 3)", "partition(powersgd(1), nbytes=512)",
+    "error_feedback(qsgd())", "error_feedback(qsgd(64, levels=15, norm='l2'))", "int4(8)", "topk(0.1, 'bf16')",
+    "block_threshold(0.2, values='bf16')", "randomk(0.3, values='fp16')", "topk(0.3, exact=True)",
+    "momentum(randomk(0.3), 0.5)", "momentum(int4(), 0.5)", "partition(int8(48), 3)",
+    "error_feedback(int8(), lr_correction=True)",
+    "momentum(topk(0.2), 0.5)", "momentum(int8(64), 0.9)", "momentum(onebit(64), 0.5)",
+]
+DOWN = {"topk(0.3)": "int8(64)", "int8(2048)": "onebit(64)", "topk(0.05)": "topk(0.5)"}
+"""Answered in another codec, with the server's own residual."""
+
+
+def nobody(step: int, rank: int = 0) -> set[int]:
+    return set()
+
+
+def equal(step: int) -> list[float]:
+    return [1.0] * WORLD
+
+
+class Event(NamedTuple):
+    """What goes on in a few steps, the same for all codecs."""
+
+    weights: Callable[[int], list[float]] = equal
+    told: bool = False
+    """Whether the script says what all weigh."""
+    unused: Callable[[int, int], set[int]] = nobody
+    """Tensors without gradient on a rank."""
+    cleared: Callable[[int], set[int]] = nobody
+    """Tensors whose averages are thrown away."""
+    bad: int = -1
+    """A step in which the last rank has an infinity."""
+    broken: int = -1
+    """A step that the last rank breaks off: its backward pass raises."""
+    saved: bool = False
+    """All is saved half-way; two steps later that is loaded, and the steps from there on come again."""
+    scale: Callable[[int], float] = lambda step: 1.0
+
+
+SAVED = STEPS // 2
+ALL = set(range(len(SHAPES)))
+EVENTS = {
+    "plain": Event(),
+    "unused by all in every second step": Event(unused=lambda step, rank: {0, 4} if step % 2 else set()),
+    "unused by all, by turns": Event(unused=lambda step, rank: {step % 5, (step + 2) % 5}),
+    "nothing used": Event(unused=lambda step, rank: ALL if step % 2 else set()),
+    "used by one rank alone": Event(unused=lambda step, rank: {0, 2} if rank != step % WORLD else set()),
+    "unequal weights": Event(weights=lambda step: [1.0, 0.25, 3.0]),
+    "a short last batch": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD),
+    "a short last batch, foretold": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD, told=True),
+    "weights that change in every step": Event(weights=lambda step: [1.0 + step, 2.0, 0.5 * (step % 3)]),
+    "a scaler that skips": Event(bad=3, scale=lambda step: 2.0 ** (10 - step)),
+    "averages thrown away": Event(cleared=lambda step: ALL if step % 2 else set()),
+    "some averages thrown away": Event(cleared=lambda step: {1, 4} if step % 2 else {0}),
+    "a step broken off": Event(broken=2),
+    "a step broken off behind averages thrown away": Event(cleared=lambda step: ALL if step == 1 else {step % 5}, broken=2),
+    "saved, and loaded two steps later": Event(saved=True),
+    "saved behind averages thrown away, and loaded": Event(
+        saved=True, cleared=lambda step: {1, 4} if step == SAVED - 1 else {step % 5}),
+    "unused, skipped, broken off, thrown away, reweighted, loaded": Event(
+        weights=lambda step: [1.0, 2.0 + step, 1.0], unused=lambda step, rank: {step % 5},
+        cleared=lambda step: {(step + 1) % 5}, bad=2, broken=4, saved=True),
+}
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=made) for shape in SHAPES]
+
+
+def rig(codec: str, *, late: bool = False, **fields: Any) -> kit.Rig:
+    down = str(wrap(parse(DOWN[codec]))) if codec in DOWN else ""
+    plan = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=600,
+                        cut_nbytes=1 << 20)
+    plan = replace(plan, buckets=tuple(replace(b, down=down, stale=late) for b in plan.buckets), **fields)
+    assert any(len(b.slices) > 1 for b in plan.buckets)
+    return kit.Rig(WORLD, codec, servers=2, shapes=SHAPES, plan=plan)
+
+
+class Account:
+    """One rank's: by tensor, what was put in and what was applied, in float64."""
+
+    def __init__(self) -> None:
+        self.put = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        self.applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+
+
+def fed(worker: Any, mine: list[Any], share: float) -> list[torch.Tensor]:
+    """What codecs are given to send: the gradient's part in the mean, or the velocity that momentum makes of it."""
+    parts = [torch.zeros(shape) if g is None else g * share for shape, g in zip(SHAPES, mine, strict=True)]
+    for bucket in worker.buckets:
+        codec, state = bucket.codec, bucket.state
+        if "velocity" in state:
+            at = 0
+            for s in bucket.slices:
+                velocity = state["velocity"][at : at + s.numel].view(bucket.layout.shapes[bucket.slices.index(s)])
+                parts[s.tensor].view(-1)[s.start : s.stop] += codec.beta * velocity.reshape(-1)
+                at += s.numel
+    return parts
+
+
+def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Account]) -> None:
+    if not event.saved:
+        go(r, codec, event, first, range(STEPS), accounts)
+        return
+    go(r, codec, event, first, range(SAVED), accounts)
+    kept, before = save(r), copy.deepcopy(accounts)
+    go(r, codec, event, first, range(SAVED, SAVED + 2), accounts)
+    load(r, kept)
+    accounts[:] = before
+    go(r, codec, event, first, range(SAVED, STEPS), accounts)
+
+
+def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
+    """As engine/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
+    words, *_ = [worker.undone() for worker in r.workers]
+    servers = []
+    for server in r.servers:
+        for bucket, cell in server._core.cells.items():
+            cell.ops.undo(words.get(bucket, 0))
+        servers.append({bucket: cell.ops.snapshot() for bucket, cell in server._core.cells.items()})
+    for worker in r.workers:
+        worker.heard()
+    return [copy.deepcopy(checkpoint.worker_state(connected(worker))) for worker in r.workers], servers
+
+
+def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
+    states, servers = kept
+    for server, saved in zip(r.servers, servers, strict=True):
+        for bucket, cell in server._core.cells.items():
+            cell.ops.restore(saved[bucket])
+            cell.forget_results()
+            cell.idle(states[0]["step"])
+    for worker, state in zip(r.workers, states, strict=True):
+        checkpoint._restore(connected(worker), worker, state)
+
+
+def connected(worker: Worker) -> Connection:
+    made = Connection()
+    made.worker = worker
+    return made
+
+
+def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts: list[Account]) -> None:
+    def body(rank: int) -> None:
+        worker, account = r.workers[rank], accounts[rank]
+        for step in range(first + steps.start, first + steps.stop):
+            n, weights = step - first, event.weights(step - first)
+            scale = worker.scale = event.scale(n)
+            worker.weigh(weights[rank], sum(weights) if event.told else None)
+            mine: list[Any] = [None if t in event.unused(n, rank) else g for t, g in enumerate(gradients(rank, step))]
+            if "momentum" in codec:
+                worker.undone()  # as the next gradients would do, so that velocities are what these meet
+            parts = fed(worker, mine, weights[rank] * WORLD / sum(weights))
+            sent = [None if g is None else g * scale for g in mine]
+            if n == event.bad and rank == WORLD - 1:
+                next(g for g in sent if g is not None).view(-1)[0] = float("inf")
+            if n == event.broken:
+                if rank < WORLD - 1:
+                    with pytest.raises(StepAbandoned):
+                        kit.step(worker, sent)
+                else:
+                    for t in (4, 3):  # as far as it came
+                        if (gradient := sent[t]) is not None:
+                            worker.ready(t, gradient)
+                    worker.abandon(20.0)
+                continue
+            averages = kit.step(worker, sent)
+            for t in range(len(SHAPES)):
+                used = any(t not in event.unused(n, other) for other in range(WORLD))
+                assert (averages[t] is not None) == used
+                if used and t not in event.cleared(n) and n != event.bad:
+                    account.put[t] += parts[t].double()
+                    account.applied[t] += averages[t].double() / scale
+            for t in event.cleared(n):
+                worker.cleared(t)
+
+    for result in kit.on_ranks(WORLD, body):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def owed(r: kit.Rig) -> list[torch.Tensor]:
+    """By workers and servers, after all has been taken back that was not applied."""
+    words = [worker.undone() for worker in r.workers]
+    assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
+    debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.debts()]
+    for server in r.servers:
+        for bucket, cell in server._core.cells.items():
+            cell.ops.undo(words[0].get(bucket, 0))
+            debts += cell.ops.debts()
+    total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for debt in debts:
+        total[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+    return total
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
+    wrapped: Codec = wrap(parse(codec))
+    assert wrapped.keeps or codec == "identity()", "what keeps nothing back cannot owe"
+    with rig(codec) as r:
+        hold(r, codec)
+
+
+def most_put(accounts: list[Account]) -> float:
+    """The largest number, over all ranks, that was put in."""
+    sums = (torch.stack([account.put[t] for account in accounts]).sum(0) for t in range(len(SHAPES)))
+    return max(float(each.abs().max()) for each in sums)
+
+
+TOLD = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
+
+
+@pytest.mark.parametrize("codec", TOLD)
+def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
+    with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
+        hold(r, codec)
+
+
+def hold(r: kit.Rig, codec: str) -> None:
+    """All events one after the other; the account is made up after each."""
+    wrong = []
+    accounts = [Account() for _ in range(WORLD)]
+    for number, (name, event) in enumerate(EVENTS.items()):
+        happen(r, codec, event, number * STEPS, accounts)
+        debts = owed(r)
+        put = [torch.stack([account.put[t] for account in accounts]).sum(0) for t in range(len(SHAPES))]
+        most = most_put(accounts)
+        for t in range(len(SHAPES)):
+            error = float((WORLD * accounts[0].applied[t] + debts[t] - put[t]).abs().max())
+            if error > 1e-5 * most:
+                wrong.append(f"{name}: tensor {t} is off by {error / most:.1e} of what was put in")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_all_weigh_may_be_told_where_everything_is_late() -> None:
+    """No step has a result that says whether it is right, so none can be refused."""
+    with rig("topk(0.3)", late=True) as r:
+        def body(rank: int) -> bool:
+            for step in range(4):
+                r.workers[rank].weigh(2.0 + step, WORLD * (2.0 + step))
+                kit.step(r.workers[rank], list(gradients(rank, step)))
+            return True
+
+        assert kit.on_ranks(WORLD, body) == [True] * WORLD
+
+
+def test_there_are_enough_rows() -> None:
+    assert len(CODECS) * len(EVENTS) >= 550

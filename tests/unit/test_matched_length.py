@@ -1,0 +1,186 @@
+"""Means of changes made as long as the changes: sums of squares in any order, the factor by hand, and local steps over loopback
+in all ways of exchanging, beside a reference in torch alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.workers import Rig, ToldRows, on_ranks
+from torch import nn
+
+from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.matched_length import scale_of, square_of
+from commlayer.optim import Outer, usual
+from commlayer.planner import default_plan
+from commlayer.planner.model.fragments import fragments_of
+from commlayer.records import Job, TensorInfo
+
+SHAPES, EVERY, STEPS = [(30, 20), (500,), (40, 10), (700,)], 4, 13
+INF, NAN = math.inf, math.nan
+
+
+def noise(*numbers: int, size: tuple[int, ...] = (1000,)) -> torch.Tensor:
+    seed = sum(n * 97**i for i, n in enumerate(numbers))
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def test_squares_are_the_same_bits_in_any_order() -> None:
+    x = noise(1, size=(3_000_000,)) * 1e-3
+    x[7] = 0.2  # far beyond the others, to which everything is rounded
+    found = square_of([x])
+    assert found == pytest.approx(float(x.double().square().sum()), rel=1e-4)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    parts = x[order].split(700_001)
+    assert square_of([*parts]) == square_of([*reversed(parts)]) == found
+    assert square_of([x.view(3, -1).t()]) == found
+    assert float(x[order].square().sum()) != float(x.square().sum()), "which floats by themselves do not give"
+
+
+@pytest.mark.parametrize(("values", "wanted"), [
+    ([], 0.0), ([0.0, 0.0], 0.0), ([3.0, 4.0], 25.0), ([1.0, INF], NAN), ([NAN, 1.0], NAN), ([1e-40, 0.0], 1e-80),
+])
+def test_squares_of_little(values: list[float], wanted: float) -> None:
+    assert square_of([torch.tensor(values)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
+    assert square_of([torch.tensor(values), torch.zeros(3)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
+
+
+@pytest.mark.parametrize(("rows", "square", "wanted"), [
+    ([(1, 4.0)] * 4, 4.0, 1.0),  # all have come to the same place
+    ([(1, 4.0)] * 4, 1.0, 2.0),  # nothing in common
+    ([(1, 4.0)] * 4, 2.0, 2**0.5),
+    ([(1, 4.0)] * 4, 0.1, 2.0),  # against each other: no more than that
+    ([(1, 1.0)] * 4, 9.0, 1.0),  # longer than what it is of: an old debt is in it
+    ([(1, 4.0)] * 9, 4 / 9, 3.0),
+    ([(3, 4.0), (1, 8.0)], 4.0, 1.25**0.5),
+    ([(3, 4.0), (1, 4.0)], 0.1, 1.6**0.5),  # with nothing in common: 4 * (9 + 1) / 16
+    ([(1, 4.0), (0, NAN)], 4.0, 1.0),
+    ([(0, 4.0), (0, 4.0)], 4.0, 1.0),
+    ([(1, INF), (1, 4.0)], 4.0, 1.0),
+    ([(1, 4.0), (1, 4.0)], 0.0, 1.0),
+    ([(1, 4.0), (1, 4.0)], NAN, 1.0),
+    ([(NAN, 4.0), (1, 4.0)], 1.0, 1.0),
+    ([(1, 4.0)], 1.0, 1.0),
+    ([], 1.0, 1.0),
+])
+def test_the_factor(rows: list[tuple[float, float]], square: float, wanted: float) -> None:
+    assert scale_of(rows, square) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_it_is_for_adam_and_its_like() -> None:
+    assert [usual(family).matched for family in ("adam", "sgd", "other")] == [True, False, False]
+    assert usual("sgd") == Outer()
+
+
+def trained(
+    world: int, outer: Outer, weights: list[float], fragments: int, *, overlap: bool, cut_nbytes: int = 4096,
+    strided: bool = False,
+) -> list[Any]:
+    """By rank: its starts behind each step, and its weights at the end. Steps are given, so every way makes the same."""
+    job = Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(SHAPES)))
+    plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
+                        cut_nbytes=cut_nbytes)
+    plan = type(plan)(plan.job, plan.buckets, plan.servers, 1, local_steps=EVERY, fragments=fragments,
+                      overlap="round" if overlap else "")
+    rows = ToldRows(world)
+    with Rig(world, "", plan=plan, of=job) as rig:
+        def body(rank: int) -> Any:
+            parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
+            local = LocalSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
+                               lengths=rows.of(rank))
+            found = []
+            for step in range(STEPS):
+                local.count()
+                for n, p in enumerate(parameters):
+                    p.data += moved(rank, step, n)
+                if local.due:
+                    local.exchange(rig.workers[rank], [], 20.0)
+                found.append([s.clone() for s in local.starts])
+            local.drain(rig.workers[rank], [], 20.0)
+            return found, [p.detach().clone() for p in parameters]
+
+        return on_ranks(world, body)
+
+
+def moved(rank: int, step: int, n: int) -> torch.Tensor:
+    """Mostly the rank's own, and a little in common."""
+    return 0.1 * noise(rank, step, n, size=SHAPES[n]) + 0.03 * noise(99, step, n, size=SHAPES[n])
+
+
+def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matched: bool) -> list[list[torch.Tensor]]:
+    """Starts behind each step."""
+    world = len(weights)
+    shares = [w / sum(weights) for w in weights]
+    starts = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    ranks = [[s.clone() for s in starts] for _ in range(world)]
+    sent: Any = None
+    turns, found = itertools.cycle(parts), []
+
+    def merge(part: list[int], changes: list[dict[int, torch.Tensor]], ends: list[dict[int, torch.Tensor]]) -> None:
+        mean = {n: sum(share * change[n] for share, change in zip(shares, changes, strict=True)) for n in part}
+        each = [sum(float(x.square().sum()) for x in change.values()) for change in changes]
+        own = sum(share * square for share, square in zip(shares, each, strict=True))
+        ratio = (own / sum(float(m.square().sum()) for m in mean.values())) ** 0.5
+        scale = min(ratio, sum(share**2 for share in shares) ** -0.5) if matched else 1.0
+        for n in part:
+            starts[n] = starts[n] - scale * mean[n]
+            for w, end in zip(ranks, ends, strict=True):
+                w[n] = starts[n] + (w[n] - end[n])
+
+    for step in range(STEPS):
+        for rank, w in enumerate(ranks):
+            for n in range(len(SHAPES)):
+                w[n] = w[n] + moved(rank, step, n).double()
+        if (step + 1) % (EVERY // len(parts)) == 0:
+            if sent is not None:
+                merge(*sent)
+            part = next(turns)
+            sent = part, [{n: starts[n] - w[n] for n in part} for w in ranks], [{n: w[n] for n in part} for w in ranks]
+            if not overlap:
+                merge(*sent)
+                sent = None
+        found.append([*starts])
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0], [1.0] * 5], ids=str)
+def test_means_are_as_long_as_changes(weights: list[float], fragments: int, overlap: bool) -> None:
+    world = len(weights)
+    results = trained(world, Outer(matched=True), weights, fragments, overlap=overlap)
+    parts = PARTS[fragments]
+    wanted = by_hand(weights, parts, overlap=overlap, matched=True)
+    plain = by_hand(weights, parts, overlap=overlap, matched=False)
+    for step, starts in enumerate(wanted):
+        for behind, _ in results:
+            for mine, first, hand in zip(behind[step], results[0][0][step], starts, strict=True):
+                assert torch.equal(mine, first), "what ranks have in common is the same to the bit"
+                torch.testing.assert_close(mine.double(), hand, rtol=1e-3, atol=1e-4)
+    for _, end in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(end, results[0][1], strict=True))
+    far = max(float((a - b).abs().max()) for a, b in zip(wanted[-1], plain[-1], strict=True))
+    assert (far > 0.1) == (world > 1), "plain averages lead elsewhere"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
+def test_cut_tensors_may_lie_in_memory_as_they_like(overlap: bool) -> None:
+    outer = Outer(lr=0.7, momentum=0.9, matched=True)
+    found = [trained(2, outer, [1.0, 1.0], 4, overlap=overlap, cut_nbytes=500, strided=strided) for strided in (False, True)]
+    for (starts, end), (strided_starts, strided_end) in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(end, strided_end, strict=True))
+        assert all(torch.equal(a, b) for each in zip(starts, strided_starts, strict=True) for a, b in zip(*each, strict=True))
+        assert float(end[0].abs().max()) > 0.1
+
+
+def _parts(fragments: int) -> list[list[int]]:
+    job = Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(SHAPES)))
+    plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=4096)
+    return [sorted({s.tensor for place in places for s in plan.buckets[place].slices})
+            for places in fragments_of(plan.buckets, fragments)]
+
+
+PARTS = {fragments: _parts(fragments) for fragments in (1, 2, 4)}

@@ -1,0 +1,134 @@
+"""The quantisers' kernels: reference == vector body == portable body; the random words are Philox's; bounds on what is lost."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.native_builds import KINDS, SIZES, bits, core, numbers, same, unaligned
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+quick = settings(max_examples=30, deadline=None)
+sizes = st.sampled_from((*SIZES, 159, 160, 161, 320, 1283))
+seeds = st.integers(0, 2**32 - 1)
+kinds = st.sampled_from(KINDS)
+keys = st.integers(0, 2**63 - 1)
+
+
+def run_coder(
+    name: str, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, scale_nbytes: int, *how: object
+) -> None:
+    """All bodies agree, in bytes, residual and guard bytes; and the residual is what was not sent."""
+    x, old, acc = numbers(n, seed, kind=kind), numbers(n, seed + 1, kind=kind) if fed else None, numbers(n, seed + 2)
+    if fed and kind == "wild":
+        assert old is not None
+        old[~np.isfinite(old)] = 1.0
+    width = how[0] if name == "linear" else 1
+    nbytes = (n * int(str(width)) + 7) // 8
+    count = -(-n // block)
+
+    def run(module: ModuleType) -> tuple[object, ...]:
+        kept = None if old is None else old.copy()
+        q, guarded_q = unaligned(nbytes, shift)
+        scale, guarded_scale = unaligned(scale_nbytes * count, shift)
+        finite = getattr(module, f"{name}_encode")(q, scale, x, kept, block, *how)
+        if not finite:
+            q[:], scale[:] = bytes(nbytes), bytes(scale_nbytes * count)  # may hold anything now
+        decoded, assigned = acc.copy(), acc.copy()
+        shape = how[:1] if name == "linear" else ()
+        getattr(module, f"{name}_decode")(decoded, q, scale, block, *shape)
+        getattr(module, f"{name}_decode")(assigned, q, scale, block, *shape, True)
+        return (
+            finite,
+            bytes(guarded_q),
+            bytes(guarded_scale),
+            b"" if kept is None else bits(kept),
+            bits(decoded),
+            bits(assigned),
+        )
+
+    finite, _, _, kept, _, assigned = same(run)
+    with np.errstate(all="ignore"):
+        v = x if old is None else x + old
+    assert finite == bool(np.isfinite(v).all())
+    sent = np.frombuffer(assigned, np.float32)
+    assert np.isfinite(sent).all()
+    if old is None:
+        return
+    rest, most = np.frombuffer(kept, np.float32), float(np.abs(v[np.isfinite(v)]).max(initial=0))
+    if finite:
+        with np.errstate(all="ignore"):
+            np.testing.assert_allclose(sent.astype(np.float64) + rest, v, rtol=1e-6, atol=1e-6 * most + 1e-37)
+    else:
+        np.testing.assert_allclose(rest, np.where(np.isfinite(v), v, old), rtol=1e-6, atol=1e-6 * most + 1e-37)
+
+
+@quick
+@given(sizes, seeds, kinds, st.booleans(), st.sampled_from([0, 1]), st.sampled_from([8, 32, 40, 64, 1024]), keys, st.data())
+@pytest.mark.parametrize("dither", [False, True])
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
+def test_linear(
+    width: int, dither: bool, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, key: int, data: st.DataObject
+) -> None:
+    euclidean, step = data.draw(st.booleans()), data.draw(st.sampled_from([0, 1, 2**32 + 5]))
+    run_coder("linear", n, seed, kind, fed, shift, block, 2, width, euclidean, dither, key, step)
+
+
+@quick
+@given(sizes, seeds, kinds, st.booleans(), st.sampled_from([0, 1]), st.sampled_from([8, 32, 40, 1024]))
+def test_onebit(n: int, seed: int, kind: str, fed: bool, shift: int, block: int) -> None:
+    run_coder("onebit", n, seed, kind, fed, shift, block, 2)
+
+
+def test_philox_is_philox() -> None:
+    """The published vectors: counter and key of zeros, of ones, and of the digits of pi."""
+    ones = (1 << 64) - 1
+    cases = [
+        (0, 0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (ones, ones, ones, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (0x299F31D0A4093822, 0x85A308D3243F6A88, 0x0370734413198A2E, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ]
+    for key, block, step, expected in cases:
+        with np.errstate(over="ignore"):
+            assert expected == " ".join(f"{w:08x}" for w in reference_block(key, block, step))
+
+
+def reference_block(key: int, block: int, step: int) -> list[int]:
+    """One block by the definition, with whole numbers of any size."""
+    c, k = [block & 0xFFFFFFFF, block >> 32, step & 0xFFFFFFFF, step >> 32], [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+@quick
+@given(st.sampled_from(SIZES), st.integers(0, 2**33), keys, st.integers(0, 2**63 - 1))
+def test_words_are_those_of_their_elements(n: int, first: int, key: int, step: int) -> None:
+    def run(module: ModuleType) -> bytes:
+        words = np.zeros(n, np.uint32)
+        module.philox(words, first, key, step)
+        return words.tobytes()
+
+    words = np.frombuffer(same(run), np.uint32)
+    for j in {0, n // 2, n - 1} if n else ():
+        assert int(words[j]) == reference_block(key, (first + j) // 4, step)[(first + j) % 4]
+
+
+def test_arguments_outside_the_contract_are_refused() -> None:
+    x, q, scale = np.zeros(64, np.float32), bytearray(64), bytearray(64)
+    for block, width in ((12, 4), (0, 4), (8, 6), (8, 0), (8, 9)):
+        with pytest.raises(ValueError):
+            core.linear_encode(q, scale, x, None, block, width, False, False)
+        with pytest.raises(ValueError):
+            core.linear_decode(x, q, scale, block, width)
+    with pytest.raises(ValueError):
+        core.onebit_encode(q, scale, x, None, 1 << 21)
+    with pytest.raises(ValueError, match="q"):
+        core.onebit_encode(bytearray(7), scale, x, None, 8)
+    with pytest.raises(ValueError, match="scale"):
+        core.onebit_encode(q, bytearray(15), x, None, 8)

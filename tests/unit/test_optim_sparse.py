@@ -1,0 +1,362 @@
+"""Lazy optimizers equal torch's on the same gradients, to rounding, once flushed; and with dense gradients, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from support.optim import Case, Race, draw, rates
+from torch import nn
+
+from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD, kernels, reference
+from commlayer.optim.entries import sparse_gradient
+
+SGD = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "long momentum": {"momentum": 0.99},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "dampening": {"momentum": 0.9, "dampening": 0.4},
+    "decay": {"weight_decay": 0.05},
+    "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "nesterov and decay": {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True},
+    "all but nesterov": {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.4},
+}
+ADAM = {
+    "defaults": {},
+    "decay": {"weight_decay": 0.1},
+    "short memory": {"betas": (0.8, 0.9)},
+    "no momentum": {"betas": (0.0, 0.99)},
+    "large eps": {"eps": 1e-2},
+}
+CASES = {
+    **{f"sgd {name}": Case(SparseSGD, torch.optim.SGD, {"lr": 0.05, **settings}) for name, settings in SGD.items()},
+    **{f"adamw {name}": Case(SparseAdamW, torch.optim.AdamW, {"lr": 0.01, **settings}) for name, settings in ADAM.items()},
+    "adam": Case(SparseAdam, torch.optim.Adam, {"lr": 0.01}),
+}
+OUR_ROUNDING = 4.0
+"""Times torch's own error in single precision; usually ours is the smaller one, as there are fewer steps that round."""
+LEAST = 2e-6
+EPS_ERROR = 1e-3
+"""Where eps is as large as sqrt(v): of what the weights move."""
+
+
+def fits(race: Race, case: str) -> bool:
+    ours, torchs = race.errors()
+    moved = EPS_ERROR if "large eps" in case else 0.0
+    return ours <= max(OUR_ROUNDING * torchs, LEAST, moved)
+
+
+@pytest.mark.parametrize(("name", "lag"), [*((name, lag) for name in CASES for lag in (7, 250)), ("sgd momentum", 1)])
+def test_flushed_weights_are_those_of_the_dense_optimizer_under_any_schedule(name: str, lag: int) -> None:
+    race = Race(CASES[name], lag=lag)
+    for rate in rates(60, CASES[name].settings["lr"]):
+        race.step(draw(race.shape, 12), rate)
+    behind = race.errors()[0]
+    race.optimizer.flush()
+    assert fits(race, name), race.errors()
+    if lag == 250 and name != "sgd plain":
+        assert behind > 10 * race.errors()[0], "something was owed"
+
+
+@pytest.mark.parametrize("name", ["sgd all but nesterov", "adamw decay"])
+def test_dense_sparse_and_missing_gradients_mix(name: str) -> None:
+    race = Race(CASES[name], lag=5)
+    for t in range(60):
+        gradient = draw(race.shape, 12)
+        race.step(None if t % 7 == 3 else gradient.to_dense() if t % 11 == 2 else gradient)
+    race.optimizer.flush()
+    assert fits(race, name), race.errors()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
+    case, start = CASES[name], torch.randn(5, 7)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = case.lazy([ours], **case.settings), case.dense([theirs], **case.settings)
+    for _ in range(5):
+        ours.grad = torch.randn(5, 7)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    ours_kept, theirs_kept = (optimizer.state_dict()["state"].get(0, {}).keys() for optimizer in optimizers)
+    assert ours_kept == theirs_kept
+
+
+@pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
+def test_all_weights_of_a_touched_group_make_the_step(name: str) -> None:
+    race = Race(CASES[name], shape=(5, 11), lag=250)
+    for t in range(12):
+        idx = torch.arange(55) if t == 0 else torch.tensor([17, 20])
+        race.step(sparse_gradient(idx.to(torch.int32), torch.randn(len(idx)), race.shape))
+    error = (race.lazy.detach() - race.single.detach()).abs().view(-1)
+    fresh = torch.arange(55) // reference.GROUP == 17 // reference.GROUP
+    assert error[fresh].max() < 1e-5 < error[~fresh].max(), "the others are behind"
+
+
+@pytest.mark.parametrize("name", ["sgd momentum and decay", "adamw decay"])
+def test_no_weight_is_further_behind_than_the_lag(name: str) -> None:
+    race = Race(CASES[name], lag=6)
+    race.step(race.lazy.detach().clone().to_sparse())
+    for t in range(70):
+        for group in race.optimizer.param_groups:
+            group["lag"] = 250 if 30 <= t < 40 else 6
+        race.step(draw(race.shape, 3))
+        state = race.optimizer.state[race.lazy]
+        behind = (state["made"] - state["stamp"].long()) % 256
+        assert behind.max() < len(state["rows"])
+        if t < 30 or t > 60:
+            assert behind.max() <= 6
+    race.optimizer.flush()
+    assert fits(race, name), race.errors()
+
+
+def test_switching_momentum_off_and_on_is_as_in_torch() -> None:
+    race = Race(CASES["sgd momentum and decay"], lag=20)
+    for t in range(60):
+        for optimizer in (race.optimizer, *race.rivals):
+            optimizer.param_groups[0]["momentum"] = 0.0 if t < 10 or 30 <= t < 45 else 0.9
+        race.step(draw(race.shape, 12))
+    race.optimizer.flush()
+    assert fits(race, ""), race.errors()
+
+
+@pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_checkpoint_goes_on_bit_for_bit_whoever_is_saved_first(name: str, flush: bool) -> None:
+    race = Race(CASES[name], lag=9)
+    gradients = [draw(race.shape, 12) for _ in range(40)]
+    for gradient in gradients[:20]:
+        race.step(gradient)
+    if flush:
+        race.optimizer.flush()
+    weights = race.lazy.detach().clone()
+    saved = io.BytesIO()
+    torch.save(race.optimizer.state_dict(), saved)
+    assert torch.equal(weights, race.lazy), "saving changes no weights: other ranks do not save"
+    saved.seek(0)
+    other = Race(CASES[name], lag=9)
+    other.optimizer.load_state_dict(torch.load(saved, weights_only=True))
+    with torch.no_grad():
+        other.lazy.copy_(weights)
+    for gradient in gradients[20:]:
+        race.step(gradient)
+        other.lazy.grad = gradient
+        other.optimizer.step()
+    assert torch.equal(race.lazy, other.lazy)
+    race.optimizer.flush()
+    other.optimizer.flush()
+    assert torch.equal(race.lazy, other.lazy)
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw decay", "adam"])
+def test_states_go_from_torchs_optimizer_to_ours_and_back(name: str) -> None:
+    race, case = Race(CASES[name]), CASES[name]
+    for _ in range(10):
+        race.step(draw(race.shape, 12))
+    race.optimizer.load_state_dict(race.rivals[1].state_dict())
+    with torch.no_grad():
+        race.lazy.copy_(race.single)
+    for _ in range(10):
+        race.step(draw(race.shape, 12))
+    race.optimizer.flush()
+    assert fits(race, name)
+    theirs = case.dense([race.lazy], **case.settings)
+    theirs.load_state_dict(race.optimizer.state_dict())
+    race.lazy.grad = race.single.grad
+    for optimizer in (theirs, *race.rivals):
+        optimizer.step()
+    assert fits(race, name)
+
+
+def test_parameters_with_clocks_of_their_own_and_groups_with_rates_of_their_own() -> None:
+    torch.manual_seed(3)
+    starts = [torch.randn(40) for _ in range(4)]
+    ours, theirs = ([nn.Parameter(s.to(dtype)) for s in starts] for dtype in (torch.float32, torch.float64))
+    made = []
+    for kind, parameters in ((SparseSGD, ours), (torch.optim.SGD, theirs)):
+        groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.2, "weight_decay": 0.1}]
+        optimizer = kind(groups, lr=0.05, momentum=0.9)
+        made.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)))
+    for t in range(40):
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            a.grad = None if number == 1 and t % 3 else draw((40,), 4)
+            b.grad = None if a.grad is None else a.grad.to_dense().double()
+        for optimizer, schedule in made:
+            optimizer.step()
+            schedule.step()
+    made[0][0].flush()
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd nesterov and decay", "sgd decay", "sgd plain", "adamw decay"])
+@pytest.mark.skipif(kernels.native.core is None, reason="built without the native core")
+def test_native_and_reference_give_the_same_bits(name: str) -> None:
+    core = kernels.native.core
+    assert core is not None
+    found = []
+    for backend, portable in ((core, False), (core, True), (reference, False)):
+        before = core.force_portable(portable)
+        try:
+            with kernels.use(backend):
+                race = Race(CASES[name], shape=(37, 53), lag=4)
+                for rate in rates(30, 0.05):
+                    race.step(draw(race.shape, 90), rate)
+                state = race.optimizer.state[race.lazy]
+                found.append([race.lazy.detach(), *(v for k, v in sorted(state.items()) if isinstance(v, torch.Tensor))])
+        finally:
+            core.force_portable(before)
+    assert len(found[0]) > (1 if name != "sgd plain" else 0)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 5), (2, 3, 4), (1, 6), (3, 1, 2, 2)])
+def test_gradients_of_any_shape_and_repeated_entries(shape: tuple[int, ...]) -> None:
+    n = torch.Size(shape).numel()
+    p = nn.Parameter(torch.zeros(shape))
+    idx = torch.tensor([n - 1, 0, n - 1])
+    p.grad = torch.sparse_coo_tensor(torch.stack(torch.unravel_index(idx, shape)), torch.tensor([1.0, 2.0, 4.0]), shape,
+                                     check_invariants=True)
+    SparseSGD([p], lr=1.0).step()
+    assert p.flatten().nonzero().flatten().tolist() == [0, n - 1]
+    assert p.flatten()[[0, n - 1]].tolist() == [-2.0, -5.0]
+
+
+def test_a_gradient_that_was_changed_in_place_is_read_anew() -> None:
+    changes = {
+        "added to": lambda grad: grad.add_(draw((4, 9), 8)), "cleared": lambda grad: grad.zero_(),
+        "scaled": lambda grad: grad.mul_(3), "its values scaled": lambda grad: grad._values().mul_(3),
+        "as it was": lambda grad: grad,
+    }
+    for change in changes.values():
+        p = nn.Parameter(torch.zeros(4, 9))
+        p.grad = sparse_gradient(torch.tensor([3, 20, 35], dtype=torch.int32), torch.tensor([1.0, 2.0, 4.0]), (4, 9))
+        change(p.grad)
+        dense = p.grad.to_dense()
+        SparseSGD([p], lr=1.0).step()
+        assert torch.equal(p.detach(), -dense)
+
+
+def test_a_copy_of_an_optimizer_steps() -> None:
+    p = nn.Parameter(torch.ones(40))
+    p.grad = draw((40,), 3)
+    optimizer = copy.deepcopy(SparseSGD([p], lr=0.1, momentum=0.9))
+    other = optimizer.param_groups[0]["params"][0]
+    other.grad = sparse_gradient(torch.tensor([7], dtype=torch.int32), torch.ones(1), (40,))
+    optimizer.step()
+    assert other.detach()[7] == pytest.approx(0.9)
+
+
+def test_rows_of_an_embedding() -> None:
+    torch.manual_seed(0)
+    tables = [nn.Embedding(50, 6, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    kinds = SparseSGD, torch.optim.SGD
+    optimizers = [kind(table.parameters(), 0.1, momentum=0.9) for kind, table in zip(kinds, tables, strict=True)]
+    for _ in range(30):
+        words = torch.randint(0, 50, (4,))
+        for table, optimizer in zip(tables, optimizers, strict=True):
+            optimizer.zero_grad()
+            table(words).square().sum().backward()
+        tables[1].weight.grad = tables[0].weight.grad.to_dense()  # the one forward sees weights that are behind
+        for optimizer in optimizers:
+            optimizer.step()
+    optimizers[0].flush()
+    assert torch.allclose(*(table.weight for table in tables), atol=1e-5)
+
+
+def test_an_empty_parameter_and_one_of_no_dimension() -> None:
+    empty, scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(1.0))
+    optimizer = SparseSGD([empty, scalar], lr=0.5, momentum=0.9)
+    for _ in range(3):
+        empty.grad = sparse_gradient(torch.empty(0, dtype=torch.int32), torch.empty(0), (0, 3))
+        scalar.grad = sparse_gradient(torch.zeros(1, dtype=torch.int32), torch.ones(1), ())
+        optimizer.step()
+    optimizer.flush()
+    assert float(scalar.detach()) == pytest.approx(1 - 0.5 * (1 + 1.9 + 2.71))
+
+
+def coo(at: list[list[int]], values: list[float], shape: tuple[int, ...], *, coalesced: bool = True) -> torch.Tensor:
+    entries = torch.tensor(at), torch.tensor(values)
+    return torch.sparse_coo_tensor(*entries, shape, is_coalesced=coalesced, check_invariants=False)
+
+
+P = (3, 4)
+MISTAKES = {
+    "outside": (coo([[3], [0]], [1.0], P), r"\b3 in dimension 0, .*0 to 2"),
+    "negative": (coo([[0], [-1]], [1.0], P), r" -1 in dimension 1, .*0 to 3"),
+    "outside, repeated": (coo([[0, 0], [9, 9]], [1.0, 1.0], P, coalesced=False), r"\b9 in dimension 1, .*0 to 3"),
+    "twice": (coo([[1, 1], [2, 2]], [1.0, 1.0], P), r"increase.*coalesced"),
+    "backwards": (coo([[1, 0], [2, 2]], [1.0, 1.0], P), r"increase.*coalesced"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: str) -> None:
+    gradient, message = MISTAKES[mistake]
+    good, bad = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(P))
+    optimizer = SparseSGD([good, bad], lr=0.1, momentum=0.9)
+    good.grad, bad.grad = torch.ones(4), gradient
+    with pytest.raises(ValueError, match=rf"^SparseSGD: .*\(3, 4\): .*{message}.*E-OPTIM-GRADIENT") as caught:
+        optimizer.step()
+    assert "\n" not in str(caught.value)
+    assert good.eq(1).all()
+    assert bad.eq(1).all()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda p: SparseSGD(p, lr=-1.0), r"SparseSGD: lr -1\.0.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, momentum=-0.1), r"SparseSGD: momentum -0\.1.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, weight_decay=-1), "SparseSGD: weight_decay -1.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, nesterov=True), "SparseSGD: nesterov True.*momentum.*dampening.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lag=0), "SparseSGD: lag 0.*1 to 250.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lag=251), "SparseSGD: lag 251.*1 to 250.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseAdamW(p, betas=(0.9, 1.0)), r"SparseAdamW: betas \(0\.9, 1\.0\).*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseAdam(p, eps=-1e-8), "SparseAdam: eps -1e-08.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD([p[0].detach().half().requires_grad_()]), r"SparseSGD: .*\(3,\) .*torch\.float16.*E-OPTIM-PARAMETER"),
+])
+def test_a_setting_that_does_not_fit_is_one_line(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make([nn.Parameter(torch.ones(3))])
+
+
+def test_a_group_that_does_not_fit_is_not_added() -> None:
+    optimizer = SparseSGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ValueError, match=r"torch\.float64.*E-OPTIM-PARAMETER"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_memory_that_is_not_row_by_row_is_refused_for_sparse_gradients() -> None:
+    p = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    p.grad = draw((2, 3, 4, 4), 3)
+    with pytest.raises(ValueError, match=r"SparseSGD: .*contiguous\(\).*E-OPTIM-PARAMETER"):
+        SparseSGD([p]).step()
+
+
+def test_a_state_with_a_stamp_for_each_weight_is_refused() -> None:
+    p = nn.Parameter(torch.ones(40))
+    optimizer = SparseSGD([p], momentum=0.9)
+    p.grad = draw((40,), 3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["stamp"] = torch.zeros(40, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"SparseSGD: .*\b40, .*\b3, .*\b16 .*E-OPTIM-STATE"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [
+    (SparseSGD, torch.optim.SGD([nn.Parameter(torch.ones(3))], maximize=True)),
+    (SparseAdamW, torch.optim.AdamW([nn.Parameter(torch.ones(3))], amsgrad=True)),
+    (SparseAdam, torch.optim.Adam([nn.Parameter(torch.ones(3))], weight_decay=0.1)),
+])
+def test_a_state_with_an_option_that_is_missing_here_is_refused(kind: Any, theirs: torch.optim.Optimizer) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}: .*E-OPTIM-STATE"):
+        kind([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())

@@ -1,0 +1,241 @@
+"""Prices of paths against figures worked out by hand, and what must hold for any cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.planner import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, tall
+
+from commlayer.planner.model.cluster import Cluster, Line, Node, Profile, Task
+from commlayer.planner.model.grammar import encodes, options
+from commlayer.planner.model.paths import spell
+from commlayer.planner.pricing.path_cost import Prices, bare
+
+N = 1_000_000
+DENSE_NBYTES, SPARSE_NBYTES, SHARED_NBYTES = 4 * N + 16, N // 50 + 16, N // 25 + 16
+
+
+def tasks(
+    path: str, numel: int, codec: str, cluster: Cluster, profile: Profile, hosts: Sequence[int] | None = None,
+    spread: Sequence[float] = (), **how: Any,
+) -> tuple[Task, ...]:
+    return Prices(cluster, profile, hosts, spread=spread).tasks(path, numel, codec, **how)
+
+
+def by_op(found: tuple[Task, ...], op: str) -> list[Task]:
+    return [task for task in found if task.op == op]
+
+
+def seconds(found: tuple[Task, ...], lane: str) -> float:
+    return sum(s for task in found for name, s in task.lanes if name == lane)
+
+
+def test_allreduce_between_nodes_of_one_rank() -> None:
+    (task,) = tasks("allreduce", N, DENSE, flat(4), PROFILE, hosts=())
+    expected = 2 * 3 * 2e-4 + 2 * 3 / 4 * 4 * N * 8 / 1e9
+    assert dict(task.lanes) == pytest.approx({"up:n0": expected, "down:n0": expected})
+    assert task.after == ()
+    assert task.nbytes == 6 * N
+
+
+def test_a_collective_runs_at_the_slowest_members_speed() -> None:
+    nodes = flat(3).nodes
+    mixed = Cluster((*nodes, Node("slow", 1, "v100", home())))
+    (task,) = tasks("allreduce", N, DENSE, mixed, PROFILE, hosts=())
+    expected = 6 * (0.01 + 1e-4) + 1.5 * 4 * N * 8 / 20e6
+    assert dict(task.lanes) == pytest.approx(dict.fromkeys(["up:n0", "down:n0", "up:slow", "down:slow"], expected))
+
+
+def test_service_of_three_homes_around_a_hosting_node() -> None:
+    """The server's node sends nothing; the two equal others fill its down-link together."""
+    cluster = Cluster((Node("a", 1, "cpu", home()), Node("b", 1, "cpu", home()), Node("c", 1, "cpu", home())))
+    found = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(0,))
+    (push,) = by_op(found, "net.push")
+    assert dict(push.lanes) == pytest.approx({"up:b": SPARSE_NBYTES * 8 / 20e6, "down:a": 2 * SPARSE_NBYTES * 8 / 100e6})
+    assert (push.latency_s, push.nbytes) == (pytest.approx(0.02), SPARSE_NBYTES)
+    own, others = by_op(found, "server.add")
+    assert seconds((own,), "server:a") == pytest.approx(2e-6 + 1e-9 * N + 0.1e-9 * SPARSE_NBYTES)
+    assert seconds((others,), "server:a") == pytest.approx(2 * (2e-6 + 1e-9 * N + 0.1e-9 * SPARSE_NBYTES))
+    assert found.index(own) in others.after, "payloads are added in the members' order"
+    (pull,) = by_op(found, "net.pull")
+    assert dict(pull.lanes) == pytest.approx({"up:a": 2 * SPARSE_NBYTES * 8 / 20e6, "down:b": SPARSE_NBYTES * 8 / 100e6})
+    assert seconds(found, "cpu:a") == pytest.approx(3e-6 + 3e-9 * N)
+    assert seconds(found, "cpu:b") == pytest.approx(3e-6 + 3e-9 * N)
+
+
+def test_a_host_that_does_not_train_receives_from_all() -> None:
+    cluster = Cluster((Node("a", 1, "cpu", home()), Node("b", 1, "cpu", home()), Node("hub", 0, "cpu", home(1e9, 1e9, 0))))
+    found = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(2,))
+    assert seconds(found, "down:hub") == pytest.approx(2 * SPARSE_NBYTES * 8 / 1e9)
+    assert not any(lane == "cpu:hub" for task in found for lane, _ in task.lanes)
+
+
+def test_another_codec_on_the_way_down() -> None:
+    found = tasks("service", N, SPARSE, flat(3), PROFILE, down=DENSE)
+    assert [t.nbytes for t in by_op(found, "net.push")] == [SPARSE_NBYTES]
+    assert [t.nbytes for t in by_op(found, "net.pull")] == [DENSE_NBYTES]
+    assert seconds(tuple(by_op(found, "server.emit")), "server:n0") == pytest.approx(1e-6 + 0.5e-9 * N)
+    assert seconds(tuple(by_op(found, "decode@cpu")[:1]), "cpu:n0") == pytest.approx(2e-6 + 0.75e-9 * N)
+
+
+def test_codecs_by_node() -> None:
+    cluster = Cluster((*flat(2).nodes, Node("far", 1, "v100", home())))
+    found = tasks("service", N, DENSE, cluster, PROFILE, by_node=(DENSE, DENSE, SPARSE))
+    sent = {task.lanes[0][0]: task.nbytes for task in by_op(found, "net.push")}
+    assert sent == {"up:n1": DENSE_NBYTES, "up:far": SPARSE_NBYTES}
+    with pytest.raises(ValueError, match=r"by_node: identity\(\), topk.*E-PLAN-INPUT"):
+        tasks("service", N, DENSE, flat(3), PROFILE, by_node=(DENSE, DENSE, SPARSE))
+    with pytest.raises(ValueError, match=r"by_node: got 1\b.* 3 .*E-PLAN-INPUT"):
+        tasks("service", N, DENSE, flat(3), PROFILE, by_node=(DENSE,))
+
+
+@pytest.mark.parametrize(("name", "members", "nbytes"), [
+    (SPARSE, 3, 3 * SPARSE_NBYTES),
+    (SHARED, 3, SHARED_NBYTES),
+    (SPARSE, 300, 4 * N),
+])
+def test_a_forwarded_sum_is_the_payloads_side_by_side_unless_they_add_up_or_floats_are_less(
+    name: str, members: int, nbytes: int
+) -> None:
+    found = tasks("encode@cpu net.push net.forward decode@cpu", N, name, flat(members), PROFILE)
+    assert by_op(found, "server.emit") == []
+    assert by_op(found, "net.forward")[0].nbytes == pytest.approx(nbytes, rel=1e-3)
+
+
+def test_spread_over_all_nodes_keeps_one_group() -> None:
+    """Each of n nodes sends (n-1)/n of its payload and receives as much for its own server, as a ring's halves do."""
+    found = tasks("service", N, DENSE, flat(4), PROFILE, hosts=range(4), spread=(0.25,) * 4)
+    (push,), (pull,) = by_op(found, "net.push"), by_op(found, "net.pull")
+    assert dict(push.lanes) == pytest.approx(dict.fromkeys(["up:n0", "down:n0"], 0.75 * DENSE_NBYTES * 8 / 1e9))
+    assert dict(pull.lanes) == pytest.approx(dict(push.lanes))
+    added = seconds(tuple(by_op(found, "server.add")), "server:n0")
+    assert added == pytest.approx(4 * 2e-6 + 0.75e-9 * N + 0.1e-9 * DENSE_NBYTES)
+
+
+def test_hierarchical_divisible_path_by_hand() -> None:
+    """2 nodes x 4 ranks: a quarter each, coded; the quarter's halves exchanged, added, coded again, collected."""
+    path = "node.reduce_scatter encode@gpu net.alltoall decode@gpu encode@gpu net.allgather decode@gpu node.allgather"
+    found = tasks(path, N, SPARSE, tall(2, 4), PROFILE, hosts=())
+    assert [t.op for t in found] == path.split()
+    assert [t.after for t in found] == [(), *((i,) for i in range(7))]
+    quarter, eighth = N / 4, N / 8
+    payload, half = 16 + 0.02 * quarter, 16 + 0.02 * eighth
+    expected = {
+        "node.reduce_scatter": 3e-5 + 0.75 * 4 * N * 8 / 100e9,
+        "net.alltoall": 2e-4 + 4 * payload / 2 * 8 / 1e9,
+        "net.allgather": 2e-4 + 4 * half * 8 / 1e9,
+        "node.allgather": 3e-5 + 3 * 4 * quarter * 8 / 100e9,
+    }
+    for op, value in expected.items():
+        assert by_op(found, op)[0].lanes[0][1] == pytest.approx(value), op
+    first, last = by_op(found, "decode@gpu")
+    assert first.lanes == (("compute:n0", pytest.approx(2 * 2e-6 + 2 * 0.125e-9 * eighth)),)
+    assert last.lanes == first.lanes, "two payloads of an eighth each, both times"
+
+
+def test_forwarded_pieces_are_decoded_once_for_all() -> None:
+    """Without coding in the middle every rank decodes every rank's payload: n times the bucket."""
+    found = tasks("encode@gpu all.alltoall all.allgather decode@gpu", N, SPARSE, flat(8), PROFILE, hosts=())
+    assert by_op(found, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(64 * 2e-6 + 8 * 0.125e-9 * N)),)
+
+
+def test_a_sum_codec_goes_through_an_allreduce_of_its_payloads() -> None:
+    found = tasks("encode@gpu all.allreduce decode@gpu", N, SHARED, flat(8), PROFILE, hosts=())
+    assert by_op(found, "all.allreduce")[0].nbytes == pytest.approx(2 * 7 / 8 * SHARED_NBYTES, abs=1)
+    assert by_op(found, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(2e-6 + 0.0625e-9 * N)),)
+
+
+def test_who_codes_what_a_single_rank_holds() -> None:
+    """Owners take turns, so each has a lane of its own; after a reduce-scatter all ranks code."""
+    cluster = tall(2, 2)
+    assert seconds(tasks("service", N, SPARSE, cluster, PROFILE, owner=1), "cpu:n0.1") > 0
+    path = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather"
+    assert seconds(tasks(path, N, SPARSE, cluster, PROFILE, owner=1), "cpu:n0") > 0
+
+
+def test_slow_nodes_code_slower_on_their_gpu_and_named_gpus_have_their_own_costs() -> None:
+    nodes = (flat(1).nodes[0], Node("half", 1, "v100", home(), speed=0.5), Node("own", 1, "rtx3060", home()))
+    profile = Profile((*PROFILE.codecs, codec(SPARSE, "rtx3060", 9, 9, 0.02)), PROFILE.server)
+    found = tasks("encode@gpu all.allgather decode@gpu", N, SPARSE, Cluster(nodes), profile, hosts=())
+    assert [t.lanes[0][1] for t in by_op(found, "encode@gpu")] == pytest.approx(
+        [1e-6 + 0.25e-9 * N, 2 * (1e-6 + 0.25e-9 * N), 1e-6 + 9e-9 * N])
+
+
+def test_copies_between_gpu_and_host_and_the_buckets_own_cost() -> None:
+    profile = Profile(PROFILE.codecs, PROFILE.server, bucket_s=1e-4, copy=Line(1e-5, 1e-10))
+    on_cpu = tasks("service", N, SPARSE, flat(2), profile)
+    assert seconds(on_cpu[:1], "cpu:n0") == pytest.approx(1e-4 + 1e-6 + 2e-9 * N + 1e-5 + 4e-10 * N)
+    assert on_cpu[-1].lanes[0][1] == pytest.approx(2e-6 + 1e-9 * N + 1e-5 + 4e-10 * N)
+    on_gpu = tasks("encode@gpu net.push net.pull decode@gpu", N, SPARSE, flat(2), profile)
+    assert by_op(on_gpu, "net.push")[0].latency_s == pytest.approx(2e-4 + 1e-5 + 1e-10 * SPARSE_NBYTES)
+    no_gpu = tasks("service", N, SPARSE, flat(2, device="cpu"), profile)
+    assert seconds(no_gpu[:1], "cpu:n0") == pytest.approx(1e-4 + 1e-6 + 2e-9 * N)
+
+
+def test_codecs_of_several_rounds_pay_the_latency_again() -> None:
+    profile = Profile((*PROFILE.codecs, codec("powersgd(rank=4)", "cpu", 1, 1, 0.01, rounds=2, sums=True)), PROFILE.server)
+    once, twice = (tasks("service", N, name, flat(2), profile) for name in (SPARSE, "powersgd(rank=4)"))
+    assert by_op(twice, "net.push")[0].latency_s == 2 * by_op(once, "net.push")[0].latency_s
+    path = "encode@cpu all.allreduce decode@cpu"
+    once, twice = (tasks(path, 0, name, flat(4), profile, hosts=()) for name in (SHARED, "powersgd(rank=4)"))
+    assert twice[1].lanes[0][1] - once[1].lanes[0][1] == pytest.approx(6 * 2e-4)
+
+
+def test_error_feedback_costs_what_its_codec_does() -> None:
+    assert bare("error_feedback(topk(0.01))") == bare(SPARSE)
+    prices = Prices(flat(2), PROFILE)
+    assert prices.tasks("service", N, f"error_feedback({SPARSE})") == prices.tasks("service", N, SPARSE)
+
+
+def test_equal_nodes_do_not_make_planning_dearer() -> None:
+    few, many = (Prices(flat(n), PROFILE) for n in (3, 300))
+    assert len(few.tasks("service", N, SPARSE)) == len(many.tasks("service", N, SPARSE))
+
+
+@pytest.mark.parametrize(("cluster", "path", "name", "message"), [
+    (flat(2), "service", "int4()", r"int4\(\) on cpu.*E-PLAN-CODEC-COST"),
+    (flat(2, device="cpu"), "encode@gpu net.push net.pull decode@cpu", SPARSE, "node n0 .*E-PLAN-PATH"),
+    (flat(2, home(0)), "service", SPARSE, r"node n0: link\.up_bps is 0\b.*E-PLAN-INPUT"),
+    (flat(2, home(1e6, -1)), "service", SPARSE, r"node n0: link\.down_bps is -1\b.*E-PLAN-INPUT"),
+    (flat(2, home(1e6, 1e6, -1)), "service", SPARSE, r"node n0: link\.alpha_s is -1\b.*E-PLAN-INPUT"),
+    (tall(2, 2, intra_bps=0), "service", SPARSE, r"node n0: intra_bps is 0\b.*E-PLAN-INPUT"),
+    (Cluster((Node("s", 0, "cpu", home()),)), "service", SPARSE, "cluster .*ranks.*E-PLAN-INPUT"),
+])
+def test_what_no_price_can_be_made_of(cluster: Cluster, path: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tasks(path, N, name, cluster, PROFILE)
+
+
+def test_servers_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="server 1: .*E-PLAN-INPUT"):
+        tasks("service", N, SPARSE, flat(2), PROFILE, server=1)
+    with pytest.raises(ValueError, match="host 2: .*E-PLAN-INPUT"):
+        tasks("service", N, SPARSE, flat(2), PROFILE, hosts=(2,))
+
+
+def test_ranks_of_one_node_use_no_link() -> None:
+    (task,) = tasks("allreduce", N, DENSE, tall(1, 4), PROFILE, hosts=())
+    assert task.lanes == (("intra:n0", pytest.approx(6 * 1e-5 + 1.5 * 4 * N * 8 / 100e9)),)
+    assert tasks("allreduce", N, DENSE, flat(1), PROFILE, hosts=()) == ()
+
+
+@pytest.mark.parametrize("cluster", [flat(5), tall(3, 4), Cluster((*tall(1, 4).nodes, *tall(2, 2).nodes))])
+def test_every_path_ends_with_the_whole_bucket_as_floats(cluster: Cluster) -> None:
+    """What each rank holds is followed through all ops: in the end everyone has everything, and no pair is half done."""
+    prices = Prices(cluster, PROFILE)
+    paths = options(cluster, mixed=True, sums=True)
+    for path in paths[:: 1 + len(paths) // 400]:
+        walk = prices.walk(path, SHARED if encodes(path) else DENSE)
+        for held in walk.held.values():
+            assert (held.part, held.pieces, held.split) == (pytest.approx(1), 0, {}), spell(path)
+        assert all(line.floor_s >= 0 and line.slope_s >= 0 for step in walk.steps for _, line in step.lanes)
+        assert all(i < place for place, step in enumerate(walk.steps) for i in step.after)
+
+
+@pytest.mark.parametrize("path", ["allreduce", "service", "encode@gpu all.allgather decode@gpu"])
+def test_more_bandwidth_is_never_dearer_and_bytes_do_not_depend_on_it(path: str) -> None:
+    slow, fast = (tasks(path, N, SPARSE if "encode" in path else DENSE, flat(4, home(up, 1e8)), PROFILE) for up in (1e7, 3e7))
+    assert [t.nbytes for t in slow] == [t.nbytes for t in fast]
+    assert all(a >= b for s, f in zip(slow, fast, strict=True) for (_, a), (_, b) in zip(s.lanes, f.lanes, strict=True))

@@ -1,0 +1,173 @@
+"""The tree of paths: Espresso's counts, what was added, which clusters allow what, what is refused and how it is named."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from support.planner import PROFILE, SPARSE, codec, flat, home, tall
+
+from commlayer.planner.model.cluster import Cluster, Node, Profile
+from commlayer.planner.model.grammar import KINDS, Kind, check, encodes, kind, options, served, summing
+from commlayer.planner.model.paths import Op, Path, parse, spell
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.prune import alone_s, unbeaten
+from commlayer.records import over_server
+
+UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))
+
+
+def test_espressos_counts() -> None:
+    flat, two_level = kind("flat"), kind("two-level")
+    assert (len(flat), len(two_level)) == (63, 4278)
+    assert Counter(map(encodes, flat))[0] == 3
+    assert len(set(flat + two_level)) == 4341
+    by_encodes = Counter(encodes(path) for path in flat + two_level)
+    assert by_encodes == {0: 9, 1: 236, 2: 1152, 3: 1920, 4: 1024}
+    first_coded = [path for path in two_level if path[0].name == "encode"]
+    assert (len(two_level) - len(first_coded), len(first_coded)) == (734, 3544)
+    assert sum(path[0].name != "encode" for path in flat) == 11
+
+
+def test_espressos_counts_on_gpus_alone() -> None:
+    paths = kind("flat", ("gpu",)) + kind("two-level", ("gpu",))
+    assert Counter(encodes(path) == 0 for path in paths) == {True: 9, False: 165}
+    assert len(kind("flat", ("gpu",))) == 12
+
+
+def test_what_is_added() -> None:
+    service, sums = kind("service"), kind("sum")
+    assert len(service) == 8 + 2 * 2 * 2 * 2
+    assert len(sums) == 4 + 2 * 2 * 2
+    assert all(served(path) for path in service)
+    assert all(summing(path) for path in sums)
+    every = kind("flat") + kind("two-level") + service + sums
+    assert len(set(every)) == len(every) == 4341 + 24 + 12
+
+
+def test_spelling_is_one_to_one() -> None:
+    every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
+    assert len({spell(path) for path in every}) == len(every)
+    assert all(parse(spell(path)) == path for path in every)
+
+
+def test_what_goes_over_a_server_shows_in_the_spelling() -> None:
+    every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
+    assert {over_server(spell(path)) for path in every} == {True, False}
+    assert all(over_server(spell(path)) == served(path) for path in every)
+    assert [over_server(name) == served(parse(name)) for name in ("allreduce", "service")] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["allreduce", "service"])
+def test_the_short_names_are_in_the_tree(name: str) -> None:
+    assert parse(name) in kind("flat") + kind("service")
+    if name == "service":
+        assert parse(name, ranks_per_node=2) in kind("service")
+
+
+def texts(paths: tuple[Path, ...]) -> set[str]:
+    return {spell(path) for path in paths}
+
+
+def test_homes_have_only_servers() -> None:
+    homes = Cluster(flat(3, home()).nodes, reachable=False)
+    assert texts(options(homes)) == {
+        f"encode@{d} net.push net.{back} decode@{d}" for d in ("gpu", "cpu") for back in ("pull", "forward")}
+    assert texts(options(Cluster(flat(3, home(), "cpu").nodes, reachable=False))) == {
+        f"encode@cpu net.push net.{back} decode@cpu" for back in ("pull", "forward")}
+
+
+@pytest.mark.parametrize(("given", "count"), [
+    ({}, 3 + 2 * 9 + 4),
+    ({"mixed": True}, 63 + 8),
+    ({"mixed": True, "sums": True}, 63 + 8 + 4),
+    ({"servers": False, "mixed": True, "dense": False}, 60),
+    ({"devices": ("gpu",), "servers": False}, 12),
+    ({"max_encodes": 0}, 3),
+    ({"kinds": ("service",)}, 4),
+])
+def test_options_among_nodes_of_one_rank(given: dict[str, Any], count: int) -> None:
+    assert len(options(flat(4), **given)) == count
+
+
+def test_options_among_nodes_of_several_ranks() -> None:
+    assert len(options(tall(2, 4), mixed=True, servers=False)) == 4341
+    assert len(options(tall(2, 4), servers=False)) == 174 + 165
+    assert len(options(tall(2, 4), devices=("gpu",), servers=False)) == 174
+    assert all(op.where != "net" or op.name in ("push", "pull", "forward") for p in options(tall(1, 4)) for op in p)
+
+
+def test_uneven_nodes_sum_onto_one_rank_before_collectives_between_them() -> None:
+    found = options(UNEVEN)
+    assert any(served(p) and p[0].name == "reduce_scatter" for p in found), "a server meets all pieces"
+    assert not any(p[0] == Op("reduce_scatter", "node") and not served(p) for p in found)
+
+
+@pytest.mark.parametrize("name", ["flat", "two-level", "service", "sum"])
+def test_the_tree_breaks_no_rule(name: Kind) -> None:
+    assert [spell(path) for path in kind(name) if check(path)] == []
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("encode@cpu all.allreduce", "the path ends in payloads: a decode is missing"),
+    ("encode@cpu encode@gpu all.allgather decode@cpu", "encode@gpu stands where payloads are: decode them first"),
+    ("decode@cpu", "decode@cpu stands where floats are"),
+    ("net.push net.pull", "net.push stands where floats are: a server takes payloads"),
+    ("encode@cpu net.push decode@cpu", "net.push has no net.pull or net.forward behind it"),
+    ("encode@cpu net.forward decode@cpu", "net.forward stands before net.push"),
+    ("all.reduce_scatter", "all.reduce_scatter has no second half: all.allgather"),
+    ("all.reduce_scatter all.broadcast", "all.broadcast follows all.reduce_scatter, whose second half is all.allgather"),
+    ("encode@cpu all.reduce decode@cpu all.broadcast", "all.reduce stands where payloads are, it takes floats"),
+    ("all.alltoall encode@cpu all.allgather decode@cpu", "all.alltoall stands where floats are, it takes payloads"),
+    ("all.broadcast", "all.broadcast has no first half before it"),
+    ("all.allreduce all.allreduce", "behind 'all.allreduce' stands all.allreduce, allowed: the end"),
+    ("net.allreduce", "at the beginning stands net.allreduce, allowed: all.allreduce, all.reduce, all.reduce_scatter, "),
+])
+def test_a_broken_path_names_the_rule(text: str, rule: str) -> None:
+    assert any(line.startswith(rule) for line in check(parse(text))), check(parse(text))
+
+
+def test_whatever_the_tree_lacks_is_refused() -> None:
+    """Paths with one op left out, doubled or replaced: in the tree or refused, nothing between."""
+    every = {path for name in KINDS for path in kind(name)}
+    ops = sorted({op for path in every for op in path})
+    sample = random.Random(7).sample(sorted(every), 150)
+    for path in sample:
+        for place in range(len(path)):
+            for changed in (path[:place] + path[place + 1 :], path[: place + 1] + path[place:],
+                            path[:place] + (ops[(place * 5 + len(path)) % len(ops)],) + path[place + 1 :]):
+                assert (changed in every) == (not check(changed)), spell(changed)
+
+
+@pytest.mark.parametrize(("text", "cluster", "rule"), [
+    ("allreduce", Cluster(flat(2).nodes, reachable=False), "a collective crosses nodes, which cannot reach each other here"),
+    ("node.reduce net.allreduce node.broadcast", flat(2), "a phase inside nodes (node.*), and every node has one rank"),
+    ("node.reduce net.allreduce node.broadcast", tall(1, 2), "an exchange between nodes (net.*), and there is one node"),
+    ("encode@cpu net.push net.pull decode@cpu", tall(2, 2), "every rank would push for itself"),
+    ("node.reduce_scatter net.allreduce node.allgather", UNEVEN, "nodes have 2, 4 ranks"),
+    ("encode@gpu net.push net.pull decode@gpu", flat(2, device="cpu"), "coding on a GPU, and node n0 has none"),
+    ("service", Cluster((Node("n0", 1, "cpu", home(), server=False),)), "a server is needed, and no node can host one"),
+])
+def test_a_path_that_a_cluster_cannot_run(text: str, cluster: Cluster, rule: str) -> None:
+    assert [line for line in check(parse(text), cluster) if rule in line]
+    assert parse(text) not in options(cluster)
+
+
+def drawn(draw: random.Random, cluster: Cluster) -> Prices:
+    codecs = tuple(codec(SPARSE, device, draw.uniform(0.1, 9), draw.uniform(0.1, 9), draw.uniform(0.01, 2))
+                   for device in ("gpu", "cpu"))
+    return Prices(cluster, Profile(codecs, PROFILE.server))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pruning_keeps_what_is_best_for_a_bucket_alone(seed: int) -> None:
+    draw = random.Random(seed)
+    cluster = tall(draw.randint(2, 8), draw.randint(2, 8), net_bps=draw.uniform(1e8, 1e11))
+    prices, paths = drawn(draw, cluster), options(cluster)
+    kept = unbeaten(prices, paths, SPARSE, 1_000, 10_000_000)
+    assert set(kept) < set(paths)
+    for numel in (1_000, 30_000, 1_000_000, 10_000_000):
+        alone = [alone_s(prices.steps(path, SPARSE), numel) for path in paths]
+        assert min(alone) == min(alone_s(prices.steps(path, SPARSE), numel) for path in kept)

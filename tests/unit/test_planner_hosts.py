@@ -1,0 +1,98 @@
+"""Who hosts servers and how much each sums: parts as links ask for, kept by what is written, and taken where they pay."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+from support.planner import DENSE, PROFILE
+from support.plans import toy_job
+from support.splits import closed_form
+
+from commlayer.planner.model import buckets
+from commlayer.planner.model.cluster import Cluster, Link, Node, Policy
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.candidates import options
+from commlayer.planner.search.layout import Layout
+from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.search.plan import host_sets, plan
+from commlayer.planner.search.ways import Ways
+from commlayer.planner.tables import machines as tables
+
+DENSE_ONLY = Policy(codecs=(DENSE,))
+
+
+def machines(*links: str, servers: str = "", device: str = "rtx3060") -> Cluster:
+    """Nodes that train, and `servers` of this link beside them."""
+    trained = [tables.node(f"n{i}", device, link) for i, link in enumerate(links)]
+    return Cluster((*trained, *(tables.node(f"s{i}", "cpu", link, ranks=0) for i, link in enumerate(servers.split()))), False)
+
+
+def test_equal_links_ask_for_equal_parts_or_one_server() -> None:
+    assert [hosts.parts for hosts in host_sets(machines(*["fiber-100"] * 4))] == [(0.25,) * 4, ()]
+
+
+def test_servers_beside_training_nodes_sum_as_the_closed_form_has_it() -> None:
+    other, own, _ = closed_form(4, 2)
+    _, fitted, _ = host_sets(machines(*["10g"] * 4, servers="10g 10g"))
+    assert fitted.parts == pytest.approx([own] * 4 + [other] * 2)
+
+
+def test_who_has_nothing_to_spare_hosts_nothing() -> None:
+    _, fitted, fastest = host_sets(machines(*["fiber-100"] * 6, "fiber-1000", "fiber-1000"))
+    assert (fitted.places, fitted.parts) == ((6, 7), (0.5, 0.5))
+    assert fastest.places == (6,)
+
+
+def test_transfers_and_sums_by_parts() -> None:
+    """n0 has half of the sums: it sends half of its own payload, and receives half of the two others'."""
+    nodes = tuple(Node(f"n{i}", 1, "cpu", Link(1e9 * (2 - (i > 0)), 1e9, 1e-4)) for i in range(3))
+    found = Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)).tasks("service", 10**6, DENSE)
+    sent_s = (16 + 4e6) * 8 / 1e9
+    first, others = (dict(task.lanes) for task in found if task.op == "net.push")
+    assert first == pytest.approx({"up:n0": 0.5 * sent_s / 2, "down:n1": 0.25 * sent_s})
+    assert others == pytest.approx({"up:n1": 0.75 * sent_s, "down:n0": 2 * 0.5 * sent_s, "down:n1": 0.25 * sent_s})
+    added = {lane: sum(dict(task.lanes).get(lane, 0.0) for task in found if task.op == "server.add") for lane in
+             ("server:n0", "server:n1")}
+    assert added["server:n0"] == pytest.approx(2 * added["server:n1"], rel=0.01)
+
+
+def test_what_is_written_keeps_the_parts() -> None:
+    job, cluster = toy_job(), machines(*["fiber-100"] * 3, "fiber-150")
+    profile, policy, timing = checked_inputs(job, cluster, None, DENSE_ONLY)
+    fitted = next(hosts for hosts in host_sets(cluster) if len(set(hosts.parts)) > 1)
+    prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
+    entry = LayoutCandidate(SearchInputs(job, timing, cluster, profile, policy), Ways(prices, options(prices, policy)),
+                  Layout(job, timing, buckets.limits(job)[0]))
+    made = entry.emit(entry.quick)
+    for server, part in enumerate(fitted.parts):
+        summed = sum(bucket.numel for bucket in made.buckets if bucket.server == server)
+        assert summed == pytest.approx(part * job.numel, rel=0.02)
+
+
+def test_two_fast_links_share_what_one_could_not_carry() -> None:
+    """14 nodes of 100 Mb/s: one server of 1 Gb/s sends 15 times what is sent to it, two are as fast as the others' links."""
+    cluster = machines(*["fiber-100"] * 14, *["fiber-1000"] * 2)
+    made = plan(toy_job(), cluster, None, DENSE_ONLY)
+    assert made.hosts == (14, 15)
+    alone = Cluster(tuple(structs.replace(node, server=node.name == "n14") for node in cluster.nodes), False)
+    even = Cluster(tuple(structs.replace(node, link=tables.link("fiber-100")) for node in cluster.nodes), False)
+    assert made.step_s < 0.7 * plan(toy_job(), alone, None, DENSE_ONLY).step_s
+    assert made.step_s < 0.7 * plan(toy_job(), even, None, DENSE_ONLY).step_s
+
+
+@pytest.mark.parametrize("nodes", [49, 50, 51, 64, 128])
+def test_many_equal_hosts_are_all_worth_a_server(nodes: int) -> None:
+    """The part of one of many is small, as all parts are."""
+    evenly, fastest = host_sets(machines(*["fiber-1000"] * nodes))
+    assert (len(evenly.places), len(fastest.places)) == (nodes, 1)
+
+
+@pytest.mark.parametrize("cluster", [
+    machines(*["fiber-1000"] * 50),
+    Cluster(tuple(tables.node(f"n{i}", "v100", "100g", ranks=8, intra="nvlink") for i in range(64))),
+], ids=["50 homes", "64 x 8 v100"])
+def test_many_equal_hosts_can_be_planned_for(cluster: Cluster) -> None:
+    made = plan(toy_job(4), cluster)
+    assert made.step_s > 0
+    assert {bucket.server for bucket in made.buckets} <= {*range(max(made.servers, 1))}

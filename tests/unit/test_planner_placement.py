@@ -1,0 +1,103 @@
+"""The split of a model among servers: the closed form for equal links, the best for unequal ones, buckets by shares."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.splits import closed_form
+
+from commlayer.planner.model.cluster import Cluster, Link, Node
+from commlayer.planner.search.placement import assign, shares
+
+M, BPS = 100e6, 10e9
+RATES = st.floats(1e7, 1e10)
+
+
+def cluster(gpus: list[float], cpus: list[float], hosting: bool = True) -> Cluster:
+    return Cluster((*(Node(f"g{i}", 1, "v100", Link(b, b), server=hosting) for i, b in enumerate(gpus)),
+                    *(Node(f"c{i}", 0, "cpu", Link(b, b)) for i, b in enumerate(cpus))))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
+def test_bisection_reproduces_the_closed_form(n: int) -> None:
+    for k in range(n + 1):
+        split = shares(cluster([BPS] * n, [BPS] * k), M)
+        other, own, passes = closed_form(n, k)
+        assert split.seconds == pytest.approx(passes * 8 * M / BPS, rel=1e-9), (n, k)
+        if n > 2:
+            assert split.shares == pytest.approx([own] * n + [other] * k, abs=1e-9)
+        assert n * own + k * other == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("n", "k", "passes"), [(4, 0, 1.5), (4, 2, 1.2), (8, 2, 1.474), (8, 4, 1.273), (8, 8, 1.0)])
+def test_published_examples(n: int, k: int, passes: float) -> None:
+    assert closed_form(n, k)[2] == pytest.approx(passes, abs=5e-4)
+
+
+def test_more_others_than_training_nodes_add_nothing() -> None:
+    assert shares(cluster([BPS] * 4, [BPS] * 9), M).seconds == pytest.approx(8 * M / BPS)
+
+
+def test_without_servers_on_training_nodes_it_is_a_plain_parameter_server() -> None:
+    for k in (1, 2, 6):
+        expected = 8 * M / BPS * max(1, 4 / k)
+        assert shares(cluster([BPS] * 4, [BPS] * k, hosting=False), M).seconds == pytest.approx(expected)
+
+
+def busy_s(nodes: Cluster, owned: list[float]) -> float:
+    """By the definition, node by node."""
+    n = sum(1 for node in nodes.nodes if node.ranks)
+    times = []
+    for node, share in zip(nodes.nodes, owned, strict=True):
+        passes = (1 - share) + share * (n - 1) if node.ranks else share * n
+        times.append(passes * 8 * M / min(node.link.up_bps, node.link.down_bps))
+    return max(times)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(RATES, min_size=3, max_size=6), st.lists(RATES, max_size=4), st.integers(0, 2**32))
+def test_no_other_split_is_faster(gpus: list[float], cpus: list[float], seed: int) -> None:
+    nodes = cluster(gpus, cpus)
+    split = shares(nodes, M)
+    assert sum(split.shares) == pytest.approx(1)
+    assert busy_s(nodes, list(split.shares)) == pytest.approx(split.seconds)
+    assert split.seconds >= 8 * M / min(gpus) * (1 - 1e-9), "a training node sends all that it does not own"
+    draw = random.Random(seed)
+    for _ in range(30):
+        moved = [max(0.0, s + draw.gauss(0, 0.1) * draw.choice((0, 1))) for s in split.shares]
+        if total := sum(moved):
+            assert busy_s(nodes, [s / total for s in moved]) >= split.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60), st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@example([1, 1], [0.75, 0.25, 0.25, 0.375])  # the first server takes both, 2 over 0.75 being less than 1 over 0.375
+def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> None:
+    weights = [round(w, 3) for w in weights]
+    if not any(weights):
+        weights[0] = 1.0
+    chosen = assign(sizes, weights)
+    loads = [sum(s for s, c in zip(sizes, chosen, strict=True) if c == server) for server in range(len(weights))]
+    assert sum(loads) == sum(sizes)
+    for load, weight in zip(loads, weights, strict=True):
+        assert load <= weight / sum(weights) * (sum(sizes) + (sum(w > 0 for w in weights) - 1) * max(sizes)) + 1e-6
+    assert chosen == assign(sizes, weights)
+
+
+@pytest.mark.parametrize(("nodes", "message"), [
+    (cluster([BPS, 0], []), r"node g1: .* 0 bps\b.*E-PLAN-INPUT"),
+    (cluster([BPS], [], hosting=False), "placement: .* server.*E-PLAN-INPUT"),
+    (cluster([], [BPS]), "placement: .* ranks.*E-PLAN-INPUT"),
+])
+def test_what_cannot_be_placed(nodes: Cluster, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shares(nodes)
+
+
+@pytest.mark.parametrize("weights", [[], [0.0], [-1.0, 2.0], [float("nan")], [float("inf")]])
+def test_weights_that_say_nothing(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights of servers.*E-PLAN-INPUT"):
+        assign([1, 2], weights)

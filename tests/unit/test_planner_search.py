@@ -1,0 +1,309 @@
+"""Plans: legal, reproducible, within their limits, between the bound and the dense plan, and as good as trying everything."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from support.learning import learnt
+from support.plans import cluster, toy_job
+from support.schedules import chain
+
+from commlayer import records
+from commlayer.engine.plan_check import unsuited
+from commlayer.plan_file import misread
+from commlayer.planner.model.cluster import Cluster, Line, Link, Policy
+from commlayer.planner.model.option import DENSE
+from commlayer.planner.model.runtime_form import lower
+from commlayer.planner.pricing.input_checks import checked_inputs
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of, way
+from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.search.candidates import options
+from commlayer.planner.search.choices import Space, search
+from commlayer.planner.search.plan import plan
+from commlayer.planner.simulation.schedule import PortableSchedule, schedule
+from commlayer.planner.simulation.timeline import simulate
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.lint import lint
+from commlayer.records import Job
+
+DENSE_ONLY = Policy(codecs=(DENSE,))
+
+
+def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]:
+    """Up to four buckets with up to six options: dense and fast ones with a loss, on one node's lanes."""
+    rng = random.Random(seed)
+    n = rng.randint(1, 4)
+    choices, loss = [], []
+    for _ in range(n):
+        sent = rng.uniform(0.2, 2.0)
+        ways = [way(chain(("up:a", sent), ("down:a", sent)))]
+        losses = [0.0]
+        for _ in range(rng.randint(0, 5)):
+            lane = rng.choice(("compute:a", "cpu:a"))
+            ratio, code = rng.uniform(0.05, 0.8), rng.uniform(0.05, 0.8)
+            ways.append(way(chain((lane, code), ("up:a", sent * ratio), ("down:a", sent * ratio), (lane, code / 2))))
+            losses.append(rng.uniform(0.1, 1.0))
+        choices.append(ways)
+        loss.append(losses)
+    ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
+    problem = flatten([load_of(ways) for ways in choices], (Pace("a", ready, 3.0),))
+    made = schedule(problem)
+    burden = [[sum(w.seconds) for w in ways] for ways in choices]
+    space = Space(made, loss, burden, lambda choice: set(range(n)), [[b] for b in range(n)], 1.0 if budget else 1e9)
+    return space, problem, [len(each) for each in loss]
+
+
+@pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_finds_what_trying_everything_finds(seed: int, budget: bool) -> None:
+    space, _, counts = random_space(seed, budget=budget)
+    choices = itertools.product(*map(range, counts))
+    within = (c for c in choices if sum(space.loss[b][o] for b, o in enumerate(c)) <= space.max_loss + 1e-9)
+    best_s = min(space.schedule.run(list(c)) for c in within)
+    found = search(space)
+    assert found.step_s == pytest.approx(best_s, rel=1e-9)
+    assert found.loss <= space.max_loss + 1e-9
+    assert search(space, thorough=False).step_s <= best_s * 1.1, "also without trying everything it comes near"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_is_the_same_without_a_compiler(seed: int) -> None:
+    space, problem, _ = random_space(seed, budget=True)
+    assert search(space._replace(schedule=PortableSchedule(problem)), thorough=False) == search(space, thorough=False)
+
+
+CLUSTERS = {
+    "homes": cluster(4, "home-100/20", reachable=False),
+    "one server": cluster(3, "home-100/20", reachable=False, servers=1),
+    "rack": cluster(4, "10g"),
+    "two GPUs each": cluster(2, "1g", ranks=2),
+    "CPUs": cluster(3, "100m", device="cpu"),
+    "alone": cluster(1, "1g"),
+    "uneven": Cluster((*cluster(3, "fiber-500", reachable=False).nodes,
+                       structs.replace(cluster(1, "home-50/5").nodes[0], name="far", speed=0.5)), False),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_plans_are_legal_and_lie_between_the_bound_and_the_dense_plan(name: str) -> None:
+    job, machines = toy_job(), CLUSTERS[name]
+    profile, policy, _ = checked_inputs(job, machines, None, None)
+    made = plan(job, machines)
+    assert lint(made, job, machines, profile) == []
+    dense = plan(job, machines, None, DENSE_ONLY)
+    assert {b.codec for b in dense.buckets} == {DENSE}
+    assert made.free_s <= made.step_s <= dense.step_s * (1 + 1e-9)
+    assert made.step_s == simulate(made, job, machines, profile, policy).step_s
+    assert all(b.why is not None and b.why.reason for b in made.buckets)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_planning_leaves_the_collector_as_it_was(collects: bool) -> None:
+    """Also where it ends with an error; while it plans, there is nothing to collect."""
+    try:
+        (gc.enable if collects else gc.disable)()
+        before = gc.get_stats()[2]["collections"]
+        plan(toy_job(), CLUSTERS["homes"])
+        assert gc.isenabled() is collects
+        assert gc.get_stats()[2]["collections"] == before
+        with pytest.raises(ValueError, match=r"max_loss is -1\.0.*E-PLAN-INPUT"):
+            plan(toy_job(), CLUSTERS["homes"], None, Policy(max_loss=-1.0))
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+
+
+def test_equal_arguments_give_equal_plans() -> None:
+    made = [records.encode(plan(toy_job(), CLUSTERS["uneven"])) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+def test_fast_links_get_no_compression() -> None:
+    assert {b.codec for b in plan(toy_job(), cluster(4, "100g")).buckets} == {DENSE}
+
+
+def test_slow_links_get_compression_and_only_servers_over_the_internet() -> None:
+    made = plan(toy_job(), CLUSTERS["homes"])
+    assert {b.path == "service" or "net.push" in b.path for b in made.buckets} == {True}
+    sent = sum(b.numel for b in made.buckets if b.codec != DENSE)
+    assert sent > 0.9 * toy_job().numel
+
+
+@settings(max_examples=8, deadline=None)
+@given(bps=st.floats(1e6, 1e10), factor=st.floats(1.0, 10.0))
+def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
+    """To a hair: list schedules may lose a little by a task that ends sooner (Graham's anomalies)."""
+    def step_s(rate: float) -> float:
+        nodes = tuple(structs.replace(n, link=Link(rate, rate, 1e-3)) for n in cluster(3, "1g").nodes)
+        return plan(toy_job(6), Cluster(nodes), None, Policy(objective="step")).step_s
+
+    assert step_s(bps * factor) <= step_s(bps) * 1.02
+
+
+@pytest.mark.parametrize("max_loss", [0.0, 0.1, 0.3])
+def test_the_loss_budget_holds(max_loss: float) -> None:
+    job, machines = toy_job(), CLUSTERS["homes"]
+    for objective in ("loss", "step"):
+        profile, policy, _ = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
+        made = plan(job, machines, profile, policy)
+        lost = plan_excess(made, job, machines, profile, policy).loss_high
+        assert lost <= max_loss + 1e-9
+        assert lost > 0.2 * max_loss or objective == "loss" or not max_loss, "and uses it where only the step counts"
+
+
+@pytest.mark.parametrize(("link", "narrow"), [("home-100/20", "down"), ("home-20/100", "up")])
+def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> None:
+    """A hundredth both ways would lose more than the budget has, a tenth both ways would send too much the narrow way.
+
+    It is the link of the home with the server that counts: its up-link carries what goes down to the three others.
+    """
+    job, machines = toy_job(4, 4_000_000), cluster(4, link, reachable=False, servers=1)
+    some, few = "topk(ratio=0.1)", "topk(ratio=0.01)"
+    budget = Policy(codecs=(some, few), max_loss=0.1, objective="step")
+    made = plan(job, machines, learnt(machines), budget)
+    sent = {(b.codec, b.down or b.codec): 0 for b in made.buckets}
+    for b in made.buckets:
+        sent[b.codec, b.down or b.codec] += b.numel
+    assert max(sent, key=sent.__getitem__) == ((few, some) if narrow == "up" else (some, few))
+    assert made.step_s < 0.8 * plan(job, machines, learnt(machines), structs.replace(budget, codecs=(some,))).step_s
+
+
+def test_a_larger_budget_is_never_slower() -> None:
+    homes = CLUSTERS["homes"]
+    steps = [plan(toy_job(), homes, learnt(homes), Policy(max_loss=x, objective="step")).step_s for x in (0.0, 0.02, 1.0)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < steps[0]
+
+
+def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
+    homes = CLUSTERS["homes"]
+    slow = Policy(max_local_steps=8, codecs=("fp16()",))
+    assert plan(toy_job(), homes, None, slow).local_steps == 8
+    assert plan(toy_job(), homes, None, structs.replace(slow, max_local_steps=6)).local_steps == 4, "powers of two"
+    assert plan(toy_job(), homes, None, structs.replace(slow, max_local_steps=1)).local_steps == 1
+    assert plan(toy_job(), cluster(4, "100g"), None, Policy(max_local_steps=8)).local_steps == 1
+
+
+def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
+    late, timely = (Policy(staleness=staleness, objective="step") for staleness in (True, False))
+    made = plan(toy_job(), CLUSTERS["homes"], None, late)
+    assert any(b.stale for b in made.buckets)
+    assert made.step_s < plan(toy_job(), CLUSTERS["homes"], None, timely).step_s
+    assert all(b.path == "service" for b in lower(made).buckets if b.stale), "what the runtime can have late"
+    several = lower(plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, late))
+    assert any(b.stale for b in several.buckets)
+    assert not unsuited(several, 4, 2), "nor do nodes of several ranks refuse it"
+    assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, late).buckets)
+
+
+def test_a_slow_node_may_send_less_than_the_others() -> None:
+    policy = Policy(codecs=("topk(ratio=0.1)", "topk(ratio=0.01)"), max_loss=0.1, objective="step")
+    made = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], learnt(CLUSTERS["uneven"]), policy)
+    assert any(b.by_node and len(set(b.by_node)) > 1 for b in made.buckets)
+
+
+@pytest.mark.parametrize("codecs", [
+    ("topk(ratio=0.1, values='fp16')", "topk(ratio=0.01, values='int8')"), ("randomk(ratio=0.1)", "randomk(ratio=0.01)"),
+])
+def test_nodes_send_only_what_one_server_reads(codecs: tuple[str, ...]) -> None:
+    uneven = CLUSTERS["uneven"]
+    found = options(Prices(uneven, profile_from_tables(uneven, (DENSE, *codecs))), Policy(codecs=codecs))
+    assert any(option.codec == codecs[0] for option in found)
+    assert not any(option.by_node for option in found)
+    assert not any(option.down for option in found if "randomk" in option.codec)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timing": None}, "timing.*E-PLAN-INPUT"),
+        ({"timing": structs.replace(toy_job().timing, ready_s=(0.1,))}, r"timing\.ready_s .*\b1\b.*\b12\b.*E-PLAN-INPUT"),
+        ({"timing": structs.replace(toy_job().timing, backward_s=-1.0)}, r"timing\.backward_s is -1\.0.*E-PLAN-INPUT"),
+        ({"timing": structs.replace(toy_job().timing, backward_s=0.001)}, "ready after.*E-PLAN-INPUT"),
+    ],
+)
+def test_inconsistent_jobs_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(structs.replace(toy_job(), **change), cluster(2, "1g"))
+
+
+def test_a_codec_without_a_price_is_named() -> None:
+    machines, asked = cluster(2, "1g"), Policy(codecs=("powersgd()",))
+    with pytest.raises(ValueError, match=r"powersgd\(\).* identity.*E-PLAN-CODEC-COST"):
+        plan(toy_job(), machines, None, asked)
+    with pytest.raises(ValueError, match=r"policy: codecs .*powersgd\(\).* 'tables'.*E-PLAN-CODEC-COST"):
+        plan(toy_job(), machines, profile_from_tables(machines), asked)
+
+
+def test_the_tables_price_what_the_policy_asks_for() -> None:
+    asked = Policy(codecs=("error_feedback(topk(ratio=0.03))",))
+    made = plan(toy_job(), CLUSTERS["homes"], None, asked)
+    assert {b.codec for b in made.buckets} >= {"topk(ratio=0.03)"}
+    assert made.step_s == simulate(made, toy_job(), CLUSTERS["homes"], None, asked).step_s
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_numbers_that_are_none_are_named_wherever_they_stand(value: float) -> None:
+    """What files cannot hold, Python can."""
+    job, machines = toy_job(), cluster(2, "1g")
+    profile, policy, timing = checked_inputs(job, machines, None, None)
+    node = machines.nodes[0]
+
+    def with_link(**fields: float) -> Cluster:
+        return Cluster((structs.replace(node, link=structs.replace(node.link, **fields)), *machines.nodes[1:]))
+
+    def with_times(**fields: object) -> Job:
+        return structs.replace(job, timing=structs.replace(timing, **fields))
+
+    wrong = Line(0.0, value)
+    for name, arguments in {
+        "link.up_bps": (job, with_link(up_bps=value), profile, policy),
+        "link.down_bps": (job, with_link(down_bps=value), profile, policy),
+        "link.alpha_s": (job, with_link(alpha_s=value), profile, policy),
+        "node n0: speed": (job, Cluster((structs.replace(node, speed=value), *machines.nodes[1:])), profile, policy),
+        "timing.needed_s of layer0.weight": (with_times(needed_s=(value, *timing.needed_s[1:])), machines, profile, policy),
+        "timing.update_s": (with_times(update_s=value), machines, profile, policy),
+        "server.slope_s": (job, machines, structs.replace(profile, server=wrong), policy),
+        "decode.slope_s of identity() on cpu": (
+            job, machines, structs.replace(profile, codecs=(structs.replace(profile.codecs[0], decode=wrong),)), policy),
+        "bucket_s": (job, machines, structs.replace(profile, bucket_s=value), policy),
+        **({} if value == math.inf else {"max_loss": (job, machines, profile, structs.replace(policy, max_loss=value))}),
+    }.items():
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is {value:g}.*E-PLAN-INPUT"):
+            plan(*arguments)
+
+
+def test_a_profile_with_which_nothing_can_be_sent_as_it_is_is_refused() -> None:
+    profile, _, _ = checked_inputs(toy_job(), CLUSTERS["homes"], None, None)
+    profile = structs.replace(profile, codecs=tuple(c for c in profile.codecs if c.codec != DENSE))
+    with pytest.raises(ValueError, match=r"profile 'tables' .* identity\(\).*E-PLAN-CODEC-COST"):
+        plan(toy_job(), CLUSTERS["homes"], profile)
+
+
+def test_a_budget_that_no_choice_keeps_is_refused() -> None:
+    space, _, _ = random_space(3, budget=True)
+    losses = [[loss + 2.0 for loss in each] for each in space.loss]
+    with pytest.raises(ValueError, match=r"max_loss is 1\b.* 4\b.*E-PLAN-INPUT"):
+        search(space._replace(loss=losses))
+
+
+def test_an_empty_job_has_an_empty_plan() -> None:
+    timing = structs.replace(toy_job().timing, ready_s=(), needed_s=())
+    assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()
+
+
+def test_an_older_schemas_plan_says_so() -> None:
+    """The field of schema 2 promised a bound that other plans went below."""
+    old = json.loads(records.encode(plan(toy_job(2), cluster(2, "1g"))))
+    old |= {"schema": 2, "bound_s": old.pop("free_s")}
+    assert misread(json.dumps(old).encode()) == ["plan has schema 2, this commlayer reads 3: make the plan again"]

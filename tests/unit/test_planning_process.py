@@ -1,0 +1,114 @@
+"""Plans are searched in a process of their own: the same plans, errors as they are, and an end with whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from msgspec import structs
+from support.autotuning import JOB, plan_of
+
+from commlayer.autotune.plan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
+from commlayer.autotune.plan.planning_process import PlanningProcess
+from commlayer.errors import InvalidInput, InvalidState
+from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
+from commlayer.planner.model.learning import measured_local_steps
+from commlayer.planner.search.plan import plain, plan
+from commlayer.planner.tables.machines import learning_rows, profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
+
+CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
+CURRENT = plan_of(0.0, "int4()")
+
+
+def order(measured_s: float = 1.0) -> SearchOrder:
+    inputs = PlanInputs(JOB, CLUSTER, profile_from_tables(CLUSTER), Policy(optimizer="adam", exact=True))
+    return SearchOrder(CURRENT, None, (0, 1), inputs, measured_s)
+
+
+@pytest.fixture
+def process() -> Iterator[PlanningProcess]:
+    made = PlanningProcess()
+    yield made
+    made.close()
+
+
+def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
+    for measured_s in (0.5, 2.0):
+        there, here = process.search(order(measured_s)), search(order(measured_s))
+        assert there.candidate._replace(took_s=0.0, beside=()) == here.candidate._replace(took_s=0.0, beside=())
+        assert there.contention == here.contention
+
+
+def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> None:
+    for rate in ("2/2", "20/20"):
+        cluster = cluster_from_line(f"2xrtx3060@{rate}Mb")
+        profile = structs.replace(profile_from_tables(cluster), learning=learning_rows())
+        inputs = structs.replace(order().inputs, cluster=cluster, profile=profile)
+        given = inputs.job, inputs.cluster, inputs.profile
+        found = plain(*given, inputs.policy)
+        local = structs.replace(inputs.policy, exact=False, max_local_steps=measured_local_steps(profile.learning))
+        alone = [plan(*given, policy) for policy in (inputs.policy, local)]
+        assert [found.explained(found.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]
+        assert alone[0] != alone[1], "otherwise nothing tells them apart"
+
+
+def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:
+    wrong = order()._replace(inputs=structs.replace(order().inputs, policy=Policy(max_local_steps=-1)))
+    with pytest.raises(InvalidInput, match=r"max_local_steps is -1\b.*E-PLAN-INPUT"):
+        process.search(wrong)
+    assert process.search(order()).candidate.plan.buckets
+
+
+def test_a_killed_process_is_named_and_another_takes_its_place(process: PlanningProcess) -> None:
+    process.start()
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"exit code -9\b.*E-PLANNER-ENDED"):
+        process.search(order())
+    assert process.search(order()).candidate.plan.buckets
+
+
+def test_closing_ends_a_search_under_way(process: PlanningProcess) -> None:
+    said: list[InvalidState] = []
+
+    def searching() -> None:
+        try:
+            process.search(order())
+        except InvalidState as error:
+            said.append(error)
+
+    process.start()
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)  # it never answers
+    thread = threading.Thread(target=searching)
+    thread.start()
+    time.sleep(0.1)
+    process.close()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    (error,) = said
+    assert error.code == "E-PLANNER-ENDED"
+    assert "exit code -9" in error.what
+
+
+def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
+    alone = profile_from_tables(CLUSTER)
+    made = structs.replace(CURRENT, hosts=(0,))
+
+    def seconds(cluster: Cluster) -> float:
+        return step_s(made, PlanInputs(JOB, cluster, alone, Policy()))
+
+    true_s = seconds(CLUSTER)
+    slow = structs.replace(CLUSTER, nodes=tuple(
+        structs.replace(node, link=structs.replace(node.link, up_bps=node.link.up_bps / 1.4)) for node in CLUSTER.nodes))
+    assert seconds(slow) > true_s * (1 + NEARLY)
+    found = sped_up(slow, seconds, true_s)
+    assert seconds(found) == pytest.approx(true_s, rel=0.1)
+    assert [node.link.down_bps for node in found.nodes] == [node.link.down_bps for node in slow.nodes]
+    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
+    assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"

@@ -1,0 +1,205 @@
+"""What attach() makes of a codec: spelled as text, of matrices that need their shape, of states that must fit a frame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.plans import toy_job
+
+from commlayer.cluster.server_codecs import CodecOps
+from commlayer.codec_name import named
+from commlayer.compressors import codec_of, identity, int8, parse, topk, two_way, wrap
+from commlayer.config import Config
+from commlayer.engine import plan_check, requested_plan
+from commlayer.engine.plan_check import unsuited
+from commlayer.plan_file import basis_of, written
+from commlayer.planner import verify, verify_alone
+from commlayer.planner.model.cluster import CodecCost, Line, Policy
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.model.matrix_shapes import untouched
+from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.search.plan import plan as planned
+from commlayer.planner.tables import machines
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.lint import lint
+from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, TensorInfo
+
+
+def job_of(*shapes: tuple[int, ...]) -> Job:
+    return Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(shapes)))
+
+
+def asked_for(plan: object, job: Job, **config: Any) -> Plan:
+    return requested_plan.settle(plan, job, Config(**config), 2, 1)
+
+
+# ---- what "auto" begins with
+
+
+@pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
+def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
+    made = requested_plan.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
+    assert {(b.path, str(named(b.codec).core), b.down) for b in made.buckets} == {("service", "int4()", "")}
+    assert requested_plan.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
+
+
+def row(optimizer: str, codec: str, loss: float) -> LearningRow:
+    return LearningRow(optimizer, "gradients", codec, 1, "", False, 0, 1.0, 1.0, loss, loss, 5, 5)
+
+
+ROWS = (row("sgd", "int4()", 0.0), row("sgd", "int8()", 0.0), row("adam", "int4()", 0.02), row("adam", "int8()", 0.005))
+
+
+@pytest.mark.parametrize(("optimizer", "max_loss", "codec"), [
+    ("adam", 0.0, "int4()"), ("adam", 0.02, "int4()"), ("adam", 0.01, "int8()"), ("adam", 0.001, "fp16()"),
+    ("sgd", 0.001, "int4()"), ("other", 0.001, "fp16()"), ("", 0.01, "int8()"),
+])
+def test_auto_begins_within_its_budget_without_a_loss_model(
+    optimizer: str, max_loss: float, codec: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
+    made = requested_plan.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
+    assert {str(named(b.codec).core) for b in made.buckets} == {codec}
+
+
+# ---- a codec as text
+
+@pytest.mark.parametrize("text", ["fp16()", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
+def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = job_of((300, 20), (20,))
+    assert asked_for(text, job) == asked_for(parse(text), job)
+    assert basis_of(text) is None
+
+
+def test_a_plan_may_name_a_codec_for_each_way() -> None:
+    job = job_of((300, 20), (20,))
+    made = asked_for("two_way(topk(0.05), down=int8())", job)
+    assert made == asked_for(two_way(topk(0.05), int8()), job)
+    assert {(str(named(b.codec).core), str(named(b.down).core)) for b in made.buckets} == {("topk(ratio=0.05)", "int8()")}
+
+
+@pytest.mark.parametrize("kind", ["codec", "auto", "plan", "file"])
+def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_path: Path) -> None:
+    job, settings = job_of((300, 20), (20,)), {"ratio_over": "plan", "warmup": 40}
+    plain = asked_for("topk(0.05)", job)
+    (tmp_path / "plan.json").write_text(written(plain))
+    plan: Any = {"codec": "topk(0.05)", "auto": "auto", "plan": plain, "file": tmp_path / "plan.json"}[kind]
+    made = asked_for(plan, job, **settings)
+    assert (made.ratio_over, made.warmup) == ("plan", 40)
+    assert made.buckets == asked_for(plan, job).buckets
+    assert asked_for(made, job) == made
+    assert asked_for(made, job, warmup=7) == structs.replace(made, warmup=7)
+
+
+def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = job_of((300, 20))
+    made = asked_for(identity(), job)
+    for name in ("plan.json", "fp16()"):
+        Path(name).write_text(written(made))
+        assert asked_for(name, job) == asked_for(Path(name), job) == made
+    assert {b.codec for b in made.buckets} == {"identity()"}
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    ("fp17()", r"plan 'fp17\(\)': .*'fp17' .*E-CODEC-NAME"), ("topk(ratio=2)", r"topk: ratio is 2\b.*E-CODEC-ARGUMENT"),
+    ("missing.json", "'missing.json'.*'auto'.*E-PLAN-NAME"), ("two_way(fp16())", "two_way .*down.*E-CODEC-NAME"),
+    ("error_feedback(two_way(fp16(), fp16()))", "'two_way' .*E-CODEC-NAME"), (Path("fp16()"), r"plan 'fp16\(\)'.*E-PLAN-NAME"),
+    ("x" * 5000, "plan 'x{5000}'.*E-PLAN-NAME"), ("a\0b", r"a\\x00b.*E-PLAN-NAME"),
+])
+def test_what_is_neither_is_one_line(plan: str | Path, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as told:
+        asked_for(plan, job_of((3,)))
+    assert "\n" not in str(told.value)
+
+
+# ---- matrices
+
+GPT = job_of((65, 384), (256, 384), *[shape for _ in range(6) for shape in (
+    (384,), (384,), (1152, 384), (1152,), (384, 384), (384,), (1536, 384), (1536,), (384, 1536), (384,))])
+MODELS = {
+    "small matrices, fused": GPT, "matrices above the cut": job_of((4096, 4096), (4096,), (1000, 4096), (1000,)),
+    "a table above the largest bucket": job_of((50257, 768), (1024, 768)),
+    "convolutions": job_of((64, 3, 7, 7), (64,), (512, 512, 3, 3), (512,)),
+}
+
+
+@pytest.mark.parametrize("codec", ["powersgd()", "momentum(powersgd(rank=2))", "error_feedback(powersgd())"])
+@pytest.mark.parametrize("model", MODELS)
+def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str) -> None:
+    job = MODELS[model]
+    made = asked_for(codec, job)
+    assert verify(made, job) == []
+    assert unsuited(made, 2, 1) == []
+    assert list(untouched(made, job)) == []
+    sent = sum(codec_of(b).bound(b.spec) for b in made.buckets)
+    assert sent < 0.15 * 4 * job.numel, "a payload of either round, headers included"
+    assert max(b.numel for b in made.buckets) * 4 <= MAX_BUCKET_NBYTES
+
+
+def test_other_codecs_are_cut_and_fused_as_before() -> None:
+    made = asked_for("topk(0.01)", MODELS["matrices above the cut"])
+    assert max(b.numel for b in made.buckets) * 4 <= Config().cut_nbytes
+    assert {b.codec for b in made.buckets} == {str(wrap(topk(0.01)))}
+
+
+def test_planned_buckets_are_matrices_where_they_can_be() -> None:
+    job = toy_job(4, 1_000_000)
+    job = structs.replace(job, tensors=tuple(structs.replace(t, shape=(1000, 1000)) for t in job.tensors))
+    machines = cluster_from_line("3xcpu@20Mb")
+    cost = CodecCost("powersgd(rank=4)", "cpu", Line(1e-6), Line(1e-6), Line(16, 0.01), rounds=2, sums=True, alone=False,
+                     answers=False)
+    costs = structs.replace(profile_from_tables(machines), codecs=(*profile_from_tables(machines).codecs, cost))
+    made = planned(job, machines, costs, Policy(codecs=("powersgd()",), objective="step"))
+    coded = [b for b in made.buckets if named(b.codec).core.family == "powersgd"]
+    assert coded
+    assert all(b.shape or "shapes=" in b.codec for b in coded)
+    assert lint(made, job, machines, costs) == []
+    assert Prices(machines, costs).cost(coded[0].codec, "cpu", machines.nodes[0]) == cost
+
+
+@pytest.mark.parametrize(("codec", "shape", "said"), [
+    ("powersgd()", (), "100% of the model's elements go as they are under powersgd(): it makes matrices less"),
+    ("powersgd()", (300, 20), ""), ("powersgd(rank=200)", (300, 20), "under powersgd(rank=200)"), ("identity()", (), ""),
+    ("topk(0.9, values='fp32')", (), "go as they are under topk(ratio=0.9, values='fp32'): it sends as many bytes"),
+])
+def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, ...], said: str) -> None:
+    job = job_of((300, 20))
+    made = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
+    told: list[str] = []
+    requested_plan.with_server_nodes(made, None, 2, told.append)
+    for lines in (told, lint(made, job)):
+        assert len(lines) == bool(said), lines
+        assert all(said in line for line in lines)
+
+
+# ---- what a frame carries
+
+KEEPERS = ("topk(0.1)", "momentum(int8())", "partition(topk(), parts=7)",
+           "partition(topk(), nbytes=400)", "powersgd()", "qsgd()")
+
+
+@pytest.mark.parametrize("codec", KEEPERS)
+def test_what_a_server_keeps_is_known_before(codec: str) -> None:
+    for numel in (1, 1000, 20_000):
+        bucket = Bucket(0, (Slice(0, 0, numel),), "service", codec)
+        assert len(CodecOps(codec_of(bucket), bucket, "job").snapshot()) <= named(codec).kept_nbytes(numel)
+
+
+def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(0, (Slice(0, 0, 1 << 16),), "service", "partition(identity(), nbytes=64)")
+    plan = Plan("", (bucket,), 1)
+    assert unsuited(plan, 2, 1) == []
+    monkeypatch.setattr(plan_check, "MAX_FRAME_NBYTES", 300_000)
+    (line,) = unsuited(plan, 2, 1)
+    assert line.startswith("bucket 0: payloads of partition(identity(), ")
+    assert line.endswith("a frame carries 300000: cut it into several, or take a codec that sends less")
+    split = structs.replace(plan, buckets=(structs.replace(bucket, codec="partition(topk(), nbytes=4)", slices=(
+        Slice(0, 0, 1 << 24),)),))
+    (line,) = verify_alone(split)
+    assert line.startswith("bucket 0: a server keeps up to"), "so many slices have too many names"

@@ -1,0 +1,266 @@
+"""The summation service as a state machine: order, idempotence, garbage, undo, kept results."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.summation import VALUES, Doubles, ask, push, service, value
+
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message
+
+
+@pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
+def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
+    core, ops = service()
+    replies = [core.push(push(m, VALUES[m]), 0.0) for m in arrival]
+    assert [len(r) for r in replies] == [0, 0, 3]
+    assert ops.added == VALUES
+    assert [r.peer for r in replies[2]] == [0, 1, 2]
+    header = replies[2][0].header
+    assert (header.kind, header.sender, header.weight, header.used) == (Kind.RESULT, SERVER_BASE, 6.0, 0b111)
+
+
+@pytest.mark.parametrize(("means", "words"), [
+    (False, "has flag MEAN, .* sum.*E-FRAME"),
+    (True, "lacks flag MEAN, .* mean .*E-FRAME"),
+])
+@pytest.mark.parametrize("liar", range(3))
+def test_what_counts_in_a_mean_is_known_here_and_whoever_says_otherwise_is_named(means: bool, words: str, liar: int) -> None:
+    class Buffers(Doubles):
+        def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
+            self.add(0, payload, [0.0], first)
+
+    ops = Buffers()
+    ops.means = means
+    core, _ = service(ops=ops)
+    right, wrong = (Flag.MEAN, Flag.NONE) if means else (Flag.NONE, Flag.MEAN)
+    with pytest.raises(CorruptFrame, match=f"worker {liar}: {words}"):
+        core.push(push(liar, VALUES[liar], flags=wrong), 0.0)
+    assert ops.added == []
+    assert [len(core.push(push(m, VALUES[m], flags=right), 0.0)) for m in range(3)] == [0, 0, 3], "the others go on"
+    assert ops.added == VALUES
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_each_contribution_counts_once(senders: list[int]) -> None:
+    core, ops = service()
+    for sender in senders:
+        core.push(push(sender, VALUES[sender]), 0.0)
+    prefix = next((m for m in range(3) if m not in senders), 3)
+    assert ops.added == VALUES[:prefix]
+
+
+def test_a_late_repeat_gets_the_kept_result_and_steps_leave_the_window() -> None:
+    core, _ = service()
+    for step in range(4):
+        for m in range(3):
+            core.push(push(m, step + m, step), 0.0)
+    again = core.push(push(1, 99.0, 2), 0.0)
+    assert [(r.peer, value(r)) for r in again] == [(1, 9.0)]
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*round 0 of step 1\b.*round 0 of step 4\b.*E-STEPS-DIFFER"):
+        core.push(push(1, 99.0, 1), 0.0)
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"bucket": 6}, r"bucket 6\b.*E-FRAME"),
+    ({"sender": 2}, r"worker 2\b.*E-FRAME"),
+    ({"generation": 2}, r"generation 2\b.*E-FRAME"),
+    ({"round": 1}, r"round 1\b.*E-FRAME"),
+    ({"parts": 2}, r"part 0 of 2\b.*E-FRAME"),
+    ({"codec": 8}, r"codec 8\b.*E-FRAME"),
+    ({"weight": float("nan")}, "weight nan.*E-FRAME"),
+    ({"weight": -1.0}, "weight -1.*E-FRAME"),
+    ({"step": 1}, r"round 0 of step 1\b.*worker 0 .*round 0 of step 0\b.*E-STEPS-DIFFER"),
+])
+def test_breaches_are_named_and_change_nothing(fields: dict[str, object], words: str) -> None:
+    core, ops = service()
+    core.push(push(0, VALUES[0]), 0.0)
+    with pytest.raises(CorruptFrame, match=f"worker 1: .*{words}"):
+        core.push(push(1, VALUES[1], **fields), 0.0)
+    core.push(push(1, VALUES[1]), 0.0)
+    replies = core.push(push(2, VALUES[2]), 0.0)
+    assert ops.added == VALUES
+    assert len(replies) == 3
+
+
+def test_a_corrupt_payload_names_its_sender_even_when_another_push_uncovers_it() -> None:
+    core, ops = service()
+    core.push(Message(1, push(1, 0.0).header, memoryview(b"short")), 0.0)
+    with pytest.raises(CorruptFrame, match=r"worker 1: 5 bytes\b.*\b8\b.*E-FRAME"):
+        core.push(push(0, VALUES[0]), 0.0)
+    assert ops.added == [VALUES[0]]
+    core.push(push(1, VALUES[1]), 0.0)
+    assert len(core.push(push(2, VALUES[2]), 0.0)) == 3
+
+
+def test_a_stranger_is_refused() -> None:
+    core, _ = service()
+    with pytest.raises(CorruptFrame, match="worker 3: .*E-FRAME"):
+        core.push(push(3, 1.0), 0.0)
+
+
+def test_old_generations_are_ignored() -> None:
+    core, ops = service()
+    assert core.push(push(0, 1.0, generation=0), 0.0) == []
+    assert ops.added == []
+
+
+def test_frames_of_an_ended_generation_are_counted_whatever_they_name() -> None:
+    """In the new plan the bucket may be another, or none: who has not heard of it breaks no rule."""
+    core, ops = service()
+    for number, message in enumerate((push(0, 1.0, generation=0), push(1, 1.0, generation=0, bucket=77, codec=9)), 1):
+        assert core.push(message, 0.0) == []
+        assert core.fenced == number
+    core.undo(ask(Kind.UNDO, 0, 0, b"", generation=0, bucket=77, undone=1))
+    assert core.snapshot(ask(Kind.STATE_GET, 0, 0, b"", generation=0, bucket=77)) == []
+    assert (core.fenced, ops.added) == (4, [])
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*worker 0\b.*E-FRAME"):
+        core.push(push(0, 1.0, generation=0)._replace(peer=1), 0.0)
+
+
+def test_who_has_not_heard_that_a_step_is_coded_again_hears_it_again() -> None:
+    class Means(Doubles):
+        in_means = True
+
+    core, ops = service(2, ops=Means())
+    for m in range(2):
+        replies = core.push(push(m, 1.0 + m, total=1.0), 0.0)
+    assert [reply.header.flags for reply in replies] == [Flag.AGAIN] * 2
+    (again,) = core.push(push(0, 1.0, total=1.0), 0.0)
+    assert (again.peer, again.header) == (0, replies[0].header)
+    assert core.push(push(0, 5.0, total=3.0, flags=Flag.AGAIN), 0.0) == []
+    (again,) = core.push(push(1, 2.0, total=1.0), 0.0)
+    assert again.peer == 1
+    assert [value(r) for r in core.push(push(1, 6.0, total=3.0, flags=Flag.AGAIN), 0.0)] == [11.0] * 2
+    assert ops.added == [1.0, 2.0, 5.0, 6.0]
+
+
+def test_two_rounds_in_turn() -> None:
+    core, _ = service(rounds=2)
+    for r in (0, 1):
+        replies = [core.push(push(m, 10.0 * r + m, 0, r), 0.0) for m in range(3)]
+        assert value(replies[2][0]) == 30.0 * r + 3
+        assert replies[2][0].header.round == r
+    with pytest.raises(CorruptFrame, match=r"worker 0: .*round 1 of step 1\b.*round 0 of step 1\b.*E-STEPS-DIFFER"):
+        core.push(push(0, 1.0, 1, 1), 0.0)
+
+
+def test_undo_gives_back_the_last_result_once_and_all_must_say_it() -> None:
+    core, ops = service(2)
+    for m in range(2):
+        core.push(push(m, 0.1), 0.0)
+    assert ops.residual != 0.0
+    for m in range(2):
+        core.push(push(m, 2.0, 1, undone=1), 0.0)
+    assert (ops.last, ops.residual) == ((4.0, 4.0), 0.0)  # nothing is left of the step before
+    core.push(push(0, 1.0, 2, undone=1), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 1: applied all .*worker 0 did not.*E-STEPS-DIFFER"):
+        core.push(push(1, 1.0, 2), 0.0)
+
+
+def test_stalled_says_who_is_missing_and_who_waits() -> None:
+    core, _ = service()
+    core.push(push(2, 1.0), now=10.0)
+    core.push(push(0, 1.0), now=11.0)
+    assert core.stalled(9.0) == []
+    (stall,) = core.stalled(10.0)
+    assert (stall.bucket, stall.step, stall.missing, stall.waiting, stall.since) == (5, 0, (1,), (0, 2), 10.0)
+    core.push(push(1, 1.0), now=12.0)
+    assert core.stalled(99.0) == []
+
+
+def test_snapshot_and_restore_continue_at_the_saved_step() -> None:
+    core, ops = service(1)
+    core.push(push(0, 0.1, 6), 0.0)
+    (kept,) = core.snapshot(ask(Kind.STATE_GET))
+    assert (kept.peer, kept.header.kind, kept.header.sender) == (0, Kind.STATE, SERVER_BASE)
+    other, fresh = service(1)
+    (ok,) = other.restore(ask(Kind.STATE, 0, 7, bytes(kept.body)))
+    assert (ok.peer, ok.header.kind) == (0, Kind.STATE_OK)
+    assert fresh.residual == ops.residual != 0.0
+    with pytest.raises(CorruptFrame, match=r"round 0 of step 6\b.*round 0 of step 7\b.*E-STEPS-DIFFER"):
+        other.push(push(0, 0.1, 6), 0.0)
+    assert value(other.push(push(0, 0.1, 7), 0.0)[0]) == value(core.push(push(0, 0.1, 7), 0.0)[0])
+
+
+def test_a_running_sum_can_go_back_to_any_step_that_state_is_restored_for() -> None:
+    core, _ = service(1)
+    for step in range(3):
+        core.push(push(0, 1.0 + step, step), 0.0)
+    for back in (0, 2):
+        core.restore(ask(Kind.STATE, 0, back, struct.pack("<d", 0.0)))
+        assert value(core.push(push(0, 9.0, back), 0.0)[0]) == 9.0, "and no result of the former way is served"
+
+
+@pytest.mark.parametrize("kind", [Kind.STATE, Kind.STATE_GET])
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"bucket": 6}, r"bucket 6\b.*E-FRAME"),
+    ({"sender": 2}, r"worker 2\b.*E-FRAME"),
+    ({"generation": 2}, r"generation 2\b.*E-FRAME"),
+])
+def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[str, object], words: str) -> None:
+    core, ops = service()
+    do = core.restore if kind == Kind.STATE else core.snapshot
+    ops.residual = 3.0
+    with pytest.raises(CorruptFrame, match=f"worker 1: .*{words}"):
+        do(ask(kind, 1, 4, struct.pack("<d", 1.0), **fields))
+    assert do(ask(kind, 1, 4, struct.pack("<d", 1.0), generation=0)) == []
+    core.push(push(0, 1.0), 0.0)
+    with pytest.raises(CorruptFrame, match=rf"worker 1: {kind.name} .*step 0\b.*E-FRAME"):
+        do(ask(kind, 1, 4, struct.pack("<d", 1.0), undone=int(kind == Kind.STATE_GET)))
+    assert ops.residual == 3.0
+    core.push(push(1, 1.0), 0.0)
+    assert len(core.push(push(2, 1.0), 0.0)) == 3, "the sum under way was not disturbed"
+
+
+class Strict(Doubles):
+    def restore(self, data: bytes | memoryview) -> None:
+        raise ValueError("of another plan")
+
+
+def test_a_state_that_does_not_fit_is_its_senders_fault_and_changes_nothing() -> None:
+    core, _ = service(1, ops=Strict())
+    first = core.push(push(0, 0.1, 3), 0.0)
+    with pytest.raises(CorruptFrame, match="worker 0: .*state.*: of another plan.*E-FRAME"):
+        core.restore(ask(Kind.STATE, 0, 9, b"?"))
+    assert value(core.push(push(0, 5.0, 3), 0.0)[0]) == value(first[0])
+    assert len(core.push(push(0, 5.0, 4), 0.0)) == 1
+
+
+def test_a_step_far_ahead_costs_only_its_sender() -> None:
+    core, _ = service()
+    for m in range(3):
+        core.push(push(m, 1.0), 0.0)
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*round 0 of step 4000000000\b.*round 0 of step 1\b.*E-STEPS-DIFFER"):
+        core.push(push(1, 1.0, 4_000_000_000), 0.0)
+    assert [len(core.push(push(m, 1.0, 1), 0.0)) for m in range(3)] == [0, 0, 3]
+
+
+def test_members_that_begin_at_different_steps_hear_both() -> None:
+    core, _ = service()
+    core.push(push(2, 1.0, 7), 0.0)
+    with pytest.raises(CorruptFrame, match=r"worker 0: .*round 0 of step 5\b.*worker 2 .*round 0 of step 7\b.*E-STEPS-DIFFER"):
+        core.push(push(0, 1.0, 5), 0.0)
+    core.push(push(0, 1.0, 7), 0.0)
+    assert len(core.push(push(1, 1.0, 7), 0.0)) == 3
+
+
+def test_a_body_longer_than_any_payload_is_not_kept() -> None:
+    core, _ = service()
+    with pytest.raises(CorruptFrame, match=r"worker 2: 9 bytes\b.*\b8\b.*E-FRAME"):
+        core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
+    assert core.stalled(99.0) == []
+
+
+def test_every_body_is_released_once() -> None:
+    core, _ = service()
+    released: list[Message] = []
+    sent = [push(1, 1.0), push(1, 1.0), push(0, 1.0), push(2, 1.0), push(2, 1.0)]
+    for message in sent:
+        core.push(message, 0.0, released.append)
+    assert sorted(map(id, released)) == sorted(map(id, sent))
