@@ -126,13 +126,13 @@ def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
     return said, all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
-def test_a_save_of_another_world_is_refused_with_the_line_on_the_page(tmp_path: Path) -> None:
+def test_a_save_of_another_world_is_refused_with_the_code_on_the_page(tmp_path: Path) -> None:
     pool(3).call(train, str(tmp_path))
     (line, goes_on), other = pool(2).call(load_elsewhere, str(tmp_path))
     assert (line, goes_on) == other
     assert goes_on
     assert re.search(rf"^{tmp_path}/session/save-1 .*world 3\b.*\b2\b.*\[E-CHECKPOINT\]$", line)
-    assert f"\ncommlayer.errors.InvalidInput: {line.replace(f'{tmp_path}/session', 'saves')}\n" in PAGE
+    assert "`E-CHECKPOINT`" in PAGE
     # Who is alone owes nobody anything.
     assert pool(1).call(load_elsewhere, str(tmp_path)) == [("", True)]
 
