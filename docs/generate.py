@@ -69,13 +69,13 @@ def _setting_texts() -> dict[str, str]:
     """By setting, the string below its field in config.py, in one line."""
     tree = ast.parse(inspect.getsource(config))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
-    found = {}
+    texts = {}
     for field, text in zip(body, [*body[1:], body[0]], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)):
                 raise ValueError(f"config.py: the setting {field.target.id} has no text below it")
-            found[field.target.id] = " ".join(text.value.value.split())
-    return found
+            texts[field.target.id] = " ".join(text.value.value.split())
+    return texts
 
 
 # ---- errors

@@ -40,3 +40,12 @@ def test_there_is_something_to_check() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     assert len(LINK.findall(text)) > 50
     assert len(PATH.findall(text)) > 20
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name in ("tutorials", "how-to", "explanation")],
+                         ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_for_users_name_no_internals(page: Path) -> None:
+    text = page.read_text()
+    assert "decisions/" not in text
+    assert [file for file, _ in PATH.findall(text) if file.endswith(".py") and not file.startswith("examples/")] == []
+    assert not re.search(r"\b(decision|ADR) 0\d\d", text)
