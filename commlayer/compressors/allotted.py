@@ -14,9 +14,10 @@ import msgspec.structs
 
 from commlayer.compressors import payload
 from commlayer.compressors.allotment import Ask, Tail
-from commlayer.compressors.codec import Buffer, Out, Round, State, place
+from commlayer.compressors.codec import Round, State, place
 from commlayer.compressors.feedback import Fed
 from commlayer.compressors.one_round import OneRound
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.selection import ENOUGH, Picks
 from commlayer.compressors.tracked_threshold import HUGE, SLOPES, within
 from commlayer.compressors.warmup import FIRST

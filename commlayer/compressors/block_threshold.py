@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload, positions, runs, tracked_threshold
 from commlayer.compressors import values as value_kinds
-from commlayer.compressors.codec import Out, State
+from commlayer.compressors.codec import State
 from commlayer.compressors.one_round import OneRound, check_numel
+from commlayer.compressors.payload import Out
 from commlayer.records import Spec
 
 if TYPE_CHECKING:

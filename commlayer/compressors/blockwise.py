@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Buffer, Out, State
+from commlayer.compressors.codec import State
 from commlayer.compressors.dense import check_dense
 from commlayer.compressors.one_round import OneRound, check_numel
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import CorruptPayload
 from commlayer.records import Spec
 

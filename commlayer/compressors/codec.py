@@ -20,21 +20,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
     import torch
 else:
     from commlayer.compressors import tensors as torch
-
-# Union, since `|` would load torch.
-Out: TypeAlias = Union[memoryview, "torch.Tensor"]
-"""Payload memory to write, owned by the caller: host memory, or uint8 on a device."""
-
-Buffer: TypeAlias = Out | bytes | bytearray
-"""Payload bytes to read."""
 
 State = dict[str, Any]
 """What changes from step to step, by name: tensors and plain numbers, so that a checkpoint can walk over it."""

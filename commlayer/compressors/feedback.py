@@ -12,8 +12,9 @@ import msgspec.structs
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State, ranges
+from commlayer.compressors.codec import Codec, Cut, Round, State, ranges
 from commlayer.compressors.one_round import accumulator, check_numel, spell
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.tensors import fresh_zeros
 from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.errors import InvalidInput

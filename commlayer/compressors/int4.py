@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.codec_name import checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Blockwise, check_padding, check_scales16
-from commlayer.compressors.codec import Buffer, Out, State
+from commlayer.compressors.codec import State
+from commlayer.compressors.payload import Buffer, Out
 
 if TYPE_CHECKING:
     import torch
 
-BITS = 4
-MOST = MOST16 - ((BITS - 1) << 7)
-"""The largest scale whose 2^(BITS-1)-fold is finite."""
+INT4_BITS = 4
+INT4_MOST_SCALE = MOST16 - ((INT4_BITS - 1) << 7)
+"""The largest scale whose 2^(INT4_BITS-1)-fold is finite."""
 
 
 class Int4(Blockwise, frozen=True):
@@ -27,20 +28,20 @@ class Int4(Blockwise, frozen=True):
     biased: ClassVar[bool] = True
 
     def codes_nbytes(self, numel: int) -> int:
-        return (numel * BITS + 7) // 8
+        return (numel * INT4_BITS + 7) // 8
 
     def encode(
         self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
-        return kernels.linear_encode(codes, scales, x, residual, self.block, BITS, euclidean=False, random=None)
+        return kernels.linear_encode(codes, scales, x, residual, self.block, INT4_BITS, euclidean=False, random=None)
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        check_scales16(self.name, scales, MOST)
-        check_padding(self.name, codes, numel, BITS)
+        check_scales16(self.name, scales, INT4_MOST_SCALE)
+        check_padding(self.name, codes, numel, INT4_BITS)
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         codes, scales = parts
-        kernels.linear_decode(out, codes, scales, self.block, BITS, assign=assign)
+        kernels.linear_decode(out, codes, scales, self.block, INT4_BITS, assign=assign)
 
 
 def int4(block: int = 64) -> Int4:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from commlayer import native
 from commlayer.compressors import tensors
-from commlayer.compressors.codec import Buffer
+from commlayer.compressors.payload import Buffer
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels
-from commlayer.compressors.codec import Codec, Cut, Out, State, ranges
+from commlayer.compressors.codec import Codec, Cut, State, ranges
+from commlayer.compressors.payload import Out
 from commlayer.compressors.wrapper import Wrapper, check_codec
 from commlayer.records import Spec
 

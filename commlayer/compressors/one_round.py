@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import msgspec
 
 from commlayer.compressors import payload
-from commlayer.compressors.codec import Buffer, Cut, Out, Round, State
+from commlayer.compressors.codec import Cut, Round, State
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.codec_name import checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Blockwise, check_padding, check_scales16
-from commlayer.compressors.codec import Buffer, Out, State
+from commlayer.compressors.codec import State
+from commlayer.compressors.payload import Buffer, Out
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, payload
-from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
+from commlayer.compressors.codec import Codec, Cut, Round, State
 from commlayer.compressors.feedback import Sent, add_back
 from commlayer.compressors.one_round import NAN, OneRound, accumulator, check_numel
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.several_rounds import SeveralRounds
 from commlayer.compressors.wrapper import Wrapper, check_codec
 from commlayer.errors import CorruptPayload, InvalidInput

@@ -7,15 +7,21 @@ See docs/reference/wire.md.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
-from commlayer.compressors.codec import Buffer, Out
 from commlayer.errors import CorruptPayload, InvalidInput
 
 if TYPE_CHECKING:
     import torch
 else:
     from commlayer.compressors import tensors as torch
+
+# Union, since `|` would load torch.
+Out: TypeAlias = Union[memoryview, "torch.Tensor"]
+"""Payload memory to write, owned by the caller: host memory, or uint8 on a device."""
+
+Buffer: TypeAlias = Out | bytes | bytearray
+"""Payload bytes to read."""
 
 VERSION = 1
 NONFINITE = 1

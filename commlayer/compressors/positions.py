@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commlayer.compressors import kernels
-from commlayer.compressors.codec import Out
-from commlayer.compressors.payload import expect
+from commlayer.compressors.payload import Out, expect
 from commlayer.errors import CorruptPayload
 
 if TYPE_CHECKING:

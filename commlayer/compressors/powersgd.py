@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, lowrank, payload
-from commlayer.compressors.codec import Buffer, Out, Round, State
+from commlayer.compressors.codec import Round, State
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.one_round import NAN, accumulator, check_numel
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.several_rounds import HEADER, SeveralRounds, add_floats, read_floats, write_floats
 from commlayer.records import Spec
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.codec_name import LEVEL_BITS, checked
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import MOST16, Dithered, check_padding, check_scales16
-from commlayer.compressors.codec import Buffer, Out
+from commlayer.compressors.payload import Buffer, Out
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
 from commlayer.compressors import values as value_kinds
-from commlayer.compressors.codec import Buffer, Out, Round, State
+from commlayer.compressors.codec import Round, State
 from commlayer.compressors.one_round import OneRound, check_numel
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
 
 if TYPE_CHECKING:

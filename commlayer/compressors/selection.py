@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from commlayer.compressors import kernels, tracked_threshold
-from commlayer.compressors.codec import Buffer, State
+from commlayer.compressors.codec import State
+from commlayer.compressors.payload import Buffer
 
 if TYPE_CHECKING:
     import torch

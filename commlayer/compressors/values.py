@@ -8,7 +8,7 @@ import numpy as np
 
 from commlayer.codec_name import VALUE_BITS
 from commlayer.compressors import kernels
-from commlayer.compressors.codec import Buffer, Out
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import CorruptPayload
 
 if TYPE_CHECKING:

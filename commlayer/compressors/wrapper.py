@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from commlayer.compressors.codec import Buffer, Codec, Cut, Out, Round, State
+from commlayer.compressors.codec import Codec, Cut, Round, State
 from commlayer.compressors.one_round import spell
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commlayer.compressors.codec import Buffer
+from commlayer.compressors.payload import Buffer
 from commlayer.errors import InvalidInput
 
 Memory = torch.Tensor | np.ndarray[Any, Any] | Buffer

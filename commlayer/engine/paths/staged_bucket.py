@@ -12,9 +12,10 @@ from commlayer.cluster.collectives import Channel, Channels
 from commlayer.cluster.process_groups import Pending
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, runs_on, seed
-from commlayer.compressors.codec import Buffer, Codec, Cut, Out, State
+from commlayer.compressors.codec import Codec, Cut, State
 from commlayer.compressors.debts import cut_of
 from commlayer.compressors.one_round import accumulator
+from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.reducing import Reduced
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.path_program import Decode, Encode, Exchange, Range, Segment
