@@ -1,19 +1,16 @@
 """Codecs: they turn a gradient bucket into payload bytes and back, with error feedback and momentum around them."""
 
 from commlayer.compressors.block_threshold import block_threshold
+from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Codec, Round, place
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, wrap
-from commlayer.compressors.int4 import int4
-from commlayer.compressors.int8 import int8
 from commlayer.compressors.momentum import momentum
-from commlayer.compressors.onebit import onebit
 from commlayer.compressors.parse import build, parse
 from commlayer.compressors.partition import partition
 from commlayer.compressors.placement import runs_on
 from commlayer.compressors.powersgd import powersgd
-from commlayer.compressors.qsgd import qsgd
 from commlayer.compressors.random_keys import seed
 from commlayer.compressors.randomk import randomk
 from commlayer.compressors.topk import topk

@@ -1,4 +1,4 @@
-"""Base of the blockwise quantisers: a payload's body holds the scales of all blocks, then the codes."""
+"""Blockwise quantisers: int8, int4, qsgd and onebit. A payload's body holds the scales of all blocks, then the codes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from commlayer.codec_name import LEVEL_BITS, checked
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import State
 from commlayer.compressors.dense import check_dense
@@ -16,6 +17,7 @@ from commlayer.records import Spec
 
 if TYPE_CHECKING:
     import torch
+
 
 HEADER = payload.HEADER_NBYTES
 
@@ -103,3 +105,143 @@ def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
     used = numel * bits % 8
     if used and int(codes[-1]) >> used:
         raise CorruptPayload(f"{name} payload with bits set past its last element")
+
+
+class Int8(Blockwise, frozen=True):
+    """Rounds to the nearest of 255 levels of the block's largest magnitude. This is biased: use error feedback."""
+
+    name: ClassVar[str] = "int8"
+    biased: ClassVar[bool] = True
+    scale_nbytes: ClassVar[int] = 4
+
+    def codes_nbytes(self, numel: int) -> int:
+        return numel
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
+    ) -> bool:
+        return kernels.int8_encode(codes, scales, x, residual, self.block)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        if not kernels.scales_valid(scales):
+            raise CorruptPayload("int8 payload with a scale that is negative, not finite or too large")
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.int8_decode(out, codes, scales, self.block, assign=assign)
+
+
+def int8(block: int = 1024) -> Int8:
+    """One scale per `block` elements: smaller blocks follow the values better and cost 32 / block bits per element."""
+    checked("int8", block=block)
+    return Int8(block)
+
+
+INT4_BITS = 4
+INT4_MOST_SCALE = MOST16 - ((INT4_BITS - 1) << 7)
+"""The largest scale whose 2^(INT4_BITS-1)-fold is finite."""
+
+
+class Int4(Blockwise, frozen=True):
+    """Rounds to the nearest of 15 levels of the block's largest magnitude. This is biased: use error feedback.
+
+    Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization (2022), with fewer bits.
+    """
+
+    name: ClassVar[str] = "int4"
+    biased: ClassVar[bool] = True
+
+    def codes_nbytes(self, numel: int) -> int:
+        return (numel * INT4_BITS + 7) // 8
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
+    ) -> bool:
+        return kernels.linear_encode(codes, scales, x, residual, self.block, INT4_BITS, euclidean=False, random=None)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        check_scales16(self.name, scales, INT4_MOST_SCALE)
+        check_padding(self.name, codes, numel, INT4_BITS)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.linear_decode(out, codes, scales, self.block, INT4_BITS, assign=assign)
+
+
+def int4(block: int = 64) -> Int4:
+    """One scale per `block` elements: 4 + 16 / block bits per element."""
+    checked("int4", block=block)
+    return Int4(block)
+
+
+class Qsgd(Dithered, frozen=True):
+    """Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017)."""
+
+    name: ClassVar[str] = "qsgd"
+
+    levels: int
+    norm: str
+
+    @property
+    def bits(self) -> int:
+        return LEVEL_BITS[self.levels]
+
+    def codes_nbytes(self, numel: int) -> int:
+        return (numel * self.bits + 7) // 8
+
+    def draw(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+    ) -> bool:
+        euclidean = self.norm == "l2"
+        return kernels.linear_encode(codes, scales, x, residual, self.block, self.bits, euclidean=euclidean, random=random)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        check_scales16(self.name, scales, MOST16 - ((self.bits - 1) << 7))
+        check_padding(self.name, codes, numel, self.bits)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.linear_decode(out, codes, scales, self.block, self.bits, assign=assign)
+
+
+def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
+    """`levels` levels on either side of zero, up to the largest magnitude of `block` elements or their Euclidean norm.
+
+    Unbiased, so it needs no error feedback. Where its variance exceeds its input, error feedback is wrong: the residual would
+    grow from step to step. That is so for levels=1, and for norm="l2" with blocks much longer than the square of levels.
+    """
+    checked("qsgd", block=block, levels=levels, norm=norm)
+    return Qsgd(block, levels, norm)
+
+
+class OneBit(Blockwise, frozen=True):
+    """Biased: use error feedback.
+
+    Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes (2019); blocks:
+    Zheng, Huang, Kwok: Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback (2019).
+    """
+
+    name: ClassVar[str] = "onebit"
+    biased: ClassVar[bool] = True
+
+    def codes_nbytes(self, numel: int) -> int:
+        return (numel + 7) // 8
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
+    ) -> bool:
+        return kernels.onebit_encode(codes, scales, x, residual, self.block)
+
+    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
+        check_scales16(self.name, scales, MOST16)
+        check_padding(self.name, codes, numel, 1)
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.onebit_decode(out, codes, scales, self.block, assign=assign)
+
+
+def onebit(block: int = 512) -> OneBit:
+    """1 + 16 / block bits per element: the mean magnitude of `block` elements, with the sign of each."""
+    checked("onebit", block=block)
+    return OneBit(block)

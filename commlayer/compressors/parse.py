@@ -6,16 +6,13 @@ from collections.abc import Callable, Mapping
 
 from commlayer.codec_name import CodecName, named
 from commlayer.compressors.block_threshold import block_threshold
+from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback
-from commlayer.compressors.int4 import int4
-from commlayer.compressors.int8 import int8
 from commlayer.compressors.momentum import momentum
-from commlayer.compressors.onebit import onebit
 from commlayer.compressors.partition import partition
 from commlayer.compressors.powersgd import powersgd
-from commlayer.compressors.qsgd import qsgd
 from commlayer.compressors.randomk import randomk
 from commlayer.compressors.topk import topk
 

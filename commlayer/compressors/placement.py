@@ -6,13 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.allotted import Allotted
+from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import Bf16, Fp16, Identity
 from commlayer.compressors.feedback import ErrorFeedback
-from commlayer.compressors.int4 import Int4
-from commlayer.compressors.int8 import Int8
-from commlayer.compressors.onebit import OneBit
-from commlayer.compressors.qsgd import Qsgd
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
 from commlayer.errors import without_code
