@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from commlayer.compressors import error_feedback, positions, topk
+from commlayer.compressors import entries, error_feedback, topk
 from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.compressors.payload import read as read_header
 from commlayer.records import Spec
@@ -59,7 +59,7 @@ def position_cost(n: int, share: float) -> float:
     """Bits of evenly spread positions over log2 C(n, k)."""
     k = int(n * share)
     idx = torch.randperm(n, generator=torch.Generator().manual_seed(3))[:k].sort().values.to(torch.int32)
-    room = memoryview(bytearray(positions.bound(n, k)))
-    _, nbytes = positions.encode(room, idx, n)
+    room = memoryview(bytearray(entries.positions_bound(n, k)))
+    _, nbytes = entries.encode_positions(room, idx, n)
     entropy = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
     return 8 * nbytes / entropy

@@ -9,9 +9,18 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, positions, runs, tracked_threshold
-from commlayer.compressors import values as value_kinds
+from commlayer.compressors import inputs, kernels, payload, runs, tracked_threshold
 from commlayer.compressors.codec import State
+from commlayer.compressors.entries import (
+    VALUE_KINDS,
+    decode_positions,
+    decode_values,
+    encode_positions,
+    encode_values,
+    positions_bound,
+    split_values,
+    values_nbytes,
+)
 from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.compressors.payload import Out
 from commlayer.records import Spec
@@ -36,7 +45,7 @@ class BlockThreshold(OneRound, frozen=True):
 
     def bound(self, spec: Spec) -> int:
         runs_, cap = self._runs(spec.numel), runs.room(self._runs(spec.numel), self.wanted(spec.numel))
-        return HEADER + value_kinds.nbytes(self.values, min(spec.numel, self.run * cap)) + positions.bound(runs_, cap)
+        return HEADER + values_nbytes(self.values, min(spec.numel, self.run * cap)) + positions_bound(runs_, cap)
 
     def wanted(self, numel: int) -> int:
         """Runs to send."""
@@ -61,25 +70,25 @@ class BlockThreshold(OneRound, frozen=True):
             return payload.write_flagged(out, self.id, n)
         count = kernels.gather_runs(x if residual is None else residual, self.run, ids, memory["val"])
         val, kept = memory["val"][:count], memory["kept"][:count]
-        middle = HEADER + value_kinds.nbytes(self.values, count)
-        if not value_kinds.encode(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
+        middle = HEADER + values_nbytes(self.values, count)
+        if not encode_values(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
             return payload.write_flagged(out, self.id, n)
-        kind, nbytes = positions.encode(out[middle:], ids, self._runs(n))
-        payload.write(out, self.id, n, count, aux=value_kinds.KINDS[self.values] << 4 | kind)
+        kind, nbytes = encode_positions(out[middle:], ids, self._runs(n))
+        payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
         if residual is not None:
             kernels.scatter_runs(residual, self.run, ids, kept, assign=True)
         return middle + nbytes
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
-        payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
+        payload.expect("kind of values", head.aux >> 4, VALUE_KINDS[self.values])
         count = head.entries
-        body, places = value_kinds.cut(self.name, self.values, head.body, count)
-        ids = positions.decode(head.aux & 15, places, -(-count // self.run), self._runs(numel))
+        body, places = split_values(self.name, self.values, head.body, count)
+        ids = decode_positions(head.aux & 15, places, -(-count // self.run), self._runs(numel))
         short = numel % self.run if len(ids) and int(ids[-1]) == numel // self.run else 0
         if count:
             payload.expect("entries in the last run", (count - 1) % self.run + 1, short or self.run)
-        return ids, value_kinds.decode(self.values, body, count)
+        return ids, decode_values(self.values, body, count)
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         ids, val = parts

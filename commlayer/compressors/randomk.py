@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
 from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors import values as value_kinds
 from commlayer.compressors.codec import Round, State
+from commlayer.compressors.entries import VALUE_KINDS, decode_values, encode_values, values_nbytes
 from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
@@ -77,11 +77,11 @@ class RandomK(OneRound, frozen=True):
         kernels.take(x if residual is None else residual, idx, val)
         if self.unbiased:
             val *= state["_scratch"]["sizes"]
-        end = HEADER + value_kinds.nbytes(self.values, idx.numel())
+        end = HEADER + values_nbytes(self.values, idx.numel())
         fits = not self.unbiased or kernels.all_finite(val)
-        if not fits or not value_kinds.encode(self.values, out[HEADER:end], val, kept, saturate=residual is not None):
+        if not fits or not encode_values(self.values, out[HEADER:end], val, kept, saturate=residual is not None):
             return payload.write_flagged(out, self.id, n)
-        payload.write(out, self.id, n, idx.numel(), aux=value_kinds.KINDS[self.values] << 4, seed=seed)
+        payload.write(out, self.id, n, idx.numel(), aux=VALUE_KINDS[self.values] << 4, seed=seed)
         if residual is not None:
             kernels.scatter_add(residual, idx, kept.sub_(val))
         return end
@@ -138,18 +138,18 @@ class RandomK(OneRound, frozen=True):
         n: int = acc["numel"]
         if acc["flagged"][0] or not kernels.all_finite(total):
             return payload.write_flagged(out, self.id, n)
-        payload.write(out, self.id, n, total.numel(), aux=value_kinds.KINDS["fp32"] << 4, seed=acc["seed"][0])
+        payload.write(out, self.id, n, total.numel(), aux=VALUE_KINDS["fp32"] << 4, seed=acc["seed"][0])
         end = HEADER + 4 * total.numel()
         kernels.store_f32(out[HEADER:end], total)
         return end
 
     def _values(self, head: payload.Head, numel: int) -> torch.Tensor:
         """The values of a payload or of a result, fully checked."""
-        kind = "fp32" if head.aux == value_kinds.KINDS["fp32"] << 4 else self.values
-        payload.expect("aux", head.aux, value_kinds.KINDS[kind] << 4)
+        kind = "fp32" if head.aux == VALUE_KINDS["fp32"] << 4 else self.values
+        payload.expect("aux", head.aux, VALUE_KINDS[kind] << 4)
         payload.expect("count", head.entries, self.entries(numel))
-        payload.expect("bytes of body", head.body.nbytes, value_kinds.nbytes(kind, head.entries))
-        return value_kinds.decode(kind, head.body, head.entries)
+        payload.expect("bytes of body", head.body.nbytes, values_nbytes(kind, head.entries))
+        return decode_values(kind, head.body, head.entries)
 
 
 def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:

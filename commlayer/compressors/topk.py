@@ -6,9 +6,20 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, positions, selection, tracked_threshold
-from commlayer.compressors import values as value_kinds
+from commlayer.compressors import inputs, kernels, payload, selection, tracked_threshold
 from commlayer.compressors.codec import State
+from commlayer.compressors.entries import (
+    VALUE_KINDS,
+    VALUES_BLOCK,
+    decode_positions,
+    decode_values,
+    encode_positions,
+    encode_values,
+    positions_bound,
+    scales_nbytes,
+    split_values,
+    values_nbytes,
+)
 from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
@@ -33,7 +44,7 @@ class TopK(OneRound, frozen=True):
 
     def bound(self, spec: Spec) -> int:
         cap = self.capacity(spec.numel)
-        return HEADER + value_kinds.nbytes(self.values, cap) + positions.bound(spec.numel, cap)
+        return HEADER + values_nbytes(self.values, cap) + positions_bound(spec.numel, cap)
 
     def wanted(self, numel: int) -> int:
         """The number of entries to send: k."""
@@ -56,7 +67,7 @@ class TopK(OneRound, frozen=True):
         if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
             from commlayer.compressors import queued_topk  # loads torch
 
-            nbytes, picked = queued_topk.start(self.id, value_kinds.KINDS[self.values], k, x, residual, state, out)
+            nbytes, picked = queued_topk.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
             if picked is None:
                 return nbytes
         else:
@@ -84,22 +95,22 @@ class TopK(OneRound, frozen=True):
         if head.flagged:
             return None
         idx, val = self.check(head, numel)
-        return idx, value_kinds.decode("int8", val, idx.numel()) if self.values == "int8" else val
+        return idx, decode_values("int8", val, idx.numel()) if self.values == "int8" else val
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
-        payload.expect("kind of values", head.aux >> 4, value_kinds.KINDS[self.values])
-        body, places = value_kinds.cut(self.name, self.values, head.body, head.entries)
-        idx = positions.decode(head.aux & 15, places, head.entries, numel)
-        return idx, body if self.values == "int8" else value_kinds.decode(self.values, body, head.entries)
+        payload.expect("kind of values", head.aux >> 4, VALUE_KINDS[self.values])
+        body, places = split_values(self.name, self.values, head.body, head.entries)
+        idx = decode_positions(head.aux & 15, places, head.entries, numel)
+        return idx, body if self.values == "int8" else decode_values(self.values, body, head.entries)
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         idx, val = parts
         if assign:
             out.zero_()
         if self.values == "int8":
-            middle = value_kinds.scales_nbytes("int8", idx.numel())
-            kernels.scatter_add_int8(out, idx, val[middle:], val[:middle], value_kinds.BLOCK)
+            middle = scales_nbytes("int8", idx.numel())
+            kernels.scatter_add_int8(out, idx, val[middle:], val[:middle], VALUES_BLOCK)
         else:
             kernels.scatter_add(out, idx, val)
 
@@ -111,11 +122,11 @@ class TopK(OneRound, frozen=True):
         With a residual no value becomes infinite: fp16 sends its largest number and the residual keeps the rest.
         """
         count = idx.numel()
-        middle = HEADER + value_kinds.nbytes(self.values, count)
-        if not value_kinds.encode(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
+        middle = HEADER + values_nbytes(self.values, count)
+        if not encode_values(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
             return 0
-        kind, nbytes = positions.encode(out[middle:], idx, n)
-        payload.write(out, self.id, n, count, aux=value_kinds.KINDS[self.values] << 4 | kind)
+        kind, nbytes = encode_positions(out[middle:], idx, n)
+        payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
         if residual is not None and self.values != "fp32":
             kernels.scatter_add(residual, idx, kept)
         return middle + nbytes

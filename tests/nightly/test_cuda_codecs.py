@@ -20,7 +20,6 @@ from commlayer.compressors import (
     kernels,
     onebit,
     place,
-    positions,
     qsgd,
     randomk,
     restore,
@@ -30,6 +29,7 @@ from commlayer.compressors import (
     tracked_threshold,
 )
 from commlayer.compressors.codec import Codec, State
+from commlayer.compressors.entries import BLOCKS
 from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -182,7 +182,7 @@ def test_positions_that_cluster_go_as_blocks(values: str) -> None:
     both = Both(error_feedback(topk(ratio=0.01, values=values)), x.numel())
     for _ in range(3):
         payload, _ = both.start(x)
-        assert payload[3] & 15 == positions.BLOCKS
+        assert payload[3] & 15 == BLOCKS
         both.decode(payload)
     both.undo()
 

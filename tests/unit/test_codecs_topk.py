@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import codecs as kit
 
-from commlayer.compressors import Codec, error_feedback, payload, positions, topk
+from commlayer.compressors import Codec, entries, error_feedback, payload, topk
 from commlayer.compressors.topk import TopK
 from commlayer.records import Spec
 
@@ -208,4 +208,4 @@ def test_the_bound_holds_for_every_count(ratio: float) -> None:
     assert isinstance(codec, TopK)
     cap = codec.capacity(n)
     for k in range(1, cap + 1):
-        assert min(positions.elias_fano_nbytes(n, k), positions.bitmap_nbytes(n)) <= positions.bound(n, cap)
+        assert min(entries.elias_fano_nbytes(n, k), entries.bitmap_nbytes(n)) <= entries.positions_bound(n, cap)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.native_builds import SIZES, core, numbers, portable, positions, unaligned
 
 from commlayer.compressors import reference
-from commlayer.compressors.positions import BLOCKS, decode, encode
+from commlayer.compressors.entries import BLOCKS, decode_positions, encode_positions
 from commlayer.errors import CorruptFrame
 
 quick = settings(max_examples=80, deadline=None)
@@ -118,10 +118,10 @@ def test_blocks_win_where_positions_come_in_clusters(length: int) -> None:
     n, starts = 1_000_000, positions(1_000_000 // 16, 10_000 // length, 5).astype(np.int64)
     idx = torch.from_numpy((starts[:, None] * 16 + np.arange(length)).reshape(-1).astype(np.int32))
     out = memoryview(bytearray(100_000))
-    kind, nbytes = encode(out, idx, n)
+    kind, nbytes = encode_positions(out, idx, n)
     assert nbytes == min(core.ef_bound(n, len(idx)), n // 8, core.blocks_nbytes(idx, n))
     assert (kind == BLOCKS) == (length >= 4)
-    assert torch.equal(decode(kind, out[:nbytes], len(idx), n), idx)
+    assert torch.equal(decode_positions(kind, out[:nbytes], len(idx), n), idx)
 
 
 def test_positions_up_to_the_last_of_32_bits() -> None:
