@@ -1,5 +1,5 @@
 // A sparse payload without a word from the host between gradient and bytes: where to cut, whether what was found will do,
-// and the values. The decisions are those of commlayer/compressors/tracked_threshold.py and selection.py, in the same double precision.
+// and the values. The decisions are those of commlayer/compressors/selection.py and selection.py, in the same double precision.
 #include "control.cuh"
 #include "half.cuh"
 #include "int8.cuh"

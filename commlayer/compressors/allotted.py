@@ -18,8 +18,7 @@ from commlayer.compressors.codec import Round, State, place
 from commlayer.compressors.feedback import Fed
 from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.selection import ENOUGH, Picks
-from commlayer.compressors.tracked_threshold import HUGE, SLOPES, within
+from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, Picks, clamp_threshold
 from commlayer.compressors.warmup import FIRST
 from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Spec
@@ -33,7 +32,7 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "there": (0, payload.MAX_NUMEL),
     "least": (0.0, HUGE),
 }
-"""Limits of the numbers in a state. `slope` has the limits of tracked_threshold."""
+"""Limits of the numbers in a state. `slope` has the limits of selection.NUMBERS."""
 
 CAP = 8
 """A bucket gets at most CAP times its own share of a plan's entries, and at least 1 / CAP of it."""
@@ -81,7 +80,7 @@ class Allotted(Wrapper, frozen=True):
         """Sets the entries from the next step on. A tracked threshold moves to where that many entries should pass."""
         before, inner = state["asked"], state["inner"]
         if inner["threshold"] and asked != before:
-            inner["threshold"] = within(inner["threshold"] * (before / asked) ** (1 / inner["slope"]))
+            inner["threshold"] = clamp_threshold(inner["threshold"] * (before / asked) ** (1 / inner["slope"]))
         state["asked"] = asked
 
     def ask(self, state: State, ratio: float) -> Ask:

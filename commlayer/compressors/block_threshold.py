@@ -1,6 +1,6 @@
 """Block threshold: sends runs of neighbouring entries with the largest summed magnitude.
 
-Runs of 16 need a sixteenth of the positions and are contiguous in memory. tracked_threshold.py estimates the threshold.
+Runs of 16 need a sixteenth of the positions and are contiguous in memory. selection.py estimates the threshold.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, runs, tracked_threshold
+from commlayer.compressors import inputs, kernels, payload, selection
 from commlayer.compressors.codec import State
 from commlayer.compressors.entries import (
     VALUE_KINDS,
@@ -44,7 +44,7 @@ class BlockThreshold(OneRound, frozen=True):
     values: str
 
     def bound(self, spec: Spec) -> int:
-        runs_, cap = self._runs(spec.numel), runs.room(self._runs(spec.numel), self.wanted(spec.numel))
+        runs_, cap = self._runs(spec.numel), selection.runs_room(self._runs(spec.numel), self.wanted(spec.numel))
         return HEADER + values_nbytes(self.values, min(spec.numel, self.run * cap)) + positions_bound(runs_, cap)
 
     def wanted(self, numel: int) -> int:
@@ -54,9 +54,9 @@ class BlockThreshold(OneRound, frozen=True):
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
         runs_, k = self._runs(n), self.wanted(n)
-        entries = min(n, self.run * runs.room(runs_, k))
+        entries = min(n, self.run * selection.runs_room(runs_, k))
         memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
-        return {**tracked_threshold.init(), "_scratch": {**runs.scratch(runs_, k), **memory}, "_numel": n}
+        return {**selection.threshold_state(), "_scratch": {**selection.runs_scratch(runs_, k), **memory}, "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)
@@ -65,7 +65,7 @@ class BlockThreshold(OneRound, frozen=True):
         """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n, memory = state["_numel"], state["_scratch"]
         inputs.check(self.name, "x", x, n)
-        ids, finite = runs.pick(self.wanted(n), self.run, x, residual, state)
+        ids, finite = selection.pick_runs(self.wanted(n), self.run, x, residual, state)
         if not finite:
             return payload.write_flagged(out, self.id, n)
         count = kernels.gather_runs(x if residual is None else residual, self.run, ids, memory["val"])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from commlayer.compressors.allotted import NUMBERS as COUNTS
 from commlayer.compressors.codec import State
 from commlayer.compressors.random_keys import KEYS
-from commlayer.compressors.tracked_threshold import NUMBERS
+from commlayer.compressors.selection import NUMBERS
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:

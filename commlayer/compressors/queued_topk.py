@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from commlayer.compressors import selection, tracked_threshold
+from commlayer.compressors import selection
 from commlayer.compressors.codec import State
 from commlayer.compressors.device import sparse
 from commlayer.compressors.selection import Picked
@@ -34,7 +34,7 @@ def start(
     """Returns (nbytes, None) with the payload in `out`, or (0, the selected entries) with nothing written."""
     n, scratch = x.numel(), state["_scratch"]
     idx, val = scratch["idx"], scratch["val"]
-    begin, room = tracked_threshold.rotation(n, state), selection.room(n, k, False)
+    begin, room = selection.rotation(n, state), selection.room(n, k, False)
     sizes = (CONTROL, 1 + sparse.tiles(n, begin), sparse.trim_words(idx.numel()))
     control, scan, trim = torch.zeros(sum(sizes), dtype=torch.int64, device=x.device).split(sizes)
     cut = torch.empty(1, device=x.device)
@@ -49,10 +49,10 @@ def start(
     fields = control.cpu()
     passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = fields[:CUT].tolist()
     threshold_, slope, shift = fields[CUT:].view(torch.float64).tolist()
-    tracked = tracked_threshold.Cut(threshold_, slope, shift if shifted else None)
+    tracked = selection.Estimate(threshold_, slope, shift if shifted else None)
     if count == MEND:
         return 0, selection.mend(k, x, residual, state, tracked, kept, passed - kept, not bad)
-    tracked_threshold.end(k, n, passed, tracked, state)
+    selection.update(k, n, passed, tracked, state)
     if count < 0 or infinite:  # positions as blocks; or the general method meets the infinite value again and flags the payload
         return 0, Picked(idx[:kept], val[:kept], True)
     return nbytes, None
@@ -61,9 +61,9 @@ def start(
 def _queue_cut(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, offset: int, control: torch.Tensor, cut: torch.Tensor
 ) -> None:
-    """Queues tracked_threshold.begin."""
+    """Queues selection.estimate."""
     n, sample = x.numel(), state["_scratch"]["sample"]
-    usual, larger, rank, expected, calm = tracked_threshold.sampling(n, k, state)
+    usual, larger, rank, expected, calm = selection.sampling(n, k, state)
     tracked = torch.tensor([state["threshold"], state["slope"], state["doubt"]], dtype=torch.float64).to(x.device)
     sparse.sample_abs(x, residual, offset, sample[:usual])
     numbers = (offset, sample, usual, larger, rank, int(calm), expected, tracked, control, cut)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, selection, tracked_threshold
+from commlayer.compressors import inputs, kernels, payload, selection
 from commlayer.compressors.codec import State
 from commlayer.compressors.entries import (
     VALUE_KINDS,
@@ -56,7 +56,7 @@ class TopK(OneRound, frozen=True):
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        return {**tracked_threshold.init(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
+        return {**selection.threshold_state(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         return self.start_fed(x, None, state, out)

@@ -24,9 +24,9 @@ from commlayer.compressors import (
     randomk,
     restore,
     seed,
+    selection,
     snapshot,
     topk,
-    tracked_threshold,
 )
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.entries import BLOCKS
@@ -141,7 +141,7 @@ def test_special_and_not_finite_numbers(codec: Codec) -> None:
 def seen_and_unseen(seen: float, unseen: float, *, equal: bool = False) -> torch.Tensor:
     """What the first step samples is `seen` times noise, the rest `unseen` times: so the first cut is wrong as wanted."""
     n, k = 120_000, 1200
-    larger = tracked_threshold.sample_sizes(n, tracked_threshold.aim(n, k))[1]
+    larger = selection.sample_sizes(n, selection.aim(n, k))[1]
     x = noise(n, 5) * unseen if not equal else torch.full((n,), unseen)
     sample = torch.arange(larger)
     places = (sample // 4 * n // ((larger + 3) // 4 | 1) + sample % 4) % n
