@@ -1,6 +1,5 @@
 """Codecs: they turn a gradient bucket into payload bytes and back, with error feedback and momentum around them."""
 
-from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Codec, Round, place
@@ -13,7 +12,7 @@ from commlayer.compressors.placement import runs_on
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.random_keys import seed
 from commlayer.compressors.randomk import randomk
-from commlayer.compressors.topk import topk
+from commlayer.compressors.topk import block_threshold, topk
 from commlayer.compressors.twoway import codec_of, two_way
 
 __all__ = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from commlayer.codec_name import CodecName, named
-from commlayer.compressors.block_threshold import block_threshold
 from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
@@ -14,7 +13,7 @@ from commlayer.compressors.momentum import momentum
 from commlayer.compressors.partition import partition
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.randomk import randomk
-from commlayer.compressors.topk import topk
+from commlayer.compressors.topk import block_threshold, topk
 
 FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "identity": identity,

@@ -9,7 +9,7 @@ import torch
 from support import codecs as kit
 
 from commlayer.compressors import block_threshold, error_feedback
-from commlayer.compressors.block_threshold import BlockThreshold
+from commlayer.compressors.topk import BlockThreshold
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
