@@ -18,7 +18,7 @@ from bench import energy_models, report
 from commlayer import planner
 from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import payload
-from commlayer.compressors.wrapper import Wrapper
+from commlayer.compressors.codec import Wrapper
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.model_job import job_of
 

@@ -14,13 +14,11 @@ import msgspec.structs
 
 from commlayer.compressors import payload
 from commlayer.compressors.allotment import Ask, Tail
-from commlayer.compressors.codec import Round, State, place
+from commlayer.compressors.codec import OneRound, Round, State, Wrapper, place
 from commlayer.compressors.feedback import Fed
-from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, Picks, clamp_threshold
 from commlayer.compressors.warmup import FIRST
-from commlayer.compressors.wrapper import Wrapper
 from commlayer.records import Spec
 
 if TYPE_CHECKING:

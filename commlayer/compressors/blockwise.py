@@ -8,9 +8,8 @@ import numpy as np
 
 from commlayer.codec_name import LEVEL_BITS, checked
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import OneRound, State, check_numel
 from commlayer.compressors.dense import check_dense
-from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import CorruptPayload
 from commlayer.records import Spec

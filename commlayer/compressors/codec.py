@@ -1,6 +1,6 @@
-"""The interface of codecs: what a worker and a server call for one step of one bucket.
+"""The interface of codecs, and the base classes: Named, OneRound and Wrapper.
 
-A codec is a small frozen value. One step of one bucket runs
+A codec is a small frozen value. For one step of one bucket a worker and a server call
 
     worker:  start(x, state, out) -> nbytes         payload of round 0
              next(r, result, state, out) -> nbytes  payload of round r + 1, from the result of round r
@@ -19,10 +19,15 @@ them, and their memory reaches to the next multiple of 4 bytes. The bytes equal 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
+import msgspec
+
+from commlayer.compressors import payload
 from commlayer.compressors.payload import Buffer, Out
+from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -132,3 +137,224 @@ class Codec(Protocol):
         ...
 
     def emit(self, r: int, acc: Mapping[str, Any], state: State, out: Out) -> int: ...
+
+
+def check_input(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch.device | None = None) -> None:
+    """Raises unless the tensor is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if given."""
+    fits = tensor.dtype == torch.float32 and tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
+    if fits and (device is None or tensor.device == device):
+        return
+    place = "" if device is None else f" on {device}"
+    raise InvalidInput("E-CODEC-INPUT",
+                       f"{codec}: {what} is {_described(tensor)}, expected contiguous float32 of {numel} elements and one "
+                       f"dimension{place}")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.is_contiguous() else ", not contiguous"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}{layout}"
+
+
+NAN = float("nan")
+
+
+def spell(codec: msgspec.Struct) -> str:
+    """`name(argument=value, ...)` with every argument: a later change of a default must not change a plan's meaning."""
+    fields = {name: getattr(codec, name) for name in codec.__struct_fields__}
+    parts = [str(v) if isinstance(v, msgspec.Struct) else f"{name}={v!r}" for name, v in fields.items()]
+    return f"{cast(Any, codec).name}({', '.join(parts)})"
+
+
+def check_numel(spec: Spec) -> int:
+    """numel of the spec. Raises if it exceeds the header's 32 bits."""
+    if spec.numel > payload.MAX_NUMEL:
+        raise InvalidInput("E-CODEC-INPUT",
+                           f"bucket of {spec.numel} elements: at most {payload.MAX_NUMEL} fit a payload; cut it into slices")
+    return spec.numel
+
+
+def accumulator(total: torch.Tensor) -> dict[str, Any]:
+    """An accumulator for `add`, around existing memory. `flagged` is a list of one, so that `add` can set it."""
+    return {"sum": total, "flagged": [False]}
+
+
+class Named(msgspec.Struct, frozen=True):
+    """Spelling, id and default properties of every codec that is not a wrapper."""
+
+    name: ClassVar[str] = ""
+    rounds: ClassVar[tuple[Round, ...]] = ()
+    biased: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return spell(self)
+
+    @property
+    def id(self) -> int:
+        return payload.CODEC_IDS[self.name]
+
+
+class OneRound(Named, frozen=True):
+    """Base of codecs of one round with a dense float32 accumulator. A subclass implements `check` and `apply`.
+
+    Payload and result have one format. `emit` encodes the sum: it is `start` with the server's state.
+    """
+
+    rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
+
+    def bound(self, spec: Spec) -> int:
+        raise NotImplementedError
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        """Returns the parts of a body, fully checked."""
+        raise NotImplementedError
+
+    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+        """Adds the parts to `out`, or overwrites `out` with them. Cannot fail."""
+        raise NotImplementedError
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        raise NotImplementedError
+
+    def init(self, spec: Spec) -> State:
+        check_numel(spec)
+        return {}
+
+    def init_server(self, spec: Spec) -> State:
+        return self.init(spec)
+
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
+        raise InvalidInput("E-CODEC-INPUT", f"{self} has one round, got round {r + 1}")
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        head = payload.read(result, self.id, out.numel())
+        if head.flagged:
+            out.fill_(NAN)
+            return False
+        self.apply(self.check(head, out.numel()), out, assign=True)
+        return True
+
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        """Nothing to undo: the codec keeps no residual."""
+
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        """Nothing to undo, as in `undo`."""
+
+    def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
+        return accumulator(torch.zeros(math.prod(spec.shape)))
+
+    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
+        """Checks a payload for `put`: returns the parts to add, or None if it is flagged. Changes nothing."""
+        numel = acc["sum"].numel()
+        head = payload.read(payload_, self.id, numel)
+        return None if head.flagged else self.check(head, numel)
+
+    def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
+        """Adds what `vet` returned. Cannot fail."""
+        if first:
+            acc["flagged"][0] = False
+        if vetted is None:
+            acc["flagged"][0] = True
+            if first:
+                acc["sum"].zero_()
+        else:
+            self.apply(vetted, acc["sum"], assign=first)
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        if acc["flagged"][0]:
+            return payload.write_flagged(out, self.id, acc["sum"].numel())
+        return self.start(acc["sum"], state, out)
+
+
+class Wrapper(msgspec.Struct, frozen=True):
+    """Base of codecs around an `inner` codec, whose bytes they send.
+
+    Forwards each call to the inner codec, whose state lies under "inner" in the wrapper's state.
+    """
+
+    name: ClassVar[str] = ""
+    in_place: ClassVar[bool] = False
+    feedback_inside: ClassVar[bool] = False
+    """Whether a plan's error feedback belongs around the inner codec, since this wrapper changes the input."""
+
+    inner: Any
+
+    def __str__(self) -> str:
+        return spell(self)
+
+    @property
+    def id(self) -> int:
+        return int(self.inner.id)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        rounds: tuple[Round, ...] = self.inner.rounds
+        return rounds
+
+    @property
+    def biased(self) -> bool:
+        return bool(self.inner.biased)
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.inner.keeps)
+
+    def bound(self, spec: Spec) -> int:
+        return int(self.inner.bound(spec))
+
+    def init(self, spec: Spec) -> State:
+        return {"inner": self.inner.init(spec)}
+
+    def init_server(self, spec: Spec) -> State:
+        return {"inner": self.inner.init_server(spec)}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return int(self.inner.start(x, state["inner"], out))
+
+    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
+        return int(self.inner.next(r, result, state["inner"], out))
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        return bool(self.inner.decode(result, state["inner"], out))
+
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        self.inner.undo(state["inner"], x, cut)
+
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        self.inner.undo_server(state["inner"], cut)
+
+    def zeros(self, spec: Spec, r: int) -> Any:
+        return self.inner.zeros(spec, r)
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.inner.add(r, payload_, acc, first=first)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        return int(self.inner.emit(r, acc, state["inner"], out))
+
+
+def check_codec(name: str, inner: object) -> Codec:
+    if not isinstance(inner, Codec):
+        raise InvalidInput("E-CODEC-ARGUMENT", f"{name}: inner is {inner!r}, allowed is a codec")
+    return inner
+
+
+def check_outermost(name: str, inner: object) -> None:
+    """Raises if `inner` has `feedback_inside`: a residual around it would be added to the input as if it were gradient."""
+    if isinstance(inner, Wrapper) and inner.feedback_inside:
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
+
+
+def check_plain(name: str, inner: object) -> Codec:
+    """Checks that `inner` is a codec of one round without a residual, for wrappers that keep a residual themselves."""
+    codec = check_codec(name, inner)
+    check_outermost(name, inner)
+    if codec.keeps or len(codec.rounds) != 1:
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
+    return codec

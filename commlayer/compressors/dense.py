@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Codec, Round, State
-from commlayer.compressors.one_round import NAN, OneRound
+from commlayer.compressors.codec import NAN, Codec, OneRound, Round, State
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
 

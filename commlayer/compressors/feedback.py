@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import msgspec.structs
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Codec, Cut, Round, State, ranges
-from commlayer.compressors.one_round import accumulator, check_numel, spell
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import (
+    Codec,
+    Cut,
+    Round,
+    State,
+    Wrapper,
+    accumulator,
+    check_input,
+    check_numel,
+    check_outermost,
+    ranges,
+    spell,
+)
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.tensors import fresh_zeros
-from commlayer.compressors.wrapper import Wrapper, check_outermost
 from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 
@@ -197,7 +207,7 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
 
 
 def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
-    inputs.check(name, what, tensor, state["residual"].numel(), state["residual"].device)
+    check_input(name, what, tensor, state["residual"].numel(), state["residual"].device)
 
 
 def _settle(state: State, back: torch.Tensor, cut: Cut) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels
-from commlayer.compressors.codec import Codec, Cut, State, ranges
+from commlayer.compressors import kernels
+from commlayer.compressors.codec import Codec, Cut, State, Wrapper, check_codec, check_input, ranges
 from commlayer.compressors.payload import Out
-from commlayer.compressors.wrapper import Wrapper, check_codec
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Momentum(Wrapper, frozen=True):
         return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec), "_moved": False}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        inputs.check(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
+        check_input(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
         state["_moved"] = kernels.all_finite(x)
         if state["_moved"]:
             x = accelerate(state["velocity"], self.beta, x)

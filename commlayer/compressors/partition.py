@@ -8,13 +8,23 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, payload
-from commlayer.compressors.codec import Codec, Cut, Round, State
+from commlayer.compressors import payload
+from commlayer.compressors.codec import (
+    NAN,
+    Codec,
+    Cut,
+    OneRound,
+    Round,
+    State,
+    Wrapper,
+    accumulator,
+    check_codec,
+    check_input,
+    check_numel,
+)
 from commlayer.compressors.feedback import Sent, add_back
-from commlayer.compressors.one_round import NAN, OneRound, accumulator, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.several_rounds import SeveralRounds
-from commlayer.compressors.wrapper import Wrapper, check_codec
 from commlayer.errors import CorruptPayload, InvalidInput
 from commlayer.records import Spec
 
@@ -76,7 +86,7 @@ class Partition(Wrapper, frozen=True):
         return {"parts": parts, "_numel": spec.numel, "_flagged": False}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        inputs.check(self.name, "x", x, state["_numel"])
+        check_input(self.name, "x", x, state["_numel"])
         slices, states = self._cut(x), list(state["parts"].values())
         nbytes = self._join(x.numel(), out, lambda i, room: self.inner.start(slices[i], states[i], room))
         state["_flagged"] = nbytes == HEADER
@@ -101,7 +111,7 @@ class Partition(Wrapper, frozen=True):
             self.inner.sent(part, into)
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        inputs.check(self.name, "out", out, state["_numel"])
+        check_input(self.name, "out", out, state["_numel"])
         bodies = self._read_result(len(self.rounds) - 1, result, state)
         dense = torch.empty_like(out)  # nothing is written to out before the last slice is decoded
         if bodies is not None:

@@ -10,10 +10,9 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, lowrank, payload
-from commlayer.compressors.codec import Round, State
+from commlayer.compressors import kernels, lowrank, payload
+from commlayer.compressors.codec import NAN, Round, State, accumulator, check_input, check_numel
 from commlayer.compressors.dense import finite_or_nan
-from commlayer.compressors.one_round import NAN, accumulator, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.several_rounds import HEADER, SeveralRounds, add_floats, read_floats, write_floats
 from commlayer.records import Spec
@@ -71,7 +70,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
         m, n, rank = state["_sides"]
-        inputs.check(self.name, "x", x, m * n)
+        check_input(self.name, "x", x, m * n)
         state["_x"], state["_carried"] = x.view(m, n), False
         state["step"] += 1
         if rank == 0:
@@ -111,7 +110,7 @@ class PowerSGD(SeveralRounds, frozen=True):
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         m, n, rank = state["_sides"]
-        inputs.check(self.name, "out", out, m * n)
+        check_input(self.name, "out", out, m * n)
         body = self.read_result(1, result, state)
         if body is None:
             out.fill_(NAN)

@@ -11,10 +11,9 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload
-from commlayer.compressors.codec import Round, State
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import OneRound, Round, State, check_input, check_numel
 from commlayer.compressors.entries import VALUE_KINDS, decode_values, encode_values, values_nbytes
-from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
 
@@ -63,7 +62,7 @@ class RandomK(OneRound, frozen=True):
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n = state["_numel"]
-        inputs.check(self.name, "x", x, n)
+        check_input(self.name, "x", x, n)
         idx, val, kept = (state["_scratch"][name] for name in ("idx", "val", "kept"))
         seed = kernels.draw_word(state["shared"], state["step"])
         state["step"] += 1

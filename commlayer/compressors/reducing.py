@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from commlayer.compressors.codec import Codec, Round
-from commlayer.compressors.one_round import OneRound
-from commlayer.compressors.wrapper import Wrapper
+from commlayer.compressors.codec import Codec, OneRound, Round, Wrapper
 from commlayer.errors import CorruptPayload
 
 

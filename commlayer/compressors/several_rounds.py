@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import Cut, State
-from commlayer.compressors.one_round import Named
+from commlayer.compressors.codec import Cut, Named, State
 from commlayer.compressors.payload import Buffer, Out
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commlayer.codec_name import checked
-from commlayer.compressors import inputs, kernels, payload, selection
-from commlayer.compressors.codec import State
+from commlayer.compressors import kernels, payload, selection
+from commlayer.compressors.codec import OneRound, State, check_input, check_numel
 from commlayer.compressors.entries import (
     VALUE_KINDS,
     VALUES_BLOCK,
@@ -24,7 +24,6 @@ from commlayer.compressors.entries import (
     split_values,
     values_nbytes,
 )
-from commlayer.compressors.one_round import OneRound, check_numel
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
 
@@ -84,7 +83,7 @@ class TopK(OneRound, frozen=True):
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
         """See selection.Picks."""
-        inputs.check(self.name, "x", x, state["_numel"])
+        check_input(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
 
     def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
@@ -173,7 +172,7 @@ class BlockThreshold(OneRound, frozen=True):
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
         """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n, memory = state["_numel"], state["_scratch"]
-        inputs.check(self.name, "x", x, n)
+        check_input(self.name, "x", x, n)
         ids, finite = selection.pick_runs(self.wanted(n), self.run, x, residual, state)
         if not finite:
             return payload.write_flagged(out, self.id, n)

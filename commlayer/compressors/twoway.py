@@ -9,15 +9,13 @@ import msgspec
 
 from commlayer.codec_name import named
 from commlayer.compressors.allotted import Allotted, allotted
-from commlayer.compressors.codec import Codec, Cut, Round, State
+from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrapper, spell
 from commlayer.compressors.dense import Identity
 from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
 from commlayer.compressors.momentum import Momentum
-from commlayer.compressors.one_round import OneRound, spell
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import Partition
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.wrapper import Wrapper
 from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan, Spec
 

@@ -10,10 +10,9 @@ import torch
 
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
-from commlayer.compressors.codec import Codec, State
+from commlayer.compressors.codec import Codec, OneRound, State
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.one_round import OneRound
 from commlayer.compressors.payload import Buffer
 from commlayer.compressors.sparse_results import Reads, reader_of
 from commlayer.compressors.tensors import give_back

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commlayer.compressors import payload
-from commlayer.compressors.one_round import NAN, OneRound
+from commlayer.compressors.codec import NAN, OneRound
 from commlayer.compressors.sparse_results import result_codec
 from commlayer.engine.layout import Layout
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from commlayer.codec_name import CodecName, named
 from commlayer.compressors.allotment import allot
 from commlayer.compressors.allotted import Allotted
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import State, Wrapper
 from commlayer.compressors.twoway import TwoWay
 from commlayer.compressors.warmup import ratio_at
-from commlayer.compressors.wrapper import Wrapper
 from commlayer.engine.bucket import WorkerBucket
 
 

@@ -10,8 +10,7 @@ import torch
 from support import codecs as kit
 
 from commlayer.compressors import Codec, error_feedback, payload, snapshot
-from commlayer.compressors.codec import Round, State
-from commlayer.compressors.one_round import accumulator
+from commlayer.compressors.codec import Round, State, accumulator
 from commlayer.compressors.payload import Buffer
 from commlayer.records import Spec
 
