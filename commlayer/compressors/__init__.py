@@ -4,8 +4,7 @@ from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.checkpoint import restore, snapshot
 from commlayer.compressors.codec import Codec, Round, place
 from commlayer.compressors.dense import bf16, fp16, identity
-from commlayer.compressors.feedback import error_feedback, wrap
-from commlayer.compressors.momentum import momentum
+from commlayer.compressors.feedback import error_feedback, momentum, wrap
 from commlayer.compressors.parse import build, parse
 from commlayer.compressors.partition import partition
 from commlayer.compressors.placement import runs_on

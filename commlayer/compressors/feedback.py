@@ -1,12 +1,21 @@
-"""Error feedback: what a codec does not send stays in a residual and is added to the next step.
+"""Error feedback, momentum, and residuals that a later plan inherits.
 
-Conservation: sent + residual = input + old residual, for workers and for servers. A codec of one round may offer
-`start_fed(x, residual, state, out)`, which does this in its own pass. A test compares it with the general method below.
+Error feedback: what a codec does not send stays in a residual and is added to the next step. Conservation: sent + residual =
+input + old residual, for workers and for servers. A codec of one round may offer `start_fed(x, residual, state, out)`, which
+does this in its own pass. A test compares it with the general method below.
+
+Momentum before compression: the codec keeps the velocity, in the residual's units. Set the optimizer's own momentum to 0.
+
+A residual is stored under the key `residual`, at any depth of a state. When the plan changes, residuals become values on
+elements of tensors. A worker adds an inherited residual to the next gradients of the same elements, whatever their new path
+and codec. So no residual is sent, and none is lost.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec.structs
 
@@ -19,6 +28,7 @@ from commlayer.compressors.codec import (
     State,
     Wrapper,
     accumulator,
+    check_codec,
     check_input,
     check_numel,
     check_outermost,
@@ -28,13 +38,12 @@ from commlayer.compressors.codec import (
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.tensors import fresh_zeros
 from commlayer.errors import InvalidInput
-from commlayer.records import Spec
+from commlayer.records import Slice, Spec
 
 if TYPE_CHECKING:
     import torch
 else:
     from commlayer.compressors import tensors as torch
-
 
 @runtime_checkable
 class Fed(Protocol):
@@ -254,3 +263,115 @@ def in_updates(codec: Any) -> bool:
     if isinstance(codec, ErrorFeedback) and codec.lr_correction:
         return True
     return any(in_updates(part) for part in msgspec.structs.astuple(codec) if isinstance(part, msgspec.Struct))
+
+
+MOST = kernels.MOST["fp32"]
+
+
+class Momentum(Wrapper, frozen=True):
+    """Sends velocity = beta * velocity + x. A non-finite x is passed on, to be flagged, and leaves the velocity unchanged."""
+
+    name: ClassVar[str] = "momentum"
+    feedback_inside: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
+
+    beta: float
+
+    def init(self, spec: Spec) -> State:
+        return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec), "_moved": False}
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        check_input(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
+        state["_moved"] = kernels.all_finite(x)
+        if state["_moved"]:
+            x = accelerate(state["velocity"], self.beta, x)
+        return int(self.inner.start(x, state["inner"], out))
+
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        self.inner.undo(state["inner"], state["velocity"] if state["_moved"] else x, cut)
+        if state["_moved"]:
+            brake(state["velocity"], self.beta, x, cut)
+            state["_moved"] = cut is not None
+
+
+def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Tensor:
+    """velocity = beta * velocity + x, kept finite."""
+    velocity.mul_(beta).add_(x)
+    if not kernels.all_finite(velocity):
+        velocity.clamp_(-MOST, MOST)
+    return velocity
+
+
+def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, cut: Cut = None) -> None:
+    """The reverse of `accelerate`. Its rounding error grows by 1 / beta and shrinks by beta in the next step."""
+    for start, stop in ranges(cut, velocity.numel()):
+        part = velocity[start:stop]
+        part.copy_((part - x[start:stop]) / beta if beta else torch.zeros_like(part))
+
+
+def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
+    """Momentum before any codec. A plan adds error feedback inside it where the codec needs that."""
+    checked("momentum", beta=beta)
+    return Momentum(check_codec("momentum", inner), float(beta))
+
+
+class Debt(NamedTuple):
+    """Residual values on elements [start, stop) of a tensor."""
+
+    tensor: int
+    start: int
+    values: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+
+def owed(state: State, numel: int) -> torch.Tensor | None:
+    """The residual of all elements, concatenated where a wrapper keeps it in parts. None if the codec keeps none."""
+    parts = list(_residuals(state))
+    if not parts or sum(p.numel() for p in parts) != numel:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _residuals(state: State) -> Iterator[torch.Tensor]:
+    for name, value in state.items():
+        if name == "residual" and isinstance(value, torch.Tensor):
+            yield value.reshape(-1)
+        elif isinstance(value, dict):
+            yield from _residuals(value)
+
+
+def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[Debt]:
+    """Maps values on a bucket's elements from `start` on to elements of the tensors in its slices."""
+    at = 0
+    for s in slices:
+        low, high = max(start, at), min(start + values.numel(), at + s.numel)
+        if low < high:
+            yield Debt(s.tensor, s.start + low - at, values[low - start : high - start])
+        at += s.numel
+
+
+def cut_of(slices: Sequence[Slice], word: int) -> Cut:
+    """The elements of the slices whose bits are set in `word`."""
+    if word == (1 << len(slices)) - 1:
+        return None
+    edges = [0, *accumulate(s.numel for s in slices)]
+    return [(edges[i], edges[i + 1]) for i in range(len(slices)) if word >> i & 1]
+
+
+def pay(debts: Sequence[Debt], slices: Sequence[Slice]) -> torch.Tensor | None:
+    """The part of the inherited residuals that falls on a bucket of these slices, or None."""
+    total: torch.Tensor | None = None
+    at = 0
+    for s in slices:
+        for debt in debts:
+            low, high = max(s.start, debt.start), min(s.stop, debt.stop)
+            if debt.tensor == s.tensor and low < high:
+                if total is None:
+                    total = torch.zeros(sum(part.numel for part in slices))
+                owing = debt.values[low - debt.start : high - debt.start]
+                total[at + low - s.start : at + high - s.start] += owing.to(total.device)
+        at += s.numel
+    return total

@@ -8,8 +8,7 @@ from commlayer.codec_name import CodecName, named
 from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
-from commlayer.compressors.feedback import error_feedback
-from commlayer.compressors.momentum import momentum
+from commlayer.compressors.feedback import error_feedback, momentum
 from commlayer.compressors.partition import partition
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.randomk import randomk

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from commlayer.compressors.allotted import Allotted
-from commlayer.compressors.feedback import ErrorFeedback
-from commlayer.compressors.momentum import Momentum
+from commlayer.compressors.feedback import ErrorFeedback, Momentum
 from commlayer.compressors.payload import Buffer
 from commlayer.compressors.twoway import TwoWay
 

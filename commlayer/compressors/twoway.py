@@ -11,8 +11,7 @@ from commlayer.codec_name import named
 from commlayer.compressors.allotted import Allotted, allotted
 from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrapper, spell
 from commlayer.compressors.dense import Identity
-from commlayer.compressors.feedback import ErrorFeedback, in_updates, wrap
-from commlayer.compressors.momentum import Momentum
+from commlayer.compressors.feedback import ErrorFeedback, Momentum, in_updates, wrap
 from commlayer.compressors.parse import parse
 from commlayer.compressors.partition import Partition
 from commlayer.compressors.payload import Buffer, Out

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 
 from commlayer.compressors.codec import Codec, State
-from commlayer.compressors.debts import Debt, cut_of, owed, spread
-from commlayer.compressors.feedback import add_where
+from commlayer.compressors.feedback import Debt, add_where, cut_of, owed, spread
 from commlayer.records import Slice
 
 TINY = 1e-30

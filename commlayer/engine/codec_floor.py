@@ -14,7 +14,7 @@ from msgspec import structs
 
 from commlayer.codec_name import named
 from commlayer.compressors import Codec, codec_of, parse, wrap
-from commlayer.compressors.momentum import Momentum
+from commlayer.compressors.feedback import Momentum
 from commlayer.engine.plan_check import unsuited
 from commlayer.records import Bucket, Plan, Spec
 

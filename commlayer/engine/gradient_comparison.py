@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.cluster.collectives import Groups
-from commlayer.compressors.debts import owed
+from commlayer.compressors.feedback import owed
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.codec_floor import exchanges_gradients, lossy
 from commlayer.engine.worker import Worker

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import ranges
-from commlayer.compressors.debts import Debt, cut_of, spread
+from commlayer.compressors.feedback import Debt, cut_of, spread
 from commlayer.engine.bucket import WorkerBucket
 
 NAN = float("nan")

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from commlayer.compressors.debts import Debt, pay
+from commlayer.compressors.feedback import Debt, pay
 from commlayer.engine.matched_length import Lengths, largest_of, scale_of, square_of
 from commlayer.engine.step import Regroup
 from commlayer.engine.worker import Worker

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from commlayer.compressors.debts import Debt, pay
+from commlayer.compressors.feedback import Debt, pay
 from commlayer.engine.entries_sent import inherit
 from commlayer.engine.shared_buffers import pass_on
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from commlayer.compressors.debts import spread
+from commlayer.compressors.feedback import spread
 from commlayer.engine.layout import Layout
 
 

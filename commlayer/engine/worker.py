@@ -20,7 +20,7 @@ import torch
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.debts import Debt
+from commlayer.compressors.feedback import Debt
 from commlayer.compressors.tensors import give_back
 from commlayer.engine.broken_step import broken_off
 from commlayer.engine.bucket import WorkerBucket

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from support.sites import WAIT_S, Homes, ended
 from torch import nn
 
-from commlayer.compressors.debts import spread
+from commlayer.compressors.feedback import spread
 
 STEPS = 12
 SIZES = [(40, 30), (700,), (3, 5, 7)]

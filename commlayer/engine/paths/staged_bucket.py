@@ -13,7 +13,7 @@ from commlayer.cluster.process_groups import Pending
 from commlayer.compressors import device as devices
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Cut, State, accumulator
-from commlayer.compressors.debts import cut_of
+from commlayer.compressors.feedback import cut_of
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.reducing import Reduced
 from commlayer.engine.bucket import WorkerBucket
