@@ -47,7 +47,7 @@ def entries_of(parameter: torch.Tensor, what: str) -> Entries:
     idx = (torch.empty if sparse else torch.zeros)(at.shape[1], dtype=torch.int32, device=at.device)
     if sparse:
         try:
-            kernels.of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
+            kernels.kernels_of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
         except CorruptFrame:
             _check_range(grad, what)
             raise InvalidInput("E-OPTIM-GRADIENT",
@@ -74,7 +74,7 @@ def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int
     shape = tuple(shape)
     at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
     if shape:
-        kernels.of(idx).coordinates(at, idx, shape)
+        kernels.kernels_of(idx).coordinates(at, idx, shape)
     gradient = torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
     setattr(gradient, KNOWN, (idx, gradient._version))
     return gradient

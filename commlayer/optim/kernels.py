@@ -16,18 +16,18 @@ import torch
 from commlayer import native
 from commlayer.errors import without_code
 from commlayer.gpu import launch
-from commlayer.optim import device, reference
+from commlayer.optim import device_kernels, torch_kernels
 
 log = logging.getLogger("commlayer")
 
-_host: list[ModuleType] = [native.core or reference]
+_host: list[ModuleType] = [native.core or torch_kernels]
 
 
-def of(x: torch.Tensor) -> ModuleType:
+def kernels_of(x: torch.Tensor) -> ModuleType:
     """The module with the kernels for the device of x."""
     if not launch.serves(x.device):
-        return _host[0] if x.device.type == "cpu" else reference
-    return device if _can_launch(x.device.type) else reference
+        return _host[0] if x.device.type == "cpu" else torch_kernels
+    return device_kernels if _can_launch(x.device.type) else torch_kernels
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _can_launch(kind: str) -> bool:
 
 
 @contextlib.contextmanager
-def use(backend: ModuleType) -> Iterator[None]:
+def use_kernels(backend: ModuleType) -> Iterator[None]:
     """Sets the host's backend inside a with block. For tests and measurements."""
     before, _host[0] = _host[0], backend
     try:

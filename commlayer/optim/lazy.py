@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from commlayer.errors import InvalidInput
 from commlayer.optim import kernels
 from commlayer.optim.entries import Entries, entries_of
-from commlayer.optim.reference import GROUP
+from commlayer.optim.torch_kernels import GROUP
 
 ROWS = 256
 """As in native/include/commlayer.h."""
@@ -158,7 +158,7 @@ class Lazy(Optimizer):
                     self.state[p][name] = value.detach().to(p.device, copy=True) if name == "stamp" else value
 
     def _kernels(self, p: torch.Tensor) -> Any:
-        return kernels.of(p)
+        return kernels.kernels_of(p)
 
     # ---- defined by each kind of optimizer
 
@@ -211,7 +211,7 @@ def zeros(p: torch.Tensor) -> torch.Tensor:
     """Zeros of the parameter's shape, on huge pages, since accesses are far apart."""
     result = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
     if result.is_contiguous():
-        kernels.of(result).huge_pages(result)
+        kernels.kernels_of(result).huge_pages(result)
     return result.zero_()
 
 

@@ -14,7 +14,7 @@ from support.native_builds import core, numbers, positions
 from torch import nn
 
 from commlayer.errors import CorruptFrame
-from commlayer.optim import SparseAdamW, SparseSGD, device, reference
+from commlayer.optim import SparseAdamW, SparseSGD, device_kernels, torch_kernels
 from commlayer.optim.entries import sparse_gradient
 
 There = Callable[[np.ndarray], torch.Tensor]
@@ -22,14 +22,14 @@ SIZES = [(1, 0), (1, 1), (257, 256), (1000, 33), (5000, 5000)]
 
 
 def stamps_of(n: int) -> np.ndarray:
-    return np.random.default_rng(n).integers(0, 256, -(-n // reference.GROUP)).astype(np.uint8)
+    return np.random.default_rng(n).integers(0, 256, -(-n // torch_kernels.GROUP)).astype(np.uint8)
 
 
 def same(run: Callable[[ModuleType, There], list[bytes]]) -> None:
     found = run(core, here)
-    assert run(reference, here) == found
+    assert run(torch_kernels, here) == found
     with running() as recorder:
-        assert run(device, there) == found
+        assert run(device_kernels, there) == found
         assert recorder.launched
 
 
@@ -72,7 +72,7 @@ def test_positions_are_checked_before_anything_is_written() -> None:
         before = raw(w)
         for bad in ([3, 3], [4, 9]):
             with pytest.raises(CorruptFrame):
-                device.sgd_sparse(w, None, None, 0, rows, there(np.array(bad, np.int32)), g, 0.1, 0.0, 1.0, 0.0, False)
+                device_kernels.sgd_sparse(w, None, None, 0, rows, there(np.array(bad, np.int32)), g, 0.1, 0.0, 1.0, 0.0, False)
         assert raw(w) == before
 
 

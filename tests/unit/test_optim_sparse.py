@@ -11,7 +11,7 @@ import torch
 from support.optim import Case, Race, draw, rates
 from torch import nn
 
-from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD, kernels, reference
+from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD, kernels, torch_kernels
 from commlayer.optim.entries import sparse_gradient
 
 SGD = {
@@ -94,7 +94,7 @@ def test_all_weights_of_a_touched_group_make_the_step(name: str) -> None:
         idx = torch.arange(55) if t == 0 else torch.tensor([17, 20])
         race.step(sparse_gradient(idx.to(torch.int32), torch.randn(len(idx)), race.shape))
     error = (race.lazy.detach() - race.single.detach()).abs().view(-1)
-    fresh = torch.arange(55) // reference.GROUP == 17 // reference.GROUP
+    fresh = torch.arange(55) // torch_kernels.GROUP == 17 // torch_kernels.GROUP
     assert error[fresh].max() < 1e-5 < error[~fresh].max(), "the others are behind"
 
 
@@ -200,10 +200,10 @@ def test_native_and_reference_give_the_same_bits(name: str) -> None:
     core = kernels.native.core
     assert core is not None
     found = []
-    for backend, portable in ((core, False), (core, True), (reference, False)):
+    for backend, portable in ((core, False), (core, True), (torch_kernels, False)):
         before = core.force_portable(portable)
         try:
-            with kernels.use(backend):
+            with kernels.use_kernels(backend):
                 race = Race(CASES[name], shape=(37, 53), lag=4)
                 for rate in rates(30, 0.05):
                     race.step(draw(race.shape, 90), rate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from commlayer.gpu.launch import each
-from commlayer.optim.reference import check_positions, coordinates, flat_positions, huge_pages
+from commlayer.optim.torch_kernels import check_positions, coordinates, flat_positions, huge_pages
 
 __all__ = ["adam_catch_up", "adam_sparse", "coordinates", "flat_positions", "huge_pages", "sgd_catch_up", "sgd_sparse"]
 
