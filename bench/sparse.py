@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from bench import Unmeasurable, sparse_handover
 from commlayer.optim import SparseAdamW, SparseSGD
-from commlayer.optim.entries import sparse_gradient
+from commlayer.optim.sparse import sparse_gradient
 
 SHAPE = (5000, 5000)
 DENSITY = 0.01

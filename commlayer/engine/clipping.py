@@ -10,7 +10,7 @@ from torch import nn
 
 from commlayer.engine.optimizer_steps import closure_of
 from commlayer.errors import InvalidInput
-from commlayer.optim.lazy import Lazy
+from commlayer.optim.sparse import LazyOptimizer
 
 
 def checked(max_norm: Any, optimizer: Any) -> float | None:
@@ -26,7 +26,7 @@ def checked(max_norm: Any, optimizer: Any) -> float | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput("E-CLIP",
                            "max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
-    if isinstance(optimizer, Lazy):
+    if isinstance(optimizer, LazyOptimizer):
         raise InvalidInput("E-CLIP",
                            f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
                            "leave max_norm out, or take an optimizer of torch.optim")

@@ -16,8 +16,7 @@ from torch import nn
 from commlayer.compressors import kernels
 from commlayer.compressors.sparse_results import reader_of
 from commlayer.engine.worker import Worker
-from commlayer.optim.entries import sparse_gradient
-from commlayer.optim.lazy import Lazy
+from commlayer.optim.sparse import LazyOptimizer, sparse_gradient
 
 LEAST = 4096
 """Elements below which a dense step is as fast."""
@@ -29,7 +28,7 @@ SMALLEST = 2.0**-126
 
 def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
     """By number, the parameters for which averages as entries are worthwhile."""
-    if not isinstance(optimizer, Lazy):
+    if not isinstance(optimizer, LazyOptimizer):
         return {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {number: p for number, p in enumerate(parameters)

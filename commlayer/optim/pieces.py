@@ -58,7 +58,7 @@ def indivisible(optimizer: Any) -> str:
         return f"{name} is no torch.optim.Optimizer with hooks on its steps: pass the one inside it"
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        return f"somebody has put another step() into this {name}"
+        return f"{name}.step was replaced on this instance"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return f"{name} is capturable, for CUDA graphs, which replay a whole step: leave capturable out"
     try:

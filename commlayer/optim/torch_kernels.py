@@ -39,7 +39,7 @@ def _spread(g: torch.Tensor, at: torch.Tensor, every: torch.Tensor) -> torch.Ten
     return spread
 
 
-def _made_up_sgd(
+def _caught_up_sgd(
     w: torch.Tensor, v: torch.Tensor | None, p: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if v is None:
@@ -57,7 +57,7 @@ def sgd_sparse(
         at, g = every, _spread(g, at, every)
     x, y = w[at], None if v is None else v[at]
     if stamp is not None:
-        x, y = _made_up_sgd(x, y, _rows(rows, stamp, now, 4, at // GROUP))
+        x, y = _caught_up_sgd(x, y, _rows(rows, stamp, now, 4, at // GROUP))
         stamp[groups] = now + 1 & 255
     u = g if _float(decay) == 0 else g + _float(decay) * x
     if v is not None and y is not None:
@@ -69,7 +69,7 @@ def sgd_sparse(
 
 
 def sgd_catch_up(w: torch.Tensor, v: torch.Tensor | None, stamp: torch.Tensor, now: int, rows: torch.Tensor) -> None:
-    x, y = _made_up_sgd(w, v, _rows(rows, stamp, now, 4, _group_of_each(w)))
+    x, y = _caught_up_sgd(w, v, _rows(rows, stamp, now, 4, _group_of_each(w)))
     w.copy_(x)
     if v is not None and y is not None:
         v.copy_(y)
@@ -80,7 +80,7 @@ def _group_of_each(w: torch.Tensor) -> torch.Tensor:
     return torch.arange(w.numel(), device=w.device) // GROUP
 
 
-def _made_up_adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _caught_up_adam(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     q = _root(v)
     return w + (p[0] * w - m * (p[3] / (q + p[4]) + p[5] / (q + p[6]))), p[1] * m, p[2] * v
 
@@ -96,7 +96,7 @@ def adam_sparse(
         at, g = every, _spread(g, at, every)
     x, y, z = w[at], m[at], v[at]
     if stamp is not None:
-        x, y, z = _made_up_adam(x, y, z, _rows(rows, stamp, now, 8, at // GROUP))
+        x, y, z = _caught_up_adam(x, y, z, _rows(rows, stamp, now, 8, at // GROUP))
         stamp[groups] = now + 1 & 255
     y = y + lerp * (g - y)
     z = beta2 * z + (gain * g) * g
@@ -109,7 +109,7 @@ def adam_sparse(
 def adam_catch_up(
     w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stamp: torch.Tensor, now: int, rows: torch.Tensor
 ) -> None:
-    made_up = _made_up_adam(w, m, v, _rows(rows, stamp, now, 8, _group_of_each(w)))
+    made_up = _caught_up_adam(w, m, v, _rows(rows, stamp, now, 8, _group_of_each(w)))
     for memory, current in zip((w, m, v), made_up, strict=True):
         memory.copy_(current)
     stamp.fill_(now & 255)

@@ -15,7 +15,7 @@ from torch import nn
 
 from commlayer.errors import CorruptFrame
 from commlayer.optim import SparseAdamW, SparseSGD, device_kernels, torch_kernels
-from commlayer.optim.entries import sparse_gradient
+from commlayer.optim.sparse import sparse_gradient
 
 There = Callable[[np.ndarray], torch.Tensor]
 SIZES = [(1, 0), (1, 1), (257, 256), (1000, 33), (5000, 5000)]

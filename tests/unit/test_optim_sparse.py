@@ -11,8 +11,8 @@ import torch
 from support.optim import Case, Race, draw, rates
 from torch import nn
 
-from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD, kernels, torch_kernels
-from commlayer.optim.entries import sparse_gradient
+from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD, sparse, torch_kernels
+from commlayer.optim.sparse import sparse_gradient
 
 SGD = {
     "plain": {},
@@ -107,7 +107,7 @@ def test_no_weight_is_further_behind_than_the_lag(name: str) -> None:
             group["lag"] = 250 if 30 <= t < 40 else 6
         race.step(draw(race.shape, 3))
         state = race.optimizer.state[race.lazy]
-        behind = (state["made"] - state["stamp"].long()) % 256
+        behind = (state["lazy_steps"] - state["stamp"].long()) % 256
         assert behind.max() < len(state["rows"])
         if t < 30 or t > 60:
             assert behind.max() <= 6
@@ -195,15 +195,15 @@ def test_parameters_with_clocks_of_their_own_and_groups_with_rates_of_their_own(
 
 
 @pytest.mark.parametrize("name", ["sgd nesterov and decay", "sgd decay", "sgd plain", "adamw decay"])
-@pytest.mark.skipif(kernels.native.core is None, reason="built without the native core")
+@pytest.mark.skipif(sparse.native.core is None, reason="built without the native core")
 def test_native_and_reference_give_the_same_bits(name: str) -> None:
-    core = kernels.native.core
+    core = sparse.native.core
     assert core is not None
     found = []
     for backend, portable in ((core, False), (core, True), (torch_kernels, False)):
         before = core.force_portable(portable)
         try:
-            with kernels.use_kernels(backend):
+            with sparse.use_kernels(backend):
                 race = Race(CASES[name], shape=(37, 53), lag=4)
                 for rate in rates(30, 0.05):
                     race.step(draw(race.shape, 90), rate)

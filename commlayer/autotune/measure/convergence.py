@@ -24,7 +24,7 @@ from msgspec import structs
 from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Way, train
 from commlayer.codec_name import SPARSE, named
 from commlayer.errors import InvalidInput, cause_of
-from commlayer.optim.family import family_of
+from commlayer.optim.outer import family_of
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
 from commlayer.planner.tables.learning import LearningTable, Provenance
 

@@ -1,0 +1,524 @@
+"""Optimizers for sparse gradients: a step costs only the elements that the gradient touches (lazy updates).
+
+After `flush` SparseSGD and SparseAdamW equal torch's optimizers (Adam: except where eps matters). An untouched element misses
+the update of a dense step with zero gradient: momentum moves it and decay shrinks it. One small table holds these updates for
+all elements: row a makes up for the last a steps, with the rates of those steps. The table is a product of each step's own row,
+so any schedule stays exact. One byte per group of elements, its stamp, states the step up to which the group is current. A
+group fills a cache line: if one of its elements is touched, all of them make that step. Groups are brought up to date when
+touched, and by a sweep that passes through the tensor once in `lag` steps. So no older row is ever needed.
+
+Adam: let q be sqrt(v) at the last touch. Step i after that would have moved the element by W_i * m / (q + E_i). The moments
+decay by known factors. W_i combines those of m over those of sqrt(v), the rate and the bias corrections; E_i is eps over the
+same decay of sqrt(v). So the sum over k steps depends on q and m alone, by the same function for all elements. Where eps is
+small relative to q, the sum is m / q times the sum of W. Elsewhere two terms W / (q + E) with the first four moments of all k
+terms replace them (Gauss quadrature). docs/optimizers.md states the accuracy.
+
+Kernels: native if built, else torch operations; on a GPU cuda/lazy.cu. native/include/commlayer.h specifies each kernel.
+Without CuPy a GPU runs the torch operations, which are slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.sgd import sgd
+
+from commlayer import native
+from commlayer.errors import CorruptFrame, InvalidInput, without_code
+from commlayer.gpu import launch
+from commlayer.optim import device_kernels, torch_kernels
+from commlayer.optim.torch_kernels import GROUP
+
+ROWS = 256
+"""As in native/include/commlayer.h."""
+MOST_LAG = 250
+"""If `lag` changes during a pass of the sweep, that pass takes a step or two longer: ROWS leaves room for them."""
+PENDING_KEYS = ("stamp", "rows", "lazy_steps", "sweep_position")
+"""Keys of a parameter's state while some of its elements are out of date. The rest is the state of torch's own optimizer."""
+
+Memo = dict[Any, tuple[torch.Tensor, torch.Tensor]]
+"""Cache of one step for tables that parameters share. Keyed by a table's id; holding the table keeps the id unique."""
+
+
+class LazyOptimizer(Optimizer):
+    """Common part of SparseSGD and SparseAdamW."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._require("lag", defaults["lag"], f"1 to {MOST_LAG}", 1 <= defaults["lag"] <= MOST_LAG)
+        super().__init__(params, defaults)
+
+    def _require(self, name: str, got: Any, allowed: str, fits: bool, code: str = "E-OPTIM-ARGUMENT") -> None:
+        if not fits:
+            raise InvalidInput(code, f"{type(self).__name__}: {name} {got}, allowed: {allowed}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            if p.dtype != torch.float32:
+                self.param_groups.pop()
+                raise InvalidInput("E-OPTIM-PARAMETER",
+                                   f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed is "
+                                   f"torch.float32; give the others to an optimizer of torch's")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Steps each parameter that has a `.grad`, dense or sparse COO. All are checked before any is changed."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, *self._split_parameters(group)) for group in self.param_groups]
+        memo: Memo = {}
+        for group, dense, sparse in work:
+            for p in dense:
+                self._catch_up(p)
+            if dense:
+                self._dense(group, dense)
+            for p, entries in sparse:
+                self._sparse(group, p, entries, memo)
+        return loss
+
+    def _split_parameters(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, Entries]]]:
+        dense, sparse = [], []
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                sparse.append((p, gradient_entries(p, f"{type(self).__name__}: parameter of shape {tuple(p.shape)}")))
+            else:
+                dense.append(p)
+        return dense, sparse
+
+    def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
+        state = self.state[p]
+        addresses: set[int] = self.__dict__.setdefault("_huge_page_requests", set())  # copies of an optimizer lack attributes of their own
+        if p.data_ptr() not in addresses:
+            addresses.add(p.data_ptr())
+            self._kernels(p).huge_pages(flat(p))
+        if "stamp" not in state and self._changes_untouched(group):
+            stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
+            state.update(stamp=stamp, rows=self._no_steps, made=0, swept=0)
+        if "stamp" not in state:
+            self._touch(group, p, entries, None)
+            return
+        before, number = state["rows"], self._number(p)
+        self._touch(group, p, entries, self._table(before, memo))
+        key = (id(group), id(before), number)
+        if key not in memo:
+            memo[key] = before, self._advance(group, before, number)[:ROWS]
+        state["rows"] = memo[key][1]
+        state["lazy_steps"] += 1
+        size = -(-groups_of(p) // group["lag"]) * GROUP
+        low, high = state["sweep_position"], min(p.numel(), state["sweep_position"] + size)
+        self._catch_up_range(p, low, high, self._table(state["rows"], memo))
+        state["sweep_position"] = 0 if high == p.numel() else high
+
+    def _table(self, rows: torch.Tensor, memo: Memo) -> torch.Tensor:
+        """The table in the kernels' form: float32, padded with rows of zeros to ROWS."""
+        if id(rows) not in memo:
+            written = self._kernel_table(rows)
+            table = torch.zeros(ROWS, written.shape[1])
+            table[: len(written)] = written
+            memo[id(rows)] = rows, table
+        return memo[id(rows)][1]
+
+    def _catch_up(self, p: torch.Tensor) -> None:
+        state = self.state[p]
+        if "stamp" in state:
+            self._catch_up_range(p, 0, p.numel(), self._table(state["rows"], {}))
+            for name in PENDING_KEYS:
+                del state[name]
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Brings all weights up to date: they then equal those of the dense optimizer.
+
+        Costs one pass over the parameters that are out of date. Call it before an evaluation, an export, or any read of
+        weights. If replicas must stay equal, all ranks must call it after the same step.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self.state:
+                    self._catch_up(p)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also loads a state of torch's optimizer of the same kind. After `flush`, torch's can load this one's."""
+        theirs: dict[Any, dict[str, Any]] = state_dict["state"]
+        for group in state_dict["param_groups"]:
+            for name in self._unsupported:
+                self._require(f"a state with {name}", group.get(name), "none", not group.get(name), "E-OPTIM-STATE")
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False):
+            stamps = theirs.get(number, {}).get("stamp")
+            self._require("a state with stamps for", None if stamps is None else stamps.numel(),
+                        f"{groups_of(p)}, one for every {GROUP} weights; an older version saves none behind flush()",
+                        stamps is None or stamps.numel() == groups_of(p), "E-OPTIM-STATE")
+        plain = {**state_dict, "state": {n: {k: v for k, v in s.items() if k not in PENDING_KEYS} for n, s in theirs.items()}}
+        plain["param_groups"] = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict(plain)
+        copies: dict[int, torch.Tensor] = {}
+        for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=True):
+            for name in PENDING_KEYS:  # torch would cast these to the parameter's dtype
+                if name in theirs.get(number, {}):
+                    value = theirs[number][name]
+                    if name == "rows":
+                        value = copies.setdefault(id(value), value.detach().clone().to("cpu"))
+                    self.state[p][name] = value.detach().to(p.device, copy=True) if name == "stamp" else value
+
+    def _kernels(self, p: torch.Tensor) -> Any:
+        return kernels_of(p)
+
+    # ---- defined by each kind of optimizer
+
+    _unsupported: tuple[str, ...] = ("maximize",)
+    """Options of torch's optimizer that this one does not support."""
+    _no_steps: torch.Tensor
+    """The table after no step."""
+
+    def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        """torch's own step."""
+        raise NotImplementedError
+
+    def _changes_untouched(self, group: dict[str, Any]) -> bool:
+        """Whether a step changes elements that it does not touch."""
+        raise NotImplementedError
+
+    def _number(self, p: torch.Tensor) -> int:
+        """A number on which the next step's row depends, in addition to the group."""
+        raise NotImplementedError
+
+    def _advance(self, group: dict[str, Any], rows: torch.Tensor, number: int) -> torch.Tensor:
+        """The table after one more step."""
+        raise NotImplementedError
+
+    def _kernel_table(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a table in the kernels' form."""
+        raise NotImplementedError
+
+    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _catch_up_range(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def groups_of(p: torch.Tensor) -> int:
+    return -(-p.numel() // GROUP)
+
+
+def groups(low: int, high: int) -> slice:
+    """The groups of these elements. `low` must begin a group."""
+    return slice(low // GROUP, -(-high // GROUP))
+
+
+def flat(p: torch.Tensor) -> torch.Tensor:
+    return p.detach().view(-1)
+
+
+def zeros(p: torch.Tensor) -> torch.Tensor:
+    """Zeros of the parameter's shape, on huge pages, since accesses are far apart."""
+    result = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
+    if result.is_contiguous():
+        kernels_of(result).huge_pages(result)
+    return result.zero_()
+
+
+def number(x: Any) -> float:
+    """A learning rate as a float; it may be a tensor."""
+    return float(cast(float, x))
+
+
+NO_ROWS = torch.zeros(ROWS, 4)
+
+
+class SparseSGD(LazyOptimizer):
+    """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
+
+    `lag`: no weight is more than `lag` steps out of date; see docs/optimizers.md.
+
+    >>> optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)  # doctest: +SKIP
+    """
+
+    _no_steps = torch.eye(2, dtype=torch.float64)[None]
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
+        nesterov: bool = False, *, lag: int = 4,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            self._require(name, value, "a number >= 0", value >= 0)
+        fits = not nesterov or (momentum > 0 and dampening == 0)
+        self._require("nesterov", nesterov, "with momentum > 0 and dampening 0", fits)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+                                  "nesterov": nesterov, "lag": lag})
+
+    def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        buffers = [self.state[p].get("momentum_buffer") for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
+        sgd(params, grads, buffers, lr=group["lr"], momentum=group["momentum"], dampening=group["dampening"],
+            weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=False)
+        if group["momentum"]:
+            for p, buffer in zip(params, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
+
+    def _changes_untouched(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"] or group["weight_decay"])
+
+    def _number(self, p: torch.Tensor) -> int:
+        """1 if the next step creates the momentum buffer, which then is the gradient without dampening."""
+        return int("momentum_buffer" not in self.state[p])
+
+    def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
+        rate, mu, decay = number(group["lr"]), group["momentum"], group["weight_decay"]
+        gain = 1.0 if number_ else 1.0 - group["dampening"]
+        if mu == 0:
+            step = [[1 - rate * decay, 0.0], [0.0, 1.0]]
+        elif group["nesterov"]:
+            step = [[1 - rate * decay * (1 + mu * gain), -rate * mu * mu], [gain * decay, mu]]
+        else:
+            step = [[1 - rate * gain * decay, -rate * mu], [gain * decay, mu]]
+        return torch.cat([self._no_steps, torch.tensor(step, dtype=torch.float64) @ rows])
+
+    def _kernel_table(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows - torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)).view(-1, 4)
+
+    def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
+        state = self.state[p]
+        if not group["momentum"] and "momentum_buffer" in state and "rows" in state and bool(state["rows"][:, 0, 1].any()):
+            self._catch_up(p)  # momentum was switched off: from now on torch leaves the buffer unchanged
+        super()._sparse(group, p, entries, memo)
+
+    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
+        state, gain, buffer = self.state[p], 1.0 - group["dampening"], None
+        if group["momentum"]:
+            if "momentum_buffer" not in state:
+                gain, state["momentum_buffer"] = 1.0, zeros(p)
+            buffer = state["momentum_buffer"].view(-1)
+        stamp, now = (state["stamp"], state["lazy_steps"] & 255) if table is not None else (None, 0)
+        self._kernels(p).sgd_sparse(
+            flat(p), buffer, stamp, now, NO_ROWS if table is None else table.to(p.device), *entries, number(group["lr"]),
+            group["momentum"], gain, group["weight_decay"], group["nesterov"],
+        )
+
+    def _catch_up_range(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
+        state = self.state[p]
+        buffer = state["momentum_buffer"].view(-1)[low:high] if "momentum_buffer" in state else None
+        stamp = state["stamp"][groups(low, high)]
+        self._kernels(p).sgd_catch_up(flat(p)[low:high], buffer, stamp, state["lazy_steps"] & 255, table.to(p.device))
+
+
+FLAT = 1e-12
+"""Below this relative variance all E count as equal."""
+KEPT, BETA1, BETA2, MOMENTS = 0, 1, 2, 3
+"""Columns of a table: the factors of w, m and v, then the sums of W * E**j for j = 0 to 3."""
+
+
+class SparseAdamW(LazyOptimizer):
+    """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
+
+    Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: no weight is more than `lag`
+    steps out of date; see docs/optimizers.md.
+
+    >>> optimizer = SparseAdamW(model.parameters(), lr=3e-4)  # doctest: +SKIP
+    """
+
+    _unsupported: tuple[str, ...] = ("maximize", "amsgrad")
+    _no_steps = torch.tensor([[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, lag: int = 4,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            self._require(name, value, "a number >= 0", value >= 0)
+        self._require("betas", betas, "two numbers from 0 and below 1", len(betas) == 2 and all(0 <= b < 1 for b in betas))
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "lag": lag})
+
+    def _moments(self, p: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if "exp_avg" not in state:
+            state.update(step=torch.tensor(0.0), exp_avg=zeros(p), exp_avg_sq=zeros(p))
+        return state
+
+    def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        states = [self._moments(p) for p in params]
+        beta1, beta2 = group["betas"]
+        adamw(params, [p.grad for p in params if p.grad is not None], [s["exp_avg"] for s in states],
+              [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states], amsgrad=False, beta1=beta1, beta2=beta2,
+              lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+
+    def _changes_untouched(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _number(self, p: torch.Tensor) -> int:
+        """The number of the next step, which sets the bias corrections."""
+        return int(self._moments(p)["step"]) + 1
+
+    def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
+        (beta1, beta2), rate, root = group["betas"], number(group["lr"]), math.sqrt(1 - group["betas"][1] ** number_)
+        keep = 1 - rate * group["weight_decay"]
+        later = rows * torch.tensor([keep, beta1, beta2, keep, keep, keep, keep], dtype=torch.float64)
+        fallen = later[:, BETA2].sqrt()
+        weight = rate * root / (1 - beta1**number_) * later[:, BETA1] / fallen
+        for j in range(4):
+            later[:, MOMENTS + j] += weight * (group["eps"] * root / fallen) ** j
+        return torch.cat([self._no_steps, later])
+
+    def _kernel_table(self, rows: torch.Tensor) -> torch.Tensor:
+        kept, beta1, beta2, total, *sums = rows.unbind(1)
+        sum_or_one = torch.where(total > 0, total, 1.0)
+        mean, second, third = (s / sum_or_one for s in sums)
+        variance = (second - mean**2).clamp(min=0)
+        lean = third - 3 * mean * second + 2 * mean**3
+        spread = variance > FLAT * mean**2
+        half = torch.where(spread, lean / (2 * torch.where(spread, variance, 1.0)), 0.0)
+        reach = (half**2 + variance).sqrt()  # the two nodes lie at mean + half - reach and mean + half + reach
+        low, high = (torch.where(spread, mean + half + side * reach, mean).clamp(min=0) for side in (-1, 1))
+        upper = torch.where(spread, total * (mean - low) / torch.where(spread, high - low, 1.0), 0.0)
+        low, high = (torch.where(total > 0, node, 1.0) for node in (low, high))  # avoids 0 / 0 where no update is pending
+        return torch.stack([kept - 1, beta1, beta2, total - upper, low, upper, high, torch.zeros_like(kept)], 1)
+
+    def _step_numbers(self, group: dict[str, Any], number_: int) -> torch.Tensor:
+        (beta1, beta2), rate = group["betas"], number(group["lr"])
+        return torch.tensor([1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**number_),
+                             group["eps"], rate / (1 - beta1**number_)], dtype=torch.float64).to(torch.float32)
+
+    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
+        state = self._moments(p)
+        assert table is not None
+        numbers = self._step_numbers(group, self._number(p)).to(p.device)
+        self._kernels(p).adam_sparse(flat(p), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), state["stamp"],
+                                     state["lazy_steps"] & 255, table.to(p.device), *entries, numbers)
+        state["step"] += 1
+
+    def _catch_up_range(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
+        state = self.state[p]
+        memory = (x.view(-1)[low:high] for x in (p.detach(), state["exp_avg"], state["exp_avg_sq"]))
+        stamp = state["stamp"][groups(low, high)]
+        self._kernels(p).adam_catch_up(*memory, stamp, state["lazy_steps"] & 255, table.to(p.device))
+
+
+class SparseAdam(SparseAdamW):
+    """As SparseAdamW, for torch.optim.Adam. No weight decay: Adam adds that to v, and missed updates then have no closed form.
+
+    >>> optimizer = SparseAdam(model.parameters(), lr=3e-4)  # doctest: +SKIP
+    """
+
+    _unsupported: tuple[str, ...] = ("maximize", "amsgrad", "weight_decay")
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, *, lag: int = 4
+    ) -> None:
+        super().__init__(params, lr, betas, eps, 0.0, lag=lag)
+
+
+MOST = 2**32 - 1
+POSITIONS_ATTRIBUTE = "_commlayer_positions"
+"""Attribute of gradients that sparse_gradient() makes: their flat positions and version. A conversion of
+coordinates takes longer than a step."""
+
+
+class Entries(NamedTuple):
+    """Entries of a tensor in row-major order: each element at most once, positions increasing."""
+
+    idx: torch.Tensor
+    """int32 that stores uint32."""
+    values: torch.Tensor
+
+
+def gradient_entries(parameter: torch.Tensor, what: str) -> Entries:
+    """The entries of `parameter.grad`, which is COO. Raises a one-line error that begins with `what` if they do not fit."""
+    grad = parameter.grad
+    assert grad is not None
+    known: torch.Tensor | None
+    known, version = getattr(grad, POSITIONS_ATTRIBUTE, (None, 0))
+    if parameter.numel() > MOST:
+        raise InvalidInput("E-OPTIM-PARAMETER",
+                           f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
+    if not parameter.is_contiguous():
+        raise InvalidInput("E-OPTIM-PARAMETER",
+                           f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
+                           "row by row: make the parameter contiguous()")
+    if known is not None and grad._version == version and grad.shape == parameter.shape:
+        return Entries(known, grad._values().contiguous())
+    if not grad.is_coalesced():
+        _check_range(grad, what)
+        grad = grad.coalesce()
+    at, values, sparse = grad._indices(), grad._values(), grad.sparse_dim()
+    block = math.prod(parameter.shape[sparse:])
+    idx = (torch.empty if sparse else torch.zeros)(at.shape[1], dtype=torch.int32, device=at.device)
+    if sparse:
+        try:
+            kernels_of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
+        except CorruptFrame:
+            _check_range(grad, what)
+            raise InvalidInput("E-OPTIM-GRADIENT",
+                               f"{what}: the positions of its sparse gradient do not increase, though it says that it is "
+                               "coalesced: build it without is_coalesced=True") from None
+    if block != 1:  # whole rows, as from nn.Embedding(sparse=True)
+        rows = (idx.to(torch.int64) & MOST) * block
+        idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
+    return Entries(idx, values.contiguous().view(-1))
+
+
+def _check_range(grad: torch.Tensor, what: str) -> None:
+    at, shape = grad._indices(), grad.shape
+    for d in range(at.shape[0]):
+        low, high = (int(x) for x in at[d].aminmax()) if at.shape[1] else (0, -1)
+        if low < 0 or high >= shape[d]:
+            got = low if low < 0 else high
+            raise InvalidInput("E-OPTIM-GRADIENT",
+                               f"{what}: its sparse gradient has index {got} in dimension {d}, allowed: 0 to {shape[d] - 1}")
+
+
+def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A COO gradient of entries with increasing positions within the shape."""
+    shape = tuple(shape)
+    at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
+    if shape:
+        kernels_of(idx).coordinates(at, idx, shape)
+    gradient = torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
+    setattr(gradient, POSITIONS_ATTRIBUTE, (idx, gradient._version))
+    return gradient
+
+
+log = logging.getLogger("commlayer")
+
+_host: list[ModuleType] = [native.core or torch_kernels]
+
+
+def kernels_of(x: torch.Tensor) -> ModuleType:
+    """The module with the kernels for the device of x."""
+    if not launch.serves(x.device):
+        return _host[0] if x.device.type == "cpu" else torch_kernels
+    return device_kernels if _can_launch(x.device.type) else torch_kernels
+
+
+@functools.cache
+def _can_launch(kind: str) -> bool:
+    try:
+        launch.launcher(torch.device(kind))
+    except ValueError as error:
+        log.warning("sparse optimizers: %s; they run in torch's operations, which is correct but slower",
+                    without_code(error))
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def use_kernels(backend: ModuleType) -> Iterator[None]:
+    """Sets the host's backend inside a with block. For tests and measurements."""
+    before, _host[0] = _host[0], backend
+    try:
+        yield
+    finally:
+        _host[0] = before
