@@ -1,18 +1,23 @@
-"""Starts kernels with the launcher of a tensor's device.
+"""Launches CUDA kernels of codecs and optimizers, by the launcher of a tensor's device.
 
-For CUDA the launcher is CuPy's; tests use one that runs the same kernels on CPU tensors. All memory is torch's; a launcher only
-passes addresses.
+For CUDA the launcher is CuPy's, on torch's current stream; tests use one that runs the same kernels on CPU tensors. All memory
+is torch's; a launcher only passes addresses. The sources lie in <root>/cuda beside an editable install and in commlayer/_cuda
+in any other.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from commlayer.errors import InvalidInput
-from commlayer.gpu.kernel_call import Argument, Launcher
 
 THREADS = 256
 MOST_BLOCKS = 2048
@@ -33,8 +38,6 @@ def launcher(device: torch.device) -> Launcher:
     if result is None:
         if device.type != "cuda":
             raise InvalidInput("E-GPU-CODE", f"device codecs: {device} has no launcher, allowed is a CUDA device")
-        from commlayer.gpu.launch_cupy import CupyLauncher
-
         result = _launchers.setdefault("cuda", CupyLauncher())
     return result
 
@@ -68,3 +71,84 @@ def each(family: str, kernel: str, items: int, *args: Argument) -> None:
     """Queues a kernel whose threads loop over `items`."""
     if items > 0:
         start(family, kernel, min(-(-items // THREADS), MOST_BLOCKS), *args)
+
+
+Argument = torch.Tensor | int | float | None
+"""Passed as an address, a long long, a double or a null pointer: 8 bytes each."""
+
+
+class Launcher(Protocol):
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
+        """Queues `kernel` of cuda/<family>.cu on the current stream of its tensors' device."""
+        ...
+
+
+MASK = (1 << 64) - 1
+OPTIONS = ("--std=c++17", "--fmad=false")
+"""A fused multiply-add would round once where the host's kernels round twice."""
+
+
+class CupyLauncher:
+    """Compiles each kernel at its first use per device. CuPy caches binaries on disk, keyed by source text and architecture."""
+
+    def __init__(self) -> None:
+        self._cupy = _cupy()
+        self._kernels: dict[tuple[int, str], Any] = {}
+
+    def launch(self, family: str, kernel: str, grid: int, threads: int, args: Sequence[Argument]) -> None:
+        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        with self._cupy.cuda.Device(index):
+            function = self._kernels.get((index, kernel))
+            if function is None:
+                module = self._cupy.RawModule(code=source_text(family), options=OPTIONS, backend="nvrtc")
+                function = self._kernels[index, kernel] = module.get_function(kernel)
+            with self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, index):
+                function((grid,), (threads,), tuple(map(_slot, args)))
+
+
+def _slot(arg: Argument) -> np.generic:
+    if isinstance(arg, float):
+        return np.float64(arg)
+    if isinstance(arg, int):
+        return np.uint64(arg & MASK)  # keys of random numbers fill all 64 bits
+    return np.uint64(0 if arg is None else arg.data_ptr())
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        major = (torch.version.cuda or "12").split(".")[0]
+        remedy = f"install commlayer[gpu{major}], or plan without them"
+        raise InvalidInput("E-GPU-CODE", f"device codecs: CuPy cannot be loaded ({error}); {remedy}") from None
+    return cupy
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS = (PACKAGE.parent / "cuda", PACKAGE / "_cuda")
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+
+def source_folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
+    for candidate in candidates:
+        if (candidate / "common.cuh").is_file():
+            return candidate
+    raise InvalidInput("E-GPU-CODE", f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
+
+
+@cache
+def source_text(family: str) -> str:
+    """A family's source with its headers inlined: the compiler needs no paths, and a cache keyed by the text stays right."""
+    return _resolved(source_folder() / f"{family}.cu", set())
+
+
+def _resolved(file: Path, seen: set[str]) -> str:
+    def include(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _resolved(file.with_name(name), seen)
+
+    return _INCLUDE.sub(include, file.read_text("utf-8"))

@@ -100,7 +100,8 @@ class LazyOptimizer(Optimizer):
 
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
         state = self.state[p]
-        addresses: set[int] = self.__dict__.setdefault("_huge_page_requests", set())  # copies of an optimizer lack attributes of their own
+        # A copy of an optimizer lacks its attributes.
+        addresses: set[int] = self.__dict__.setdefault("_huge_page_requests", set())
         if p.data_ptr() not in addresses:
             addresses.add(p.data_ptr())
             self._kernels(p).huge_pages(flat(p))

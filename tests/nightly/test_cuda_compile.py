@@ -15,8 +15,8 @@ import pytest
 from support.cuda import CUDA, KERNEL
 
 from commlayer.errors import InvalidInput
-from commlayer.gpu import sources
-from commlayer.gpu.launch_cupy import OPTIONS
+from commlayer.gpu import launch
+from commlayer.gpu.launch import OPTIONS
 
 NVCC = shutil.which("nvcc")
 TARGETS = os.environ.get("COMMLAYER_CUDA_TARGETS", "75 120").split()
@@ -34,7 +34,7 @@ def test_every_family_compiles_for_the_target(target: str, tmp_path: Path) -> No
 
     def compile_one(family: str) -> str:
         source = tmp_path / f"{family}.cu"
-        source.write_text(sources.text(family))
+        source.write_text(launch.source_text(family))
         command = [str(NVCC), *OPTIONS, f"-arch=sm_{target}", "-cubin", "-Xptxas=-v"]
         command += ["-Werror=all-warnings", "-diag-suppress=177", "-o", str(tmp_path / f"{family}.cubin"), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -47,18 +47,18 @@ def test_every_family_compiles_for_the_target(target: str, tmp_path: Path) -> No
 
 
 def test_sources_are_found_beside_an_editable_install_and_in_the_package(tmp_path: Path) -> None:
-    assert sources.folder() == CUDA
+    assert launch.source_folder() == CUDA
     installed = tmp_path / "_cuda"
     installed.mkdir()
     with pytest.raises(InvalidInput, match="_cuda.*E-GPU-CODE"):
-        sources.folder((tmp_path / "cuda", installed))
+        launch.source_folder((tmp_path / "cuda", installed))
     (installed / "common.cuh").write_text("")
-    assert sources.folder((tmp_path / "cuda", installed)) == installed
+    assert launch.source_folder((tmp_path / "cuda", installed)) == installed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_one_text_with_every_header_once(family: str) -> None:
-    text = sources.text(family)
+    text = launch.source_text(family)
     assert "#include" not in text
     assert text.count("#define CML_COMMON\n") == 1
     assert KERNEL.findall(text)

@@ -23,7 +23,7 @@ import torch
 from commlayer.compressors import device, reference
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.gpu import launch
-from commlayer.gpu.kernel_call import Argument, Launcher
+from commlayer.gpu.launch import Argument, Launcher
 from support.native_builds import bits, core
 
 ROOT = Path(__file__).resolve().parents[2]

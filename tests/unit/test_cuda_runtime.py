@@ -15,7 +15,7 @@ from commlayer.compressors import block_threshold, codec_of, error_feedback, ide
 from commlayer.engine.device_codecs import device_buckets
 from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidInput
-from commlayer.gpu import launch, launch_cupy
+from commlayer.gpu import launch
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 
@@ -107,7 +107,7 @@ def test_without_cupy_one_line_says_so_and_the_host_codes(
     def missing() -> None:
         raise InvalidInput("E-GPU-CODE", "device codecs: CuPy cannot be loaded (none here); install commlayer[gpu12]")
 
-    monkeypatch.setattr(launch_cupy, "_cupy", missing)
+    monkeypatch.setattr(launch, "_cupy", missing)
     monkeypatch.setattr(launch, "_launchers", {})
     with caplog.at_level(logging.WARNING, logger="commlayer"):
         assert not runs_on(identity(), torch.device("cuda"))
