@@ -16,7 +16,8 @@ from bench.report import Result
 from commlayer.compressors import error_feedback, int8, place, topk
 from commlayer.compressors import kernels as host
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.device import launcher, sparse
+from commlayer.compressors.device import kernels
+from commlayer.gpu.launch import launcher
 from commlayer.records import Spec
 
 N, N_QUICK = 1 << 26, 1 << 22
@@ -39,14 +40,14 @@ class _Stage:
         self.kept, self.acc = torch.zeros_like(self.g), torch.empty_like(self.g)
         self.raw, self.picked = _entries(cap, device), _entries(cap, device)
         self.cut = torch.full((1,), CUT, device=device)
-        self.words = torch.zeros(sparse.FOUND + 1 + sparse.tiles(n, n // 3), dtype=torch.int64, device=device)
+        self.words = torch.zeros(kernels.FOUND + 1 + kernels.tiles(n, n // 3), dtype=torch.int64, device=device)
         self.topk = _steps(error_feedback(topk(DENSITY, "int8")), self.g)
         self.int8 = _steps(error_feedback(int8()), self.g)
 
     def select(self) -> None:
         self.words.zero_()
-        found, state = self.words[: sparse.FOUND], self.words[sparse.FOUND :]
-        sparse.queue_select(self.g, self.kept, self.cut, self.n // 3, self.raw, self.picked, found, state)
+        found, state = self.words[: kernels.FOUND], self.words[kernels.FOUND :]
+        kernels.queue_select(self.g, self.kept, self.cut, self.n // 3, self.raw, self.picked, found, state)
 
     def rivals(self) -> dict[str, Callable[[], object]]:
         """Name -> call. `clear` empties the residual that the selection before it has filled; its time counts for nothing."""

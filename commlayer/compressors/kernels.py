@@ -81,8 +81,8 @@ def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
     """The backend for x, or for x and a payload."""
     if not tensors.real:
         return _chosen[0]
-    on_device = _load("device").serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
-    return _load("device") if on_device else _chosen[0]
+    on_device = _load("device.kernels").serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
+    return _load("device.kernels") if on_device else _chosen[0]
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
@@ -307,7 +307,7 @@ def store_f32(dst: Buffer, src: torch.Tensor) -> None:
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
     """The largest of the unsigned numbers in src, or 0 if there are none."""
     if isinstance(src, torch.Tensor):
-        return int(_load("device").largest(src, np.dtype(dtype).itemsize))
+        return int(_load("device.kernels").largest(src, np.dtype(dtype).itemsize))
     numbers = np.frombuffer(src, dtype)
     return int(numbers.max()) if numbers.size else 0
 
@@ -320,7 +320,7 @@ def octets(src: Buffer) -> npt.NDArray[np.uint8]:
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
     """Whether every float32 scale in src is from 0 to `most`."""
     if isinstance(src, torch.Tensor):
-        return bool(_load("device").within(src, float(most)))
+        return bool(_load("device.kernels").within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 

@@ -30,7 +30,7 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
     inner = inner.inner if isinstance(inner, Allotted) else inner
     if not isinstance(inner, WITH_KERNELS):
         return False
-    from commlayer.compressors.device import launcher  # loads torch
+    from commlayer.gpu.launch import launcher  # loads torch
 
     try:
         launcher(device)

@@ -68,7 +68,7 @@ class TopK(OneRound, frozen=True):
         """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n, k = x.numel(), self.wanted(x.numel())
         if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
-            from commlayer.compressors import queued_topk  # loads torch
+            from commlayer.compressors.device import topk as queued_topk  # loads torch
 
             nbytes, picked = queued_topk.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
             if picked is None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from commlayer.compressors import device as devices
 from commlayer.compressors import place, seed
 from commlayer.compressors.codec import Codec, OneRound, State
 from commlayer.compressors.dense import of_means
@@ -23,6 +22,7 @@ from commlayer.engine.layout import Layout, aligned
 from commlayer.engine.shared_buffers import SharedBuffers
 from commlayer.engine.sparse_result import MOST_NUMEL, SparseResult
 from commlayer.errors import CorruptFrame
+from commlayer.gpu import launch
 from commlayer.records import Bucket, Job
 
 PAYLOAD_HEADER = 16
@@ -106,7 +106,7 @@ class WorkerBucket(BucketDebts):
             if self.on_device:
                 place(self.state, device)
                 self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=not on_host) for _ in range(2)]
-                self._there = [devices.words(self.bound, device) for _ in range(2)]
+                self._there = [launch.words(self.bound, device) for _ in range(2)]
                 self.payload = self._pinned[0].numpy().data
             else:
                 self.payload = (header_and_x if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data

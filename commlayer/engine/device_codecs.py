@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from commlayer.compressors import device as devices
 from commlayer.compressors import runs_on
 from commlayer.compressors.codec import Codec
+from commlayer.gpu import launch
 from commlayer.records import Plan
 
 log = logging.getLogger("commlayer")
@@ -20,7 +20,7 @@ def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device
 
     Empty if the model is on the host, where `coder` has no effect.
     """
-    if not devices.serves(device):
+    if not launch.serves(device):
         return set()
     wanted = {b.id for b in plan.buckets if b.path == "service" and b.coder == "gpu"}
     supported = {number for number in wanted if runs_on(codecs[number], device)}

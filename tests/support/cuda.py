@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from commlayer.compressors import device, reference
+from commlayer.compressors import reference
+from commlayer.compressors.device import kernels as device
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher

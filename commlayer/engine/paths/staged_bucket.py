@@ -10,7 +10,6 @@ import torch
 
 from commlayer.cluster.collectives import Channel, Channels
 from commlayer.cluster.process_groups import Pending
-from commlayer.compressors import device as devices
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Cut, State, accumulator
 from commlayer.compressors.feedback import cut_of
@@ -20,6 +19,7 @@ from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.path_program import Decode, Encode, Exchange, Range, Segment
 from commlayer.engine.step import Counters, Step
 from commlayer.errors import CorruptFrame
+from commlayer.gpu import launch
 from commlayer.records import Spec
 
 LENGTH_NBYTES = 16
@@ -71,7 +71,7 @@ class StagedBucket:
         self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
         x = bucket.x
         adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
-        self._kernels = devices.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
+        self._kernels = launch.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
         """Whether the codec can run on x's own device, as well as on the host."""
         self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
         """The host's copy of x, for coding; x itself on CPU."""

@@ -1,15 +1,141 @@
-"""The sparse kernels on a device: selection, ordering, scattering, positions, 4-bit values. Names and results as on the host.
+"""The kernels of codecs on a CUDA device. Names, arguments and results are those of commlayer._core on the host.
 
-Unlike on the host, scattering trusts its positions, and corrupt bytes are found only after scratch positions are written.
+Payload bytes are uint8 tensors on the device of the other arguments, with floats at multiples of 4. A function that returns a
+value waits for the device; the others only queue work. Encoding a non-finite input returns False; the residual then holds the
+finite part. Unlike on the host, scattering trusts its positions, and corrupt bytes are found only after scratch positions are
+written. Positions as blocks of 16 are written in torch except for the block numbers.
 """
 
 from __future__ import annotations
 
 import torch
 
-from commlayer.compressors.device.dense import yes
 from commlayer.errors import CorruptPayload, InvalidInput
-from commlayer.gpu.launch import THREADS, each, start
+from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start, words
+from commlayer.gpu.launch import serves as serves
+
+SEGMENT = 1024
+"""As in cuda/int8.cu."""
+
+
+def yes(like: torch.Tensor) -> torch.Tensor:
+    """A flag of 1 that a kernel may clear."""
+    return torch.ones(1, dtype=torch.int64, device=like.device)
+
+
+def add_f32(acc: torch.Tensor, x: torch.Tensor, w: float = 1.0) -> None:
+    each("dense", "add_f32", acc.numel(), acc, x, acc.numel(), float(w))
+
+
+def add_f16(acc: torch.Tensor, x: torch.Tensor, w: float = 1.0) -> None:
+    each("dense", "add_f16", acc.numel(), acc, x, acc.numel(), float(w))
+
+
+def add_bf16(acc: torch.Tensor, x: torch.Tensor, w: float = 1.0) -> None:
+    each("dense", "add_bf16", acc.numel(), acc, x, acc.numel(), float(w))
+
+
+def _narrow(kernel: str, dst: torch.Tensor, src: torch.Tensor) -> bool:
+    finite = yes(src)
+    each("dense", kernel, src.numel(), dst, src, src.numel(), finite)
+    return bool(finite.item())
+
+
+def f32_to_f16(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    return _narrow("f32_to_f16", dst, src)
+
+
+def f32_to_bf16(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    return _narrow("f32_to_bf16", dst, src)
+
+
+def f16_to_f32(dst: torch.Tensor, src: torch.Tensor) -> None:
+    each("dense", "f16_to_f32", dst.numel(), dst, src, dst.numel())
+
+
+def bf16_to_f32(dst: torch.Tensor, src: torch.Tensor) -> None:
+    each("dense", "bf16_to_f32", dst.numel(), dst, src, dst.numel())
+
+
+def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
+    finite = yes(x)
+    each("dense", "all_finite", x.numel(), x, residual, x.numel(), finite)
+    return bool(finite.item())
+
+
+def within(scales: torch.Tensor, most: float) -> bool:
+    """Whether every float32 in these bytes is from 0 to `most`."""
+    valid = yes(scales)
+    each("dense", "within", scales.nbytes // 4, scales, scales.nbytes // 4, float(most), valid)
+    return bool(valid.item())
+
+
+def largest(src: torch.Tensor, width: int) -> int:
+    """The largest of the unsigned numbers of `width` bytes (1 or 2), or 0 if there are none."""
+    if src.numel() == 0:
+        return 0
+    return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
+
+
+def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """The return value of an encode. If x is not finite, nothing was encoded and the residual takes the finite part of x."""
+    if finite.item():
+        return True
+    if residual is not None:
+        v = residual + x
+        torch.where(torch.isfinite(v), v, residual, out=residual)
+    return False
+
+
+def int8_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+    n = x.numel()
+    if n == 0:
+        return True
+    blocks, finite = -(-n // block), yes(x)
+    most = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+    warps = blocks * -(-block // SEGMENT)
+    start("int8", "int8_most", min(-(-warps * 32 // THREADS), MOST_BLOCKS), most, x, residual, n, block, finite)
+    each("int8", "int8_code", n, q, scale, most, x, residual, n, block, finite)
+    return finite_or_absorbed(finite, x, residual)
+
+
+def int8_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:
+    each("int8", "int8_decode", acc.numel(), acc, q, scale, acc.numel(), block, int(assign))
+
+
+def linear_encode(
+    q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int, bits: int,
+    euclidean: bool, dither: bool, key: int = 0, step: int = 0,
+) -> bool:
+    n, finite = x.numel(), yes(x)
+    each("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, int(euclidean), finite)
+    each("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, int(dither), key, step, finite)
+    return finite_or_absorbed(finite, x, residual)
+
+
+def linear_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, bits: int, assign: bool = False) -> None:
+    each("quantise", "linear_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, bits, int(assign))
+
+
+def onebit_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
+    n, finite = x.numel(), yes(x)
+    each("quantise", "onebit_measure", 32 * -(-n // block), scale, x, residual, n, block, finite)
+    each("quantise", "onebit_code", -(-n // 8), q, scale, x, residual, n, block, finite)
+    return finite_or_absorbed(finite, x, residual)
+
+
+def onebit_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:
+    each("quantise", "onebit_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, int(assign))
+
+
+def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
+    each("draws", "draw_strata", idx.numel(), idx, idx.numel(), n, seed)
+
+
+def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
+    """val = src[idx]."""
+    each("draws", "take", idx.numel(), src, idx, val, idx.numel())
+
 
 TILE = 16 * THREADS
 """Elements that a block scans, as in cuda/select.cu."""
@@ -212,3 +338,71 @@ def trim(
     idx[:keep] = where[kept].to(torch.int32)
     val[:keep] = values[kept]
     return keep
+
+
+BLOCK_NUMEL = 16
+COUNT_NBYTES, MASK_NBYTES = 4, 2
+
+
+def _widened(idx: torch.Tensor) -> torch.Tensor:
+    return idx.to(torch.int64) & 0xFFFFFFFF
+
+
+def _block_numbers(n: int, count: int) -> tuple[int, int, int]:
+    """Blocks below n; the smaller encoding for the numbers of `count` of them; the bytes of that encoding."""
+    blocks = -(-n // BLOCK_NUMEL)
+    kind, nbytes = smaller(blocks, count)
+    return blocks, kind, nbytes
+
+
+def _blocks_nbytes(n: int, count: int) -> int:
+    return COUNT_NBYTES + _block_numbers(n, count)[2] + MASK_NBYTES * count if count else 0
+
+
+def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
+    return _blocks_nbytes(n, (_widened(idx) // BLOCK_NUMEL).unique_consecutive().numel())
+
+
+def blocks_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
+    """`out` has exactly the size of the encoded positions."""
+    where = _widened(idx)
+    numbers, owner = (where // BLOCK_NUMEL).unique_consecutive(return_inverse=True)
+    count = numbers.numel()
+    if count == 0:
+        return 0
+    blocks, kind, middle = _block_numbers(n, count)
+    bits = (1 << where % BLOCK_NUMEL).to(torch.int32)
+    masks = torch.zeros(count, dtype=torch.int32, device=idx.device).index_add_(0, owner, bits)
+    packed = words(middle, idx.device)
+    (bitmap_encode if kind == BITMAP else ef_encode)(packed, numbers.to(torch.int32), blocks)
+    head = torch.tensor([count], dtype=torch.int64).to(torch.int32).view(torch.uint8).to(idx.device)
+    torch.cat([head, packed, masks.to(torch.int16).view(torch.uint8)], out=out)
+    return out.numel()
+
+
+def blocks_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
+    k = idx.numel()
+    if k == 0 and src.numel() == 0:
+        return
+    corrupt = CorruptPayload(f"positions: bytes are not {k} positions below {n}")
+    if src.numel() < COUNT_NBYTES:
+        raise corrupt
+    count = int.from_bytes(bytes(src[:COUNT_NBYTES].tolist()), "little")
+    if not 1 <= count <= min(k, -(-n // BLOCK_NUMEL)) or src.numel() != _blocks_nbytes(n, count):
+        raise corrupt
+    blocks, kind, middle = _block_numbers(n, count)
+    numbers = torch.empty(count, dtype=torch.int32, device=idx.device)
+    packed = src[COUNT_NBYTES : COUNT_NBYTES + middle]
+    try:
+        (bitmap_decode if kind == BITMAP else ef_decode)(numbers, blocks, packed)
+    except CorruptPayload:
+        raise corrupt from None
+    halves = src[COUNT_NBYTES + middle :].clone().view(torch.int16).to(torch.int32)
+    bits = (halves[:, None] >> torch.arange(BLOCK_NUMEL, dtype=torch.int32, device=idx.device)) & 1
+    block, bit = bits.nonzero(as_tuple=True)
+    if block.numel() != k or not bits.any(1).all():
+        raise corrupt
+    where = _widened(numbers)[block] * BLOCK_NUMEL + bit
+    if int(where[-1]) >= n:
+        raise corrupt
+    idx.copy_(where.to(torch.int32))
