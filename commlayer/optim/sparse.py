@@ -107,7 +107,7 @@ class LazyOptimizer(Optimizer):
             self._kernels(p).huge_pages(flat(p))
         if "stamp" not in state and self._changes_untouched(group):
             stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
-            state.update(stamp=stamp, rows=self._no_steps, made=0, swept=0)
+            state.update(stamp=stamp, rows=self._no_steps, lazy_steps=0, sweep_position=0)
         if "stamp" not in state:
             self._touch(group, p, entries, None)
             return
