@@ -11,7 +11,7 @@ Adam: let q be sqrt(v) at the last touch. Step i after that would have moved the
 decay by known factors. W_i combines those of m over those of sqrt(v), the rate and the bias corrections; E_i is eps over the
 same decay of sqrt(v). So the sum over k steps depends on q and m alone, by the same function for all elements. Where eps is
 small relative to q, the sum is m / q times the sum of W. Elsewhere two terms W / (q + E) with the first four moments of all k
-terms replace them (Gauss quadrature). docs/optimizers.md states the accuracy.
+terms replace them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
 
 Kernels: native if built, else torch operations; on a GPU cuda/lazy.cu. native/include/commlayer.h specifies each kernel.
 Without CuPy a GPU runs the torch operations, which are slower.
@@ -244,7 +244,7 @@ NO_ROWS = torch.zeros(ROWS, 4)
 class SparseSGD(LazyOptimizer):
     """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
 
-    `lag`: no weight is more than `lag` steps out of date; see docs/optimizers.md.
+    `lag`: no weight is more than `lag` steps out of date; see docs/how-to/optimizers.md.
 
     >>> optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)  # doctest: +SKIP
     """
@@ -327,7 +327,7 @@ class SparseAdamW(LazyOptimizer):
     """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
 
     Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: no weight is more than `lag`
-    steps out of date; see docs/optimizers.md.
+    steps out of date; see docs/how-to/optimizers.md.
 
     >>> optimizer = SparseAdamW(model.parameters(), lr=3e-4)  # doctest: +SKIP
     """
