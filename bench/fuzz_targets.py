@@ -195,17 +195,20 @@ VIEW = View(1, MEMBERS, (records.ServerInfo(0, "127.0.0.1:7001"),), "digest")
 
 
 def _messages() -> list[Any]:
-    gone, overdue = messages.Gone("worker 1", "finished", 5), messages.Overdue(7, (1, 2), 600.0)
+    gone, overdue = messages.PeerExit("worker 1", "finished", 5), messages.Overdue(7, (1, 2), 600.0)
     return [
-        messages.worker("job", 0, 2, plan=b"a plan"), messages.server("127.0.0.1:7001", streams="127.0.0.1:7000"),
-        messages.Seat(view=VIEW, plan=b"a plan", rank=1), messages.Seat(error="no"), messages.Part("digest", 40, 8, bytes(16)),
+        messages.worker_request("job", 0, 2, plan=b"a plan"),
+        messages.server_request("127.0.0.1:7001", streams="127.0.0.1:7000"),
+        messages.JoinReply(view=VIEW, plan=b"a plan", rank=1), messages.JoinReply(error="no"),
+        messages.PlanPart("digest", 40, 8, bytes(16)),
         messages.Heartbeat("token", dropped=(gone,), overdue=overdue), gone, overdue,
-        messages.Pulse(lost=(gone,), left=(gone, gone)), messages.Leave("token", "finished", 3),
-        messages.attend(2, 1, name="home"), messages.Attended(missing="worker 1"),
-        messages.Attended(first=0, world=3, node=1, nodes=2),
-        messages.Ask("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),
-        messages.Kept((b"there", None), sum=3), messages.Kept(error="worker 1: gone"), messages.About(bytes(5), 7),
-        messages.Told("1", 1, 4, 1.5, 3, 1, (ServerInfo(0, "127.0.0.1:7001"),), data=bytes(7)),
+        messages.HeartbeatReply(lost=(gone,), left=(gone, gone)), messages.Leave("token", "finished", 3),
+        messages.site_request(2, 1, name="home"), messages.SiteReply(missing="worker 1"),
+        messages.SiteReply(first=0, world=3, node=1, nodes=2),
+        messages.KvRequest("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),
+        messages.KvReply((b"there", None), sum=3), messages.KvReply(error="worker 1: gone"),
+        messages.StatusRequest(bytes(5), 7),
+        messages.StatusReply("1", 1, 4, 1.5, 3, 1, (ServerInfo(0, "127.0.0.1:7001"),), data=bytes(7)),
     ]
 
 
@@ -239,8 +242,8 @@ def calls() -> Target:
 
 def joining() -> Target:
     """Requests that decode are decided on; the state that comes of it is kept for a while."""
-    examples = [messages.pack(one) for one in (messages.worker("job", rank, 2, plan=b"p") for rank in (0, 1))]
-    examples.append(messages.pack(messages.server("127.0.0.1:7001")))
+    examples = [messages.pack(one) for one in (messages.worker_request("job", rank, 2, plan=b"p") for rank in (0, 1))]
+    examples.append(messages.pack(messages.server_request("127.0.0.1:7001")))
     kept = [membership.State(0, 1)]
 
     def read(data: bytes, rng: random.Random) -> None:
@@ -257,12 +260,12 @@ def joining() -> Target:
 
 def parts_of_plans() -> Target:
     plan = bytes(range(256)) * 4
-    parts = [messages.Part(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
+    parts = [messages.PlanPart(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
     examples = [messages.pack(part) for part in parts]
     known = coordinator.Plans()
 
     def read(data: bytes, _: random.Random) -> None:
-        part = messages.unpack(data, messages.Part, "worker 0")
+        part = messages.unpack(data, messages.PlanPart, "worker 0")
         if part.nbytes <= CAP_NBYTES or part.nbytes > messages.MAX_PLAN_NBYTES:
             known.take(part)
             known.whole(part.plan_digest)

@@ -123,7 +123,7 @@ def attend(pipe: Any, place: int) -> None:
     from commlayer.cluster.site_client import Attendance
 
     config = read_config()
-    attendance = Attendance(config.join, config, messages.attend(1, place), lambda line: print(line, file=sys.stderr))
+    attendance = Attendance(config.join, config, messages.site_request(1, place), lambda line: print(line, file=sys.stderr))
     seat = attendance.meet(START_S)
     first, joins = (seat.world - 1, seat.first) if seat.joins else (seat.first, -1)
     pipe.send((Launch(first, seat.world, 0, 1, seat.node, seat.node, attendance.request.home, joins), seat.nodes,

@@ -16,7 +16,7 @@ from bench.chaos.simulated_desk import Desk
 from bench.chaos.simulated_member import Member
 from bench.chaos.simulated_service import Books, Ledger, Service, Waits
 from commlayer.cluster.epoch_change import wire_generation
-from commlayer.cluster.messages import FINISHED, Ask
+from commlayer.cluster.messages import FINISHED, KvRequest
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
 from commlayer.transport.protocol import Header, Message
@@ -59,7 +59,7 @@ class Agreement:
         self.members = [Member(self, rank, self.desk.view, servers) for rank in range(workers)]
         self._up: list[list[list[tuple[Header, bytes]]]] = [[[] for _ in range(servers)] for _ in range(workers)]
         self._down: list[list[list[tuple[Header, bytes]]]] = [[[] for _ in range(servers)] for _ in range(workers)]
-        self._late: list[Ask] = []
+        self._late: list[KvRequest] = []
         self._unjudged: list[int] = []
         self._came, self._phases = Counter[str](), [""] * workers
         self._deaths = [self._dealt(n) for n in range(self.chance.choice((0, 1, 1, 2, 2, 3)))]
@@ -101,7 +101,7 @@ class Agreement:
         self.counts["calls lost"] += lost
         return lost
 
-    def late(self, asked: Ask) -> None:
+    def late(self, asked: KvRequest) -> None:
         if self.chance.random() < 0.5:
             self._late.append(asked)
 

@@ -9,9 +9,9 @@ import msgspec
 from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.membership import State
-from commlayer.cluster.messages import FINISHED, Ask, Heartbeat, Join, Kept, Pulse
-from commlayer.cluster.rendezvous_service import Gathering
-from commlayer.cluster.sites import Door
+from commlayer.cluster.messages import FINISHED, Heartbeat, HeartbeatReply, Join, KvReply, KvRequest
+from commlayer.cluster.rendezvous_service import RendezvousService
+from commlayer.cluster.sites import AdmissionState
 from commlayer.records import View
 
 PLAN = b"a plan"
@@ -20,7 +20,7 @@ PLAN = b"a plan"
 class Beaten(NamedTuple):
     """What a heartbeat brings, and of which moment that is."""
 
-    pulse: Pulse
+    pulse: HeartbeatReply
     version: int
 
 
@@ -32,15 +32,15 @@ class Desk:
         self.version = 0
         """Of all that anybody could hear: who waits need not ask again before it has changed."""
         for number in range(servers):
-            self._joins(messages.server(f"10.99.0.{number + 1}:7001", number=number))
-        self._gathering = Gathering(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
+            self._joins(messages.server_request(f"10.99.0.{number + 1}:7001", number=number))
+        self._gathering = RendezvousService(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
         for rank in range(workers):
-            self._joins(messages.worker("a job", rank, workers, plan=PLAN, regroups=True))
+            self._joins(messages.worker_request("a job", rank, workers, plan=PLAN, regroups=True))
             self._attends(rank)
         self._gathering.begin()
 
     def _attends(self, rank: int) -> None:
-        said = self._gathering.attend(msgspec.structs.replace(messages.attend(1), home=home_of(rank)))
+        said = self._gathering.attend(msgspec.structs.replace(messages.site_request(1), home=home_of(rank)))
         assert not said.error, said.error
 
     def _joins(self, request: Join) -> None:
@@ -71,19 +71,19 @@ class Desk:
                 if p.join.kind == "worker" and (p.dead or p.left not in ("", FINISHED))
                 and not membership.unjudged(self.state, p)}
 
-    def _door(self) -> Door:
+    def _door(self) -> AdmissionState:
         return epoch_change.door(self.state)
 
     # ---- calls
 
-    def ask(self, asked: Ask) -> Kept:
+    def ask(self, asked: KvRequest) -> KvReply:
         """As Gathering.ask, of one that does not wait."""
         call = self._gathering.ask(asked)
         try:
             call.send(None)
         except StopIteration as done:
             self.version += bool(asked.put)
-            kept: Kept = done.value
+            kept: KvReply = done.value
             return kept
         raise AssertionError("it waits, though nobody asked it to")
 

@@ -14,7 +14,7 @@ import msgspec
 from bench.chaos.simulated_desk import Desk, home_of
 from bench.chaos.simulated_service import Books, Part, body_of, number_of
 from commlayer.cluster.epoch_change import ViewChange, wire_generation
-from commlayer.cluster.messages import FINISHED, Ask, Kept, Pulse
+from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest
 from commlayer.engine import agreement
 from commlayer.engine.agreement import Found, Says, Standing, Word, name_of
 from commlayer.records import View
@@ -67,7 +67,7 @@ class Job(Protocol):
         """Whether a call, or its answer, is lost."""
         ...
 
-    def late(self, asked: Ask) -> None:
+    def late(self, asked: KvRequest) -> None:
         """What was lost comes after all."""
         ...
 
@@ -133,7 +133,7 @@ class Member:
                 self._pulse(pulse)
         return True
 
-    def _pulse(self, pulse: Pulse) -> None:
+    def _pulse(self, pulse: HeartbeatReply) -> None:
         """As client.py and uplink.py have it."""
         self._left |= {gone.peer: gone.exchanges for gone in pulse.left if gone.reason == FINISHED}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
@@ -244,7 +244,7 @@ class Member:
         self.phase = "meets"
         want = tuple((f"script{self.view.generation}/{self.step}/{m.rank}", m.rank) for m in self.view.members)
         own = next((name, b"") for name, rank in want if rank == self.rank)
-        asked = Ask(home_of(self.rank), (own,), want=want, without=True)
+        asked = KvRequest(home_of(self.rank), (own,), want=want, without=True)
         while True:
             version = self._job.desk.version
             kept = yield from self._calls(asked, for_ever=True)
@@ -340,7 +340,7 @@ class Member:
         while True:
             version, newer, there = self._job.desk.version, self.newest is not view, here()
             try:
-                kept = yield from self._calls(Ask(home_of(self.rank), put, want=want, view=view.generation))
+                kept = yield from self._calls(KvRequest(home_of(self.rank), put, want=want, view=view.generation))
             except Lost:
                 if self.newest is view and not (yield from self._hears_of(view)):
                     raise
@@ -366,7 +366,7 @@ class Member:
             yield True
         return True
 
-    def _calls(self, asked: Ask, *, for_ever: bool = False) -> Doing[Kept]:
+    def _calls(self, asked: KvRequest, *, for_ever: bool = False) -> Doing[KvReply]:
         """As home.Desk.ask: what is lost is said again, and some of it comes in the end."""
         while True:
             yield True

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from commlayer.cluster import coordinator_journal, epoch_change, membership, messages
-from commlayer.cluster.coordinator_journal import Kept
+from commlayer.cluster.coordinator_journal import CoordinatorRecord
 from commlayer.cluster.membership import State
-from commlayer.cluster.messages import FINISHED, Heartbeat, Join, Overdue, Pulse, Seat
+from commlayer.cluster.messages import FINISHED, Heartbeat, HeartbeatReply, Join, JoinReply, Overdue
 from commlayer.records import View
 
 BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0
@@ -76,7 +76,7 @@ class Members:
         self._views: dict[int, View] = {}
         """By generation: what anybody was told of it."""
         self._dead: set[str] = set()
-        self.processes = [self._born(messages.server("10.99.0.1:7001", number=0))]
+        self.processes = [self._born(messages.server_request("10.99.0.1:7001", number=0))]
         self.processes += [self._born(self._worker(rank)) for rank in range(self.workers)]
         if self.least:
             for late in range(self.chance.randint(0, 2)):
@@ -94,7 +94,8 @@ class Members:
         return process
 
     def _worker(self, rank: int) -> Join:
-        return messages.worker("a job", rank, self.workers if rank < self.workers else 0, plan=PLAN, regroups=self.least > 0)
+        return messages.worker_request("a job", rank, self.workers if rank < self.workers else 0, plan=PLAN,
+                                       regroups=self.least > 0)
 
     def _deal(self) -> None:
         """What breaks."""
@@ -143,7 +144,7 @@ class Members:
         self.up = True
         self._heard = {}
         if self.disk:
-            self.state = coordinator_journal.taken_up(coordinator_journal.unpacked(self.disk), self.now)
+            self.state = coordinator_journal.resumed_state(coordinator_journal.decode_record(self.disk), self.now)
             self._heard = dict.fromkeys(self.state.places, self.now)
         else:
             self.state = State(self.workers, 1, min_workers=self.least)
@@ -156,16 +157,16 @@ class Members:
         ranks = [] if view is None or view == before.view else [m.rank for m in view.members]
         if view is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
             self._wrong(f"view {view.generation} has worker {again[0]}, which somebody was told is dead")
-        if view is None or coordinator_journal.seats(before) == coordinator_journal.seats(self.state):
+        if view is None or coordinator_journal.journaled_part(before) == coordinator_journal.journaled_part(self.state):
             return
         dice = self.chance.random() if self.now < CALM_S else 1.0
         if dice >= 0.02:
-            self.disk = coordinator_journal.packed(Kept("", "", self.state))
+            self.disk = coordinator_journal.encode_record(CoordinatorRecord("", "", self.state))
         if dice < 0.04:
             self._down()
             raise Killed
 
-    def _joined(self, request: Join) -> Seat:
+    def _joined(self, request: Join) -> JoinReply:
         before = self.state
         late = before.view is not None and request.token not in before.places and request.kind == "worker"
         self.state, seat = (epoch_change.admit if late else membership.join)(before, request, self.now)
@@ -173,7 +174,7 @@ class Members:
         self._writes(before)
         return seat
 
-    def _beaten(self, beat: Heartbeat) -> Pulse:
+    def _beaten(self, beat: Heartbeat) -> HeartbeatReply:
         before = self.state
         self._heard[beat.token] = self.now
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
@@ -186,11 +187,11 @@ class Members:
         self._writes(before)
         return pulse
 
-    def _left(self, process: Process, reason: str) -> Pulse:
+    def _left(self, process: Process, reason: str) -> HeartbeatReply:
         before = self.state
         self.state = membership.leave(before, process.request.token, reason, 0)
         self._writes(before)
-        return Pulse()
+        return HeartbeatReply()
 
     def _ticks(self) -> None:
         self.at(self.now + TICK_S, self._ticks)
@@ -250,7 +251,7 @@ class Members:
         if process.view is None and self._again(process, ASK_S, self._asks):
             self._calls(process, lambda: self._joined(process.request), lambda seat: self._seated(process, seat))
 
-    def _seated(self, process: Process, seat: Seat) -> None:
+    def _seated(self, process: Process, seat: JoinReply) -> None:
         if process.view is not None:
             return
         if seat.error:
@@ -276,7 +277,7 @@ class Members:
         late = tuple(p.rank for p in hung if self.now - p.hangs_s >= LIMIT_S)
         return Overdue(1, late, LIMIT_S) if hung else None
 
-    def _pulse(self, process: Process, pulse: Pulse) -> None:
+    def _pulse(self, process: Process, pulse: HeartbeatReply) -> None:
         if pulse.view is not None:
             self._takes(process, pulse.view)
         assert process.view is not None

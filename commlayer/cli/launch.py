@@ -53,7 +53,7 @@ def launch(
     from commlayer.cluster import messages
     from commlayer.cluster.site_client import Attendance
 
-    attendance = Attendance(config.join, config, messages.attend(nproc_per_node, node_rank), _say)
+    attendance = Attendance(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
     try:
         seat = attendance.meet(wait)

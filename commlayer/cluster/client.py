@@ -46,7 +46,7 @@ ASK_S = 0.05
 """Shortest timeout of a heartbeat call."""
 OnSilence = Callable[[float], None]
 """Called with the seconds without an answer from the coordinator, once they reach dead_after_s, after every attempt."""
-OnLeft = Callable[[messages.Gone], None]
+OnLeft = Callable[[messages.PeerExit], None]
 OnView = Callable[[View], None]
 """Called for a newer view, whose members continue without the others."""
 
@@ -57,7 +57,7 @@ class Membership:
     `keep`: a child process continues the heartbeats while this process's threads wait for the GIL; see child_processes.py.
     """
 
-    def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.Seat, config: Config,
+    def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.JoinReply, config: Config,
                  on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, on_left: OnLeft, *,
                  keep: bool) -> None:
         assert seat.view is not None
@@ -69,7 +69,7 @@ class Membership:
         self.plan = seat.plan
         self.rank = seat.rank
         self.name = f"{request.kind} {seat.rank}"
-        self.left: dict[str, messages.Gone] = {}
+        self.left: dict[str, messages.PeerExit] = {}
         """Peers that left, by name. An orderly leave is a failure only if another process waits for that peer."""
         self.over = ended
         """Set when every worker has left or died, so that a server may end."""
@@ -88,7 +88,7 @@ class Membership:
         """Peers whose machine closed the data connection without an orderly end. Set by owners of data connections."""
         self.ended: Callable[[], tuple[str, ...]] = tuple
         """Workers that closed their connections in order. Set by a server, as the next two."""
-        self.dropped: Callable[[], tuple[messages.Gone, ...]] = tuple
+        self.dropped: Callable[[], tuple[messages.PeerExit, ...]] = tuple
         """Workers that were disconnected because they broke the protocol."""
         self.overdue: Callable[[], messages.Overdue | None] = lambda: None
         """Workers that keep sums waiting."""
@@ -111,7 +111,8 @@ class Membership:
         delivered, until = False, time.monotonic() + patience_s
         while not delivered:
             try:
-                pulse = self._link.call("Leave", messages.Leave(self._token, reason, exchanges), messages.Pulse, self._call_s)
+                pulse = self._link.call("Leave", messages.Leave(self._token, reason, exchanges), messages.HeartbeatReply,
+                                        self._call_s)
             except CommError as error:
                 if isinstance(error, DeadlineExceeded) and time.monotonic() < until:
                     continue
@@ -143,7 +144,7 @@ class Membership:
             try:
                 beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended(),
                                           in_force=self.view.generation, dropped=self.dropped(), overdue=self.overdue())
-                pulse = self._link.call("Heartbeat", beat, messages.Pulse, wait_s)
+                pulse = self._link.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence",
@@ -166,7 +167,7 @@ class Membership:
                 self._keeper.look()
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
-    def _take(self, pulse: messages.Pulse) -> None:
+    def _take(self, pulse: messages.HeartbeatReply) -> None:
         new = [gone for gone in pulse.left if gone.peer not in self.left]
         self.left |= {gone.peer: gone for gone in new}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
@@ -233,7 +234,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
                     pause_s = min(2 * pause_s, POLL_S[1])
                     continue
             try:
-                seat = link.call("Join", short, messages.Seat, min(CALL_S, left_s))
+                seat = link.call("Join", short, messages.JoinReply, min(CALL_S, left_s))
                 if seat.plan_wanted:
                     link.send_plan(request.plan, min(CALL_S, left_s))
             except (PeerLost, DeadlineExceeded):
@@ -420,8 +421,8 @@ class CoordinatorChannel:
         digest = messages.digest_of(plan)
 
         def send(begin: int) -> None:
-            part = messages.Part(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
-            self.call("Part", part, messages.Pulse, timeout_s)
+            part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
+            self.call("Part", part, messages.HeartbeatReply, timeout_s)
 
         with futures.ThreadPoolExecutor(AHEAD, "commlayer-plan") as pool:
             for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
@@ -430,7 +431,7 @@ class CoordinatorChannel:
     def leave_quietly(self, token: str, reason: str) -> None:
         """Removes a registration after waiting was given up. If that fails, the coordinator detects the silence."""
         try:
-            self.call("Leave", messages.Leave(token, reason), messages.Pulse, 1.0)
+            self.call("Leave", messages.Leave(token, reason), messages.HeartbeatReply, 1.0)
         except CommError as error:
             log.info("left without notice: %s", error)
 

@@ -19,12 +19,22 @@ import msgspec
 from commlayer import config as settings
 from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.coordinator_journal import CoordinatorJournal, Kept, seats, taken_up
+from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
 from commlayer.cluster.grpc_server import Answer, CallQuota, GrpcPort, Host, TooMany, check_free
 from commlayer.cluster.membership import State
-from commlayer.cluster.messages import ABOUT_NBYTES, MAX_PLAN_NBYTES, PROTOCOL, About, Part, Told, digest_of, fit, version
-from commlayer.cluster.rendezvous_service import Gathering
-from commlayer.cluster.sites import Door
+from commlayer.cluster.messages import (
+    MAX_PLAN_NBYTES,
+    MAX_STATUS_NBYTES,
+    PROTOCOL,
+    PlanPart,
+    StatusReply,
+    StatusRequest,
+    digest_of,
+    sanitize,
+    version,
+)
+from commlayer.cluster.rendezvous_service import RendezvousService
+from commlayer.cluster.sites import AdmissionState
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
 from commlayer.records import Record, ServerInfo
@@ -68,7 +78,7 @@ class Coordinator:
         self.over, self._empty = ended or threading.Event(), threading.Event()
         self._journal, self._made, self._again = journal, made, not embedded
         if journal is not None and journal.found is not None:
-            self._state = taken_up(journal.found, clock())
+            self._state = resumed_state(journal.found, clock())
             log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
                         self._state.workers, config.journal)
         else:
@@ -93,20 +103,21 @@ class Coordinator:
         self._quota = CallQuota()
         self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
-        self._gathering = Gathering(workers, config.dead_after_s, self._lost, self._audit, config.min_workers, door=self._door,
+        self._gathering = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
+                                            door=self._door,
                                     journal=None if journal is None else journal.meeting,
                                     noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._gathering.begin()
         self._port.start(Host({
             CHALLENGE: self._challenge,
-            "Attend": self._method("Attend", messages.Attend, self._attend, certified=self._named),
-            "Ask": self._awaited("Ask", messages.Ask, self._gathering.ask),
-            "Part": self._method("Part", messages.Part, self._part),
+            "Attend": self._method("Attend", messages.RegisterSite, self._attend, certified=self._named),
+            "Ask": self._awaited("Ask", messages.KvRequest, self._gathering.ask),
+            "Part": self._method("Part", messages.PlanPart, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
-            "About": self._method("About", messages.About, self._about),
+            "About": self._method("About", messages.StatusRequest, self._about),
         }, [self._port.streams(self._stream)], self._broke))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
@@ -166,7 +177,7 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=name, serial=serial,
                                        dials_only=caller is not None and caller.dials_only)
 
-    def _named(self, request: messages.Attend, caller: Certified | None) -> messages.Attend:
+    def _named(self, request: messages.RegisterSite, caller: Certified | None) -> messages.RegisterSite:
         if caller is not None and caller.serial in self._revoked:
             raise Unproved
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
@@ -183,12 +194,12 @@ class Coordinator:
         places = self._state.places.values()
         return self._gathering.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
 
-    def _door(self) -> Door:
+    def _door(self) -> AdmissionState:
         with self._lock:
             return epoch_change.door(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
                                    max(self._patience_s, self._dead_after_s))
 
-    def _attend(self, request: messages.Attend) -> messages.Attended:
+    def _attend(self, request: messages.RegisterSite) -> messages.SiteReply:
         """Registers a home. If it is the restart of a home, it replaces its earlier process, which is dead from now on."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
@@ -217,10 +228,10 @@ class Coordinator:
         self._port.end(peer)
         raise TooMany(f"{who} {why}")
 
-    def _part(self, request: messages.Part) -> Record:
+    def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
             self._plans.take(request)
-        return messages.Pulse()
+        return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
         with self._lock:
@@ -231,7 +242,7 @@ class Coordinator:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.places
             if self._again and not known and (why := membership.failure(self._state)):
-                return messages.Seat(missing=f"the job before has ended ({without_code(why)}), and another one begins")
+                return messages.JoinReply(missing=f"the job before has ended ({without_code(why)}), and another one begins")
             late = began and not known and request.kind == "worker"
             self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
@@ -279,7 +290,7 @@ class Coordinator:
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
         return pulse
 
-    def _about(self, request: messages.About) -> Record:
+    def _about(self, request: messages.StatusRequest) -> Record:
         with self._lock:
             state = self._state
         reply = told(state, request, time.time())
@@ -335,8 +346,8 @@ class Coordinator:
 
     def _write_down(self, before: membership.State) -> None:
         """Journals changed registrations, once the job has begun."""
-        if self._journal is not None and self._state.view is not None and seats(before) != seats(self._state):
-            self._journal.write(Kept(self.address, self._made, self._state))
+        if self._journal is not None and self._state.view is not None and journaled_part(before) != journaled_part(self._state):
+            self._journal.write(CoordinatorRecord(self.address, self._made, self._state))
 
     def _regroup(self, before: membership.State) -> None:
         """Makes a view of the remaining workers, if there are enough of them. Call it under the lock that was held when a
@@ -410,7 +421,7 @@ class Coordinator:
                 grpc_stream.running().call_later(PROVE_S, self._refuse, peer)
             raise
         self._suspects.pop(peer, None)
-        return fit(messages.unpack(body, kind, peer)), caller
+        return sanitize(messages.unpack(body, kind, peer)), caller
 
     def _refuse(self, peer: str) -> None:
         """Logs the refusal of a connection that has proved no call since. The first calls of a member that reconnects use the
@@ -448,7 +459,7 @@ class Plans:
         self._coming: dict[str, _Coming] = {}
         self._whole: dict[str, bytes] = {}
 
-    def take(self, part: Part) -> None:
+    def take(self, part: PlanPart) -> None:
         """Adds a part. CorruptFrame if it fits no plan; nothing has changed then."""
         end = part.begin + len(part.data)
         if part.plan_digest in self._whole:
@@ -480,11 +491,12 @@ class Plans:
         return self._whole.get(digest, b"")
 
 
-def told(state: State, request: About, time_s: float) -> Told:
+def told(state: State, request: StatusRequest, time_s: float) -> StatusReply:
     """`time_s`: wall-clock time."""
     present = [place for place in state.places.values() if place.here]
-    filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, ABOUT_NBYTES)))
-    return Told(version(), PROTOCOL, framing.VERSION, time_s, state.workers, sum(p.join.kind == "worker" for p in present),
+    filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES)))
+    return StatusReply(version(), PROTOCOL, framing.VERSION, time_s, state.workers,
+                       sum(p.join.kind == "worker" for p in present),
                 tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
                       for p in present if p.join.kind == "server"), state.view is not None,
                 state.view.plan if state.view is not None else "", filler)

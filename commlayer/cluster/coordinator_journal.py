@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.cluster.kv_store import Added, Change, Dropped, Put
+from commlayer.cluster.kv_store import Change, KeysDropped, NumberAdded, ValueSet
 from commlayer.cluster.membership import Place, State
 from commlayer.cluster.server_journal import hold
-from commlayer.cluster.sites import Homes
+from commlayer.cluster.sites import Sites
 from commlayer.errors import one_line
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED, Record
@@ -31,7 +31,7 @@ NAME = "coordinator.state"
 MAGIC = b"CMLC0001"
 
 
-class Kept(Record, frozen=True):
+class CoordinatorRecord(Record, frozen=True):
     """The file's contents."""
 
     address: str
@@ -47,23 +47,23 @@ class CoordinatorJournal:
         self._path = Path(folder) / NAME
         self._lock = hold(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
         self._failed = False
-        self.meeting = MeetingJournal(folder)
-        self.found: Kept | None = None
+        self.meeting = KvJournal(folder)
+        self.found: CoordinatorRecord | None = None
         with contextlib.suppress(FileNotFoundError):
             data = self._path.read_bytes()
             try:
-                self.found = unpacked(data)
+                self.found = decode_record(data)
             except msgspec.MsgspecError as error:
                 log.warning("journal %s cannot be read (%s): nothing of it is used", self._path, error)
         if self.found is None:
             self.meeting.forget()
 
-    def write(self, kept: Kept) -> None:
+    def write(self, kept: CoordinatorRecord) -> None:
         if self._failed:
             return
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole({self._path: packed(kept)}, mode=0o600)  # it may hold the secret
+            write_whole({self._path: encode_record(kept)}, mode=0o600)  # it may hold the secret
         except OSError as error:
             self.forget()
             self._failed = True
@@ -81,7 +81,7 @@ class CoordinatorJournal:
         self.meeting.close()
 
 
-def packed(kept: Kept) -> bytes:
+def encode_record(kept: CoordinatorRecord) -> bytes:
     """The file's contents, without times."""
     timeless = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
                 for token, place in kept.state.places.items()}
@@ -89,20 +89,20 @@ def packed(kept: Kept) -> bytes:
     return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
 
 
-def unpacked(data: bytes) -> Kept:
+def decode_record(data: bytes) -> CoordinatorRecord:
     """The reverse of packed(). MsgspecError if the data is malformed."""
     if not data.startswith(MAGIC):
         raise msgspec.DecodeError("it begins with something else")
-    return msgspec.msgpack.decode(data[len(MAGIC) :], type=Kept)
+    return msgspec.msgpack.decode(data[len(MAGIC) :], type=CoordinatorRecord)
 
 
-def taken_up(kept: Kept, now: float) -> State:
+def resumed_state(kept: CoordinatorRecord, now: float) -> State:
     """The state of a coordinator that resumes: all processes count as just heard from."""
     places: dict[str, Place] = {token: msgspec.structs.replace(place, seen_s=now) for token, place in kept.state.places.items()}
     return msgspec.structs.replace(kept.state, places=places, ticked_s=now)
 
 
-def seats(state: State) -> tuple[object, ...]:
+def journaled_part(state: State) -> tuple[object, ...]:
     """The part of the state whose change requires a write."""
     return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.places.items())
 
@@ -123,13 +123,13 @@ SLACK_NBYTES = 64 << 20
 CHUNK_NBYTES = 1 << 20
 
 
-class Known(Record, frozen=True, tag=True):
+class SitesRecord(Record, frozen=True, tag=True):
     """The homes from now on, without times."""
 
-    homes: Homes
+    homes: Sites
 
 
-class MeetingJournal:
+class KvJournal:
     """Of one process, whose CoordinatorJournal holds the folder's lock."""
 
     def __init__(self, folder: str) -> None:
@@ -137,9 +137,9 @@ class MeetingJournal:
         self._lock = threading.RLock()
         self._file, self._nbytes, self._most_nbytes = -1, 0, 0
         self._closed = False
-        self._whole: Callable[[], Iterable[Known | Change]] = tuple
+        self._whole: Callable[[], Iterable[SitesRecord | Change]] = tuple
 
-    def read(self) -> Iterator[Known | Change]:
+    def read(self) -> Iterator[SitesRecord | Change]:
         """The intact records of an earlier process; none if there is no file."""
         try:
             with self._path.open("rb") as file:
@@ -155,14 +155,14 @@ class MeetingJournal:
                         log.warning("journal %s: its last %d bytes are not whole, and nothing of them is used", self._path,
                                     left_nbytes)
                         return
-                    yield msgspec.msgpack.decode(data, type=Known | Put | Added | Dropped)
+                    yield msgspec.msgpack.decode(data, type=SitesRecord | ValueSet | NumberAdded | KeysDropped)
                     left_nbytes -= len(head) + nbytes
         except FileNotFoundError:
             return
         except (OSError, *MALFORMED) as error:
             log.warning("journal %s cannot be read on: %s", self._path, one_line(error))
 
-    def begin(self, whole: Callable[[], Iterable[Known | Change]]) -> None:
+    def begin(self, whole: Callable[[], Iterable[SitesRecord | Change]]) -> None:
         """Rewrites the file with the records of `whole`, now and whenever it has grown too much."""
         with self._lock:
             if self._closed:
@@ -188,7 +188,7 @@ class MeetingJournal:
                     os.close(former)
             self._most_nbytes = 2 * self._nbytes + SLACK_NBYTES
 
-    def note(self, record: Known | Change) -> None:
+    def note(self, record: SitesRecord | Change) -> None:
         """Appends a record. When it returns, a later process will find it."""
         with self._lock:
             if self._file < 0:
@@ -236,6 +236,6 @@ class MeetingJournal:
                     error.strerror)
 
 
-def _packed(record: Known | Change) -> bytes:
+def _packed(record: SitesRecord | Change) -> bytes:
     data = msgspec.msgpack.encode(record)
     return _HEAD.pack(len(data), crc32c(data, crc32c(_SIZE.pack(len(data))))) + data

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import structs
 
 from commlayer.cluster.membership import Place, State, Taken, conflict, cut, failure, over
-from commlayer.cluster.messages import FINISHED, Gone, Join, Overdue, Pulse, Seat, incompatible
-from commlayer.cluster.sites import Door, Unmet
+from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
+from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.errors import CorruptFrame, coded, one_line, without_code
 from commlayer.records import MALFORMED, Member, Record, View
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
@@ -121,7 +121,7 @@ def _hung(state: State, until: float) -> dict[int, str]:
             for p, overdue in reversed(late.said) for rank in p.hangs if rank in ranks}
 
 
-def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapping[int, float], patience_s: float
+def awaited(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
             ) -> dict[int, str]:
     """Workers that let others wait in the homes' store, by rank with the reason. A caller evicts those that a later call
     returns again.
@@ -153,11 +153,11 @@ def awaited(state: State, meetings: Sequence[Unmet], limit_s: float, ago_s: Mapp
     return {} if summing and free - late.keys() else late
 
 
-def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> Door:
+def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
     """Whether the running job admits homes. A worker is silent after `noticed_s`, and evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
-        return Door()
+        return AdmissionState()
     seated = [workers[m.rank] for m in view.members]
     present = sum(p.here for p in seated)
     return msgspec.structs.replace(_shut(state, view, present), there=present, generation=view.generation,
@@ -181,7 +181,7 @@ def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: flo
     return ""
 
 
-def _shut(state: State, view: View, there: int) -> Door:
+def _shut(state: State, view: View, there: int) -> AdmissionState:
     """Why the job admits no home, if it does not."""
     shut, full = "", False
     if over(state):
@@ -194,7 +194,7 @@ def _shut(state: State, view: View, there: int) -> Door:
         shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
     elif there >= state.workers:
         shut, full = f"the job runs and has its {state.workers} workers; one is taken in when another is gone", True
-    return Door(shut, full=full)
+    return AdmissionState(shut, full=full)
 
 
 def admit(state: State, request: Join, now: float) -> Taken:
@@ -216,12 +216,13 @@ def admit(state: State, request: Join, now: float) -> Taken:
     if not problem and differs:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
-        return Taken(state, Seat(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
+        return Taken(state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
     place = Place(msgspec.structs.replace(request, plan=b""), request.rank, now)
     places = {**state.places, request.token: place}
-    return Taken(msgspec.structs.replace(state, places=places, view=view), Seat(rank=request.rank, view=view, plan=state.plan))
+    return Taken(msgspec.structs.replace(state, places=places, view=view),
+                 JoinReply(rank=request.rank, view=view, plan=state.plan))
 
 
 def unable(state: State) -> list[str]:
@@ -236,7 +237,7 @@ def settled(state: State) -> int:
     return min((p.in_force for p in state.places.values() if p.here and p.join.kind == "worker"), default=0)
 
 
-def explained(state: State, pulse: Pulse) -> Pulse:
+def explained(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     """Adds to the reported losses why the job does not continue, if too few workers are left."""
     if not (state.min_workers and state.view is not None and (pulse.lost or pulse.left)) or unable(state):
         return pulse
@@ -248,7 +249,7 @@ def explained(state: State, pulse: Pulse) -> Pulse:
            "(min_workers): start all again from the last save")
     members = {f"worker {m.rank}" for m in state.view.members}
 
-    def said(gone: Gone) -> Gone:
+    def said(gone: PeerExit) -> PeerExit:
         ours = gone.peer in members and gone.reason != FINISHED
         return msgspec.structs.replace(gone, reason=gone.reason + why) if ours else gone
 

@@ -31,7 +31,7 @@ MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
 """Of the values in one reply; the rest of the reply's limit is for its other fields."""
 
 
-class Writer(NamedTuple):
+class QuotaOwner(NamedTuple):
     """The account that values are charged to, and its quota."""
 
     name: str
@@ -48,7 +48,7 @@ class _Row(NamedTuple):
     view: int
 
 
-class Put(Record, frozen=True, tag=True):
+class ValueSet(Record, frozen=True, tag=True):
     """A value is set or replaced."""
 
     name: str
@@ -57,7 +57,7 @@ class Put(Record, frozen=True, tag=True):
     view: int
 
 
-class Added(Record, frozen=True, tag=True):
+class NumberAdded(Record, frozen=True, tag=True):
     """A number was increased to `total`, which is also the key's value as text. `once`: token of this addition."""
 
     name: str
@@ -67,14 +67,14 @@ class Added(Record, frozen=True, tag=True):
     view: int
 
 
-class Dropped(Record, frozen=True, tag=True):
+class KeysDropped(Record, frozen=True, tag=True):
     names: tuple[str, ...]
 
 
-Change = Put | Added | Dropped
+Change = ValueSet | NumberAdded | KeysDropped
 
 
-class MeetingStore:
+class KvStore:
     """All calls come from the loop's thread. `note` is called after each change, before any reader sees it."""
 
     def __init__(self) -> None:
@@ -89,29 +89,29 @@ class MeetingStore:
     def nbytes(self) -> int:
         return self._charged.total()
 
-    def put(self, pairs: Iterable[tuple[str, bytes]], by: Writer) -> None:
+    def put(self, pairs: Iterable[tuple[str, bytes]], by: QuotaOwner) -> None:
         """Sets or replaces values. CorruptFrame if a quota is exceeded."""
         for name, value in pairs:
             self._check_row(name, len(value), 0, by)
-            self._make(Put(name, value, by.name, by.view))
+            self._make(ValueSet(name, value, by.name, by.view))
         self._tell()
 
     def drop(self, names: Iterable[str]) -> None:
         if present := tuple(name for name in names if name in self._rows or name in self._sums):
-            self._make(Dropped(present))
+            self._make(KeysDropped(present))
 
     def forget(self, view: int) -> None:
         """Drops values written before the view of that generation, which all workers use."""
         self.drop([name for name, row in self._rows.items() if row.view < view])
 
-    def add(self, name: str, amount: int, once: str, by: Writer) -> int:
+    def add(self, name: str, amount: int, once: str, by: QuotaOwner) -> int:
         """Adds to a number and returns it; its key holds it as text. A repeat with the same token `once` changes nothing."""
         total, known = self._sums.get(name, (0, {}))
         if once not in known:
             _charge(once)
             total += amount
             self._check_row(name, len(str(total)), TOKEN_NBYTES, by)
-            self._make(Added(name, total, once, by.name, by.view))
+            self._make(NumberAdded(name, total, once, by.name, by.view))
             self._tell()
         return total
 
@@ -126,18 +126,18 @@ class MeetingStore:
 
     def again(self, change: Change) -> None:
         """Applies a change from the journal. Quotas are not checked, because they were when it was made."""
-        if isinstance(change, Dropped):
+        if isinstance(change, KeysDropped):
             for name in change.names:
                 self._take(name)
                 _, known = self._sums.pop(name, (0, {}))
                 for writer in known.values():
                     self._free(writer, TOKEN_NBYTES)
             return
-        value = change.value if isinstance(change, Put) else str(change.total).encode()
+        value = change.value if isinstance(change, ValueSet) else str(change.total).encode()
         self._take(change.name)
         self._charged[change.writer] += _charge(change.name) + len(value)
         self._rows[change.name] = _Row(value, change.writer, change.view)
-        if isinstance(change, Added):
+        if isinstance(change, NumberAdded):
             _, known = self._sums.get(change.name, (0, {}))
             self._charged[change.writer] += TOKEN_NBYTES
             known[change.once] = change.writer
@@ -149,9 +149,9 @@ class MeetingStore:
         """The changes that turn an empty store into this one."""
         for name, (total, known) in self._sums.items():
             for once, writer in known.items():
-                yield Added(name, total, once, writer, 0)
+                yield NumberAdded(name, total, once, writer, 0)
         for name, row in self._rows.items():  # including numbers, to restore the last writer
-            yield Put(name, *row)
+            yield ValueSet(name, *row)
 
     async def change(self, timeout_s: float) -> None:
         """Returns after the next write, or after `timeout_s`."""
@@ -176,13 +176,13 @@ class MeetingStore:
         if not self._charged[writer]:
             del self._charged[writer]
 
-    def _check_row(self, name: str, nbytes: int, more_nbytes: int, by: Writer) -> None:
+    def _check_row(self, name: str, nbytes: int, more_nbytes: int, by: QuotaOwner) -> None:
         """Checks quotas for a value of `nbytes` that replaces the present one, and `more_nbytes` in addition."""
         former = self._rows.get(name)
         freed = 0 if former is None else _charge(name) + len(former.value)
         self._check(_charge(name) + nbytes + more_nbytes, freed, former.writer if former else "", by)
 
-    def _check(self, nbytes: int, freed: int, owner: str, by: Writer) -> None:
+    def _check(self, nbytes: int, freed: int, owner: str, by: QuotaOwner) -> None:
         """CorruptFrame if the writer's quota does not allow `nbytes`, after `freed` bytes are taken off `owner`'s account."""
         mine = self._charged[by.name] - (freed if owner == by.name else 0)
         if mine + nbytes > by.most_nbytes:

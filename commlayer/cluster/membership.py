@@ -15,12 +15,12 @@ import msgspec
 from commlayer.cluster.messages import (
     ANY,
     FINISHED,
-    Gone,
     Heartbeat,
+    HeartbeatReply,
     Join,
+    JoinReply,
     Overdue,
-    Pulse,
-    Seat,
+    PeerExit,
     digest_of,
     dropped_by,
     incompatible,
@@ -94,7 +94,7 @@ class Taken(NamedTuple):
     """A decision: the next state, and the reply to the caller."""
 
     state: State
-    reply: Seat
+    reply: JoinReply
 
 
 def join(state: State, request: Join, now: float) -> Taken:
@@ -102,7 +102,7 @@ def join(state: State, request: Join, now: float) -> Taken:
     place = state.places.get(request.token)
     if place is not None:
         if not place.here:
-            return Taken(state, Seat(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
+            return Taken(state, JoinReply(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
         state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
@@ -112,9 +112,9 @@ def join(state: State, request: Join, now: float) -> Taken:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
         line = f"{peer} on {_who(request)}: {problem}"
         kept = tuple(entry for entry in state.refused if entry[0] != peer)[-7:]
-        return Taken(msgspec.structs.replace(state, refused=(*kept, (peer, without_code(problem)))), Seat(error=line))
+        return Taken(msgspec.structs.replace(state, refused=(*kept, (peer, without_code(problem)))), JoinReply(error=line))
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
-        return Taken(state, Seat(missing=missing(state), plan_wanted=True))
+        return Taken(state, JoinReply(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
     place = Place(request, rank, now)
     workers = state.workers or request.world if request.kind == "worker" else state.workers
@@ -122,11 +122,11 @@ def join(state: State, request: Join, now: float) -> Taken:
     return Taken(state, _seat(state, place))
 
 
-def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, Pulse]:
+def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
     """Records a heartbeat and returns which peers are gone. `said`: the report in the heartbeat; None for none."""
     place = state.places.get(token)
     if place is None:
-        return state, Pulse(stranger=True)
+        return state, HeartbeatReply(stranger=True)
     parent = said.parent if said is not None else ""
     if place.here and parent == "ended" and state.view is not None:
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine says that it has ended")
@@ -143,10 +143,10 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
     known = said.generation if said is not None and place.join.kind == "server" else place.in_force
     others = [p for t, p in sorted(state.places.items()) if t != token and not 0 < p.without <= known]
-    lost = tuple(Gone(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
-    left = tuple(Gone(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
+    lost = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
+    left = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
-    return state, Pulse(dead=place.dead, lost=lost, left=left, over=over(state), failed=bool(failure(state)),
+    return state, HeartbeatReply(dead=place.dead, lost=lost, left=left, over=over(state), failed=bool(failure(state)),
                         view=state.view if newer else None)
 
 
@@ -198,7 +198,7 @@ def _parted(state: State, peers: tuple[str, ...]) -> State:
     return state
 
 
-def _dropped(state: State, server: Place, gone: tuple[Gone, ...]) -> State:
+def _dropped(state: State, server: Place, gone: tuple[PeerExit, ...]) -> State:
     """Evicts workers that a server has dropped. Only servers are trusted with this: a worker's report about another worker
     does not count, and no other process sees the bytes of that connection."""
     for one in gone:
@@ -366,8 +366,9 @@ def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...
     return tuple(infos)
 
 
-def _seat(state: State, place: Place) -> Seat:
-    return Seat(rank=place.rank, view=state.view, plan=state.plan, missing="" if state.view is not None else missing(state))
+def _seat(state: State, place: Place) -> JoinReply:
+    return JoinReply(rank=place.rank, view=state.view, plan=state.plan,
+                     missing="" if state.view is not None else missing(state))
 
 
 def _free(state: State, kind: str) -> int:

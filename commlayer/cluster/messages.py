@@ -50,7 +50,7 @@ class Join(Record, frozen=True):
     job: str = ""
     """Digest of the worker's Job."""
     plan: bytes = b""
-    """The plan's canonical bytes. The plan of worker 0 is used by all. Not sent in this message: see Part."""
+    """The plan's canonical bytes. The plan of worker 0 is used by all. Not sent in this message: see PlanPart."""
     plan_digest: str = ""
     """If not empty: digest of the plan that the sender holds. All senders must agree."""
     address: str = ""
@@ -78,7 +78,7 @@ class Join(Record, frozen=True):
     """Of a worker: as in View."""
 
 
-class Seat(Record, frozen=True):
+class JoinReply(Record, frozen=True):
     """Reply to Join: `error`; or, once all have joined, rank and view; until then, which processes are missing."""
 
     error: str = ""
@@ -92,7 +92,7 @@ class Seat(Record, frozen=True):
     """The process is not registered and the coordinator lacks the plan of that digest: upload it in parts, then join again."""
 
 
-class Part(Record, frozen=True):
+class PlanPart(Record, frozen=True):
     """A chunk of a plan, starting at byte `begin`. The reply is an empty Pulse."""
 
     plan_digest: str
@@ -102,7 +102,7 @@ class Part(Record, frozen=True):
     data: bytes
 
 
-class Gone(Record, frozen=True):
+class PeerExit(Record, frozen=True):
     """A peer that has left or died, by its name in errors, and the reason."""
 
     peer: str
@@ -132,7 +132,7 @@ class Heartbeat(Record, frozen=True):
     """Of the newest view that the process knows; 0: the process wants no views."""
     ended: tuple[str, ...] = ()
     """Of a server: workers that have closed their data connections in order."""
-    dropped: tuple[Gone, ...] = ()
+    dropped: tuple[PeerExit, ...] = ()
     """Of a server: workers that it disconnected because they broke the protocol."""
     in_force: int = 0
     """Generation of the view that a worker has switched to. It needs nothing that was reported before that view."""
@@ -140,14 +140,14 @@ class Heartbeat(Record, frozen=True):
     """Of a server, while sums wait there."""
 
 
-class Pulse(Record, frozen=True):
+class HeartbeatReply(Record, frozen=True):
     """Reply to Heartbeat. `stranger`: the sender is not registered with this coordinator."""
 
     stranger: bool = False
     dead: str = ""
     """If not empty: the sender itself was declared dead, for this reason."""
-    lost: tuple[Gone, ...] = ()
-    left: tuple[Gone, ...] = ()
+    lost: tuple[PeerExit, ...] = ()
+    left: tuple[PeerExit, ...] = ()
     over: bool = False
     """Every worker has left or is dead."""
     failed: bool = False
@@ -164,7 +164,7 @@ class Leave(Record, frozen=True):
     """Of a worker: how many exchanges it has contributed to, for peers that wait for it in a later one. -1: unknown."""
 
 
-class Attend(Record, frozen=True):
+class RegisterSite(Record, frozen=True):
     """Registers a home: a machine that only dials out, whose ranks reach the others through the coordinator. Repeated while
     the home is present.
 
@@ -189,7 +189,7 @@ class Attend(Record, frozen=True):
     """Seconds since the home first asked for its ranks."""
 
 
-class Attended(Record, frozen=True):
+class SiteReply(Record, frozen=True):
     """Reply to Attend: `error`; or what is missing; or, once all homes are present, the ranks of this home's workers."""
 
     error: str = ""
@@ -208,7 +208,7 @@ class Attended(Record, frozen=True):
     """The coordinator's setting."""
 
 
-class Ask(Record, frozen=True):
+class KvRequest(Record, frozen=True):
     """Call to the key-value store of the homes: writes, then waits up to `wait_s` for keys. Idempotent."""
 
     home: str
@@ -229,7 +229,7 @@ class Ask(Record, frozen=True):
     """Seconds after which the ranks that it waits for count as hung. 0: none is blamed."""
 
 
-class Kept(Record, frozen=True):
+class KvReply(Record, frozen=True):
     """Reply to Ask: the values found. `error`: why some of them will never be written."""
 
     found: tuple[bytes | None, ...] = ()
@@ -241,7 +241,7 @@ class Kept(Record, frozen=True):
     """The lost peer that `error` is about; empty if `error` is about the caller."""
 
 
-class About(Record, frozen=True):
+class StatusRequest(Record, frozen=True):
     """Queries the coordinator and measures the link: `data` is uploaded, `wanted` bytes are downloaded. Registers nothing."""
 
     data: bytes = b""
@@ -249,7 +249,7 @@ class About(Record, frozen=True):
     """At most ABOUT_NBYTES. A job that has begun sends none, so that queries do not take its bandwidth."""
 
 
-class Told(Record, frozen=True):
+class StatusReply(Record, frozen=True):
     """Reply to About."""
 
     version: str
@@ -276,15 +276,15 @@ class Told(Record, frozen=True):
     """The job has all its workers; it admits another one when one of them is gone."""
 
 
-ABOUT_NBYTES = 192 << 10
+MAX_STATUS_NBYTES = 192 << 10
 
 
-def attend(workers: int, place: int = ANY, *, name: str = "") -> Attend:
+def site_request(workers: int, place: int = ANY, *, name: str = "") -> RegisterSite:
     """The request of this process to register a home of that many workers."""
-    return Attend(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
+    return RegisterSite(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
 
 
-def worker(
+def worker_request(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
     regroups: bool = False, gradients: int = ANY, alike: Mapping[str, str] = {},
 ) -> Join:
@@ -294,7 +294,7 @@ def worker(
                 sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups, gradients=gradients, alike=dict(alike))
 
 
-def server(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
+def server_request(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
     """The request of this process to join as a summation server at `address`. `number`: its number in the plan.
 
     `beside`: this process also runs the coordinator. `streams`: where it accepts gRPC streams.
@@ -319,7 +319,7 @@ def version() -> str:
         return "source"
 
 
-def incompatible(asked: Join | Attend, version: str) -> str:
+def incompatible(asked: Join | RegisterSite, version: str) -> str:
     """Why a process with this software cannot take part; "" if it can. `version`: the job's; empty if not known."""
     if asked.protocol != PROTOCOL:
         return coded("E-VERSION", f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same "
@@ -346,13 +346,13 @@ def named_at(reason: str, peer: str) -> int:
     return match.start() if match else -1
 
 
-def dropped_by(server: str, why: str) -> str:
+def dropped_by(server_request: str, why: str) -> str:
     """Why a worker is gone that a server has dropped. The text does not name the server as the cause.
 
     >>> names("worker 1: " + dropped_by("server 0", "sent noise"), "server 0")
     False
     """
-    return f"was dropped (by {server}): {why}"
+    return f"was dropped (by {server_request}): {why}"
 
 
 def pack(record: Record) -> bytes:
@@ -394,7 +394,7 @@ MOST_CHARS = {"token": 64, "home": 64, "name": 255, "version": 64, "address": 30
 """Most characters by field name, in any request."""
 
 
-def fit(request: R) -> R:
+def sanitize(request: R) -> R:
     """The request with sanitized text. Text that commlayer itself writes does not change.
 
     >>> from commlayer.cluster.messages import Leave

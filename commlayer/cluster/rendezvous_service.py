@@ -15,10 +15,10 @@ import msgspec
 
 from commlayer.cluster import kv_store, sites
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.coordinator_journal import Known, MeetingJournal
-from commlayer.cluster.kv_store import MeetingStore, Writer
-from commlayer.cluster.messages import Ask, Attend, Attended, Kept, version
-from commlayer.cluster.sites import Meetings, Unmet
+from commlayer.cluster.coordinator_journal import KvJournal, SitesRecord
+from commlayer.cluster.kv_store import KvStore, QuotaOwner
+from commlayer.cluster.messages import KvReply, KvRequest, RegisterSite, SiteReply, version
+from commlayer.cluster.sites import PendingWait, WaitTracker
 from commlayer.errors import coded
 from commlayer.transport.protocol import peer_name
 
@@ -29,49 +29,49 @@ MAX_WAIT_S = 2.0
 Clock = Callable[[], float]
 
 
-class Gathering:
+class RendezvousService:
     """`lost`: returns workers of the running job that died or failed, with the reason. Finished workers may still call."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
-                 door: Callable[[], sites.Door | None] = lambda: None, journal: MeetingJournal | None = None,
+                 door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: KvJournal | None = None,
                  noticed_s: float = 0.0) -> None:
         """`door`: whether the running job admits homes. `journal`: resumes from it, and records from the job's begin on.
         `noticed_s`: a process counts as silent after this many seconds."""
-        self._state, self._store = sites.Homes(workers, meeting=secrets.token_hex(8), version=version()), MeetingStore()
+        self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
         self._lock = threading.Lock()
-        self._settled, self._meetings = 1, Meetings()
+        self._settled, self._meetings = 1, WaitTracker()
         self._journal = journal
         for record in journal.read() if journal is not None else ():
-            if isinstance(record, Known):
-                self._state = sites.still(record.homes, clock())
+            if isinstance(record, SitesRecord):
+                self._state = sites.reset_silence(record.homes, clock())
             else:
                 self._store.again(record)
 
-    def supersede(self, asked: Attend, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
+    def supersede(self, asked: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `asked` is the restart of a home, removes the former one. Returns the ranks that are free now, and the reason.
         `still_s`: for how long this process was stopped until now, so that it could not receive heartbeats."""
-        view = (self._door() or sites.Door()).generation
+        view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s
             token = sites.predecessor(before, asked, now, self._noticed_s if before.begun else self._silence_s, seen_s)
             if not token:
                 return frozenset(), ""
             why = f"was started again (pid {asked.pid})"
-            self._state = sites.gone(before, token, why, max(1, view))
+            self._state = sites.remove(before, token, why, max(1, view))
             self._note(before)
             self._write_down(before)
         home = before.here[token]
         ranks = range(home.first, home.first + home.asked.workers) if before.met else ()
         return frozenset(ranks), f"its home {home.who} {why}"
 
-    def attend(self, asked: Attend) -> Attended:
+    def attend(self, asked: RegisterSite) -> SiteReply:
         door = self._door()
         with self._lock:
             before = self._state
-            self._state, reply = sites.attend(before, asked, self._clock(), door, 2 * self._noticed_s)
+            self._state, reply = sites.register(before, asked, self._clock(), door, 2 * self._noticed_s)
             self._note(before)
             self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
@@ -79,12 +79,12 @@ class Gathering:
             self._audit.denied(f"{asked.certificate or asked.name} (pid {asked.pid})", reply.error)
         return reply
 
-    async def ask(self, asked: Ask) -> Kept:
+    async def ask(self, asked: KvRequest) -> KvReply:
         if why := self._heard(asked.home) or self._cast_out(asked.home):
-            return Kept(error=why)
+            return KvReply(error=why)
         store, newest = self._store, 1
         if asked.put or asked.add:
-            newest = max(1, (self._door() or sites.Door()).generation)
+            newest = max(1, (self._door() or sites.AdmissionState()).generation)
         by = self._writer(asked.home, newest)
         # Writes for an earlier view are dropped, so that all readers that know the newer view read the same values.
         put = asked.put if not asked.view or asked.view >= newest else ()
@@ -108,12 +108,12 @@ class Gathering:
             if over or never:
                 if self._is_of(asked.home, asked.rank):
                     self._meetings.ends(asked.rank, names)
-                return Kept(values, "", total, over=True) if over else \
-                    Kept(values, lost[never[0]], total, lost=peer_name(never[0]))
+                return KvReply(values, "", total, over=True) if over else \
+                    KvReply(values, lost[never[0]], total, lost=peer_name(never[0]))
             if left_s <= 0:
-                return Kept(values, self._heard(asked.home), total)
+                return KvReply(values, self._heard(asked.home), total)
             await store.change(left_s)
-        return Kept(values, "", total)
+        return KvReply(values, "", total)
 
     def begin(self) -> None:
         """The job begins; journaling starts. A crash before that loses only the meeting. On the loop's thread, as `ask`."""
@@ -131,15 +131,15 @@ class Gathering:
             with self._lock:
                 self._state = sites.forget(self._state, view)
 
-    def unmet(self) -> list[Unmet]:
+    def unmet(self) -> list[PendingWait]:
         """Pending waits of ranks for other ranks, where the waiting rank gave a limit."""
         return self._meetings.unmet(self._clock())
 
     def shut(self) -> str:
         """Why the running job admits no home; "" if it does."""
-        door = self._door() or sites.Door()
+        door = self._door() or sites.AdmissionState()
         with self._lock:
-            return sites.shut(self._state, door)
+            return sites.closed_reason(self._state, door)
 
     def staying(self, dead: Collection[int]) -> bool:
         """Whether a home is present that may still call: homes stay registered until their scripts end. If the job continues
@@ -151,27 +151,27 @@ class Gathering:
         """Removes silent homes. `ended`: ranks that have left the job. `still_s`: as in `supersede`."""
         if self._journal is not None:
             self._journal.wait()
-        view = (self._door() or sites.Door()).generation
+        view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock()
-            self._state = sites.tick(sites.still(before, now) if still_s else before, now, self._silence_s, ended, view)
+            self._state = sites.tick(sites.reset_silence(before, now) if still_s else before, now, self._silence_s, ended, view)
             self._note(before)
             self._write_down(before)
 
-    def _whole(self) -> Iterator[Known | kv_store.Change]:
-        yield Known(sites.still(self._state, 0.0))
+    def _whole(self) -> Iterator[SitesRecord | kv_store.Change]:
+        yield SitesRecord(sites.reset_silence(self._state, 0.0))
         yield from self._store.changes()
 
-    def _write_down(self, before: sites.Homes) -> None:
+    def _write_down(self, before: sites.Sites) -> None:
         """Journals which homes take part. Once the job has begun, only arrivals and departures change that."""
         if self._journal is not None and self._state.begun and self._state.here.keys() != before.here.keys():
-            self._journal.note(Known(sites.still(self._state, 0.0)))
+            self._journal.note(SitesRecord(sites.reset_silence(self._state, 0.0)))
 
     def _heard(self, home: str) -> str:
         """Resets the home's silence. Returns why it is not in this meeting; "" if it is."""
         with self._lock:
             if home in self._state.here:
-                self._state = sites.heard(self._state, home, self._clock())
+                self._state = sites.mark_seen(self._state, home, self._clock())
                 return ""
             return self._state.former.get(home, sites.RESTARTED)
 
@@ -181,17 +181,17 @@ class Gathering:
             one = self._state.here.get(home)
         return one is not None and self._state.met and one.first <= rank < one.first + one.asked.workers
 
-    def _writer(self, home: str, view: int) -> Writer:
+    def _writer(self, home: str, view: int) -> QuotaOwner:
         """The account that the home's values are charged to: its certificate's, shared by all its homes, else its own."""
         with self._lock:
             state = self._state
         mine, workers = state.here.get(home), max(1, state.workers)
         if mine is None:  # it left after `_heard`, and its meeting has ended
-            return Writer(f"home {home}", kv_store.LEAST_EACH_NBYTES)
+            return QuotaOwner(f"home {home}", kv_store.LEAST_EACH_NBYTES)
         certificate = mine.asked.certificate
         each = max(kv_store.MAX_KEPT_NBYTES // workers, kv_store.LEAST_EACH_NBYTES)
-        most = each * min(workers, sites.parts(state, certificate) if certificate else mine.asked.workers)
-        return Writer(certificate or f"home {mine.who}", most, each * workers, view)
+        most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.asked.workers)
+        return QuotaOwner(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _cast_out(self, home: str) -> str:
         """Why the home may not write: a rank of it was dropped, and the others have gone on without that rank. A late value
@@ -201,7 +201,7 @@ class Gathering:
         lost, ranks = self._lost(), range(one.first, one.first + one.asked.workers)
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
 
-    def _note(self, before: sites.Homes) -> None:
+    def _note(self, before: sites.Sites) -> None:
         """Logs homes that have come or left."""
         state = self._state
         for token, home in state.here.items():
@@ -215,4 +215,4 @@ class Gathering:
         for why in dict.fromkeys(left):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
-            self._store = MeetingStore()  # a new meeting; calls that wait in the old store return within MAX_WAIT_S
+            self._store = KvStore()  # a new meeting; calls that wait in the old store return within MAX_WAIT_S

@@ -128,7 +128,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
         if not config.join:
             log.info("each home types: %s", _line_of(config, control, part.made))
         if part.sums:
-            request = messages.server(data, config.node, part.number, beside=not config.join, streams=streams)
+            request = messages.server_request(data, config.node, part.number, beside=not config.join, streams=streams)
             if serving.journal is not None:
                 request = msgspec.structs.replace(request, returns=True)
                 if (former := serving.journal.found) is not None:  # use its former registration

@@ -42,7 +42,7 @@ class Desk:
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
         view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0,
-    ) -> messages.Kept:
+    ) -> messages.KvReply:
         """Writes, then reads keys. With `wait` it returns when all are there, or at `deadline`; missing values are None.
         `without`: does not wait for values of writers that are gone. `view`, `rank`, `limit_s`: see messages.Ask.
 
@@ -50,7 +50,8 @@ class Desk:
         it has refused connections for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
-        request = messages.Ask(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view, rank=rank,
+        request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view,
+                                     rank=rank,
                                limit_s=limit_s)
         lost_s = math.inf  # since when connections are refused
         while True:
@@ -60,7 +61,7 @@ class Desk:
             call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
             try:
                 kept = self._link.call("Ask", msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
-                                       messages.Kept, call_s)
+                                       messages.KvReply, call_s)
             except (PeerLost, DeadlineExceeded) as error:  # a network failure; the request is idempotent
                 now = time.monotonic()
                 lost_s = min(lost_s, now) if isinstance(error, PeerLost) else math.inf
@@ -86,7 +87,7 @@ class Desk:
 class Attendance:
     """Keeps a home registered by repeated calls. `ended` is set, with the reason in `why`, when the coordinator ends it."""
 
-    def __init__(self, address: str, config: Config, request: messages.Attend, tell: Tell) -> None:
+    def __init__(self, address: str, config: Config, request: messages.RegisterSite, tell: Tell) -> None:
         self.address, self.request, self._config, self._tell = address, request, config, tell
         self.ended, self.why = threading.Event(), ""
         self._keys = Keys(config.keys) if config.keys else None
@@ -95,7 +96,7 @@ class Attendance:
         self._thread: threading.Thread | None = None
         self._answered = False
 
-    def meet(self, wait_s: float) -> messages.Attended:
+    def meet(self, wait_s: float) -> messages.SiteReply:
         """Waits for this home's ranks. Raises Refused, or DeadlineExceeded if the coordinator does not answer within
         join_deadline_s or the other homes have not come within `wait_s`."""
         peer, join_s = f"coordinator {self.address}", self._config.join_deadline_s
@@ -107,7 +108,7 @@ class Attendance:
             try:
                 known = known or check(self.address, self._keys, now + CALL_S) is not None
                 request = msgspec.structs.replace(self.request, waited_s=now - begin)
-                answer = self._link.call("Attend", request, messages.Attended, CALL_S) if known else None
+                answer = self._link.call("Attend", request, messages.SiteReply, CALL_S) if known else None
             except (PeerLost, DeadlineExceeded):
                 answer = None
                 check(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
@@ -131,7 +132,7 @@ class Attendance:
                 logged = line
             time.sleep(PAUSE_S)
 
-    def _go_on(self, answer: messages.Attended) -> messages.Attended:
+    def _go_on(self, answer: messages.SiteReply) -> messages.SiteReply:
         self.request = msgspec.structs.replace(self.request, meeting=answer.meeting)
         self._thread = threading.Thread(target=self._stay, name="commlayer-home", daemon=True)
         self._thread.start()
@@ -140,7 +141,7 @@ class Attendance:
     def _stay(self) -> None:
         while not self._closing.wait(self._config.heartbeat_s):
             try:
-                answer = self._link.call("Attend", self.request, messages.Attended, CALL_S)
+                answer = self._link.call("Attend", self.request, messages.SiteReply, CALL_S)
             except CommError as error:  # the job may be over, or continue without coordinator; workers detect which
                 log.debug("%s", error)
                 continue
@@ -156,7 +157,7 @@ class Attendance:
         self._closing.set()
         try:
             if self._answered:
-                self._link.call("Attend", msgspec.structs.replace(self.request, leave=reason), messages.Attended, 1.0)
+                self._link.call("Attend", msgspec.structs.replace(self.request, leave=reason), messages.SiteReply, 1.0)
         except CommError as error:
             log.debug("left without notice: %s", error)
         if self._thread is not None:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.messages import ANY, Attend, Attended, incompatible
+from commlayer.cluster.messages import ANY, RegisterSite, SiteReply, incompatible
 from commlayer.errors import coded
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
 SILENCE_S = 30.0
 """Least silence after which a home counts as gone, since its launcher may be short of CPU time while workers import."""
-FORMER = 64
+MAX_FORMER = 64
 """How many departed homes are remembered, so that they can be sent the reason."""
 
 
@@ -30,8 +30,8 @@ RESTARTED = coded("E-RENDEZVOUS-ENDED",
                   "homes again")
 
 
-class Home(Record, frozen=True):
-    asked: Attend
+class Site(Record, frozen=True):
+    asked: RegisterSite
     seen_s: float
     first: int = ANY
     """Rank of its first worker; ANY until ranks are assigned."""
@@ -44,10 +44,10 @@ class Home(Record, frozen=True):
         return f"{self.asked.certificate or self.asked.name} (pid {self.asked.pid})"
 
 
-class Door(Record, frozen=True):
+class AdmissionState(Record, frozen=True):
     """Whether a running job admits homes."""
 
-    shut: str = ""
+    closed_reason: str = ""
     """Why it admits no home; "" if it does."""
     there: int = 0
     """How many workers it has now."""
@@ -61,7 +61,7 @@ class Door(Record, frozen=True):
     """No worker is known to be gone."""
 
 
-class Outlived(Record, frozen=True):
+class RetainedQuota(Record, frozen=True):
     """The store quota of a certificate after one of its homes has left, as long as values of that home remain."""
 
     workers: int
@@ -69,11 +69,11 @@ class Outlived(Record, frozen=True):
     """Generation of the newest view when the last of them left. None of their values belongs to a later view."""
 
 
-class Homes(Record, frozen=True):
+class Sites(Record, frozen=True):
     """`workers`: of the whole job; 0 if the number is not known, and then homes cannot register."""
 
     workers: int = 0
-    here: Mapping[str, Home] = msgspec.field(default_factory=dict)
+    here: Mapping[str, Site] = msgspec.field(default_factory=dict)
     """By token, in order of arrival."""
     meeting: str = ""
     met: bool = False
@@ -84,55 +84,56 @@ class Homes(Record, frozen=True):
     """Why homes of an ended meeting, and homes that left since the job began, are gone."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Ranks of homes that have left since the job began, with the reason."""
-    outlived: Mapping[str, Outlived] = msgspec.field(default_factory=dict)
+    outlived: Mapping[str, RetainedQuota] = msgspec.field(default_factory=dict)
     """By certificate."""
     version: str = ""
     """Of the coordinator's software; empty: of the first home's."""
 
 
-def attend(state: Homes, asked: Attend, now: float, door: Door | None = None, grace_s: float = 0.0) -> tuple[Homes, Attended]:
+def register(state: Sites, asked: RegisterSite, now: float, door: AdmissionState | None = None,
+             grace_s: float = 0.0) -> tuple[Sites, SiteReply]:
     """Registers a home, refuses it, or repeats its reply. `door`: of the running job; None: the job admits no homes.
 
     `grace_s`: how long a home should ask again while no worker is known to be gone. One of the workers may be the home's own
     earlier process, whose silence has not been noticed yet.
     """
     if (why := state.former.get(asked.home)) is not None:
-        return state, Attended(error=why)
+        return state, SiteReply(error=why)
     if asked.leave:
         why = f"has left: {asked.leave}" if state.begun else f"left before the job began: {asked.leave}"
-        return gone(state, asked.home, why, door.generation if door else 1), Attended()
+        return remove(state, asked.home, why, door.generation if door else 1), SiteReply()
     if asked.meeting not in ("", state.meeting):
-        return state, Attended(error=RESTARTED)
+        return state, SiteReply(error=RESTARTED)
     if asked.home in state.here:
-        state = heard(state, asked.home, now)
+        state = mark_seen(state, asked.home, now)
     elif state.begun and door is not None and (door.wait or (door.shut and door.all_here and asked.waited_s < grace_s)):
-        return state, Attended(missing=door.wait or door.shut)
+        return state, SiteReply(missing=door.wait or door.shut)
     elif problem := _problem(state, asked, door):
-        return state, Attended(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
+        return state, SiteReply(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
     elif state.begun:
         assert door is not None
         number = state.workers + state.numbers
-        home = Home(asked, now, number, number, door.there + asked.workers)
+        home = Site(asked, now, number, number, door.there + asked.workers)
         state = msgspec.structs.replace(state, here={**state.here, asked.home: home}, numbers=state.numbers + asked.workers)
     else:
-        state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Home(asked, now)}))
+        state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Site(asked, now)}))
     home = state.here[asked.home]
     world = home.world or (state.workers if state.met else 0)
-    return state, Attended(missing=missing(state), first=home.first, world=world, node=home.node, nodes=len(state.here),
+    return state, SiteReply(missing=missing(state), first=home.first, world=world, node=home.node, nodes=len(state.here),
                            meeting=state.meeting, joins=home.world > 0)
 
 
-def heard(state: Homes, home: str, now: float) -> Homes:
+def mark_seen(state: Sites, home: str, now: float) -> Sites:
     return msgspec.structs.replace(state, here={**state.here, home: msgspec.structs.replace(state.here[home], seen_s=now)})
 
 
-def still(state: Homes, now: float) -> Homes:
+def reset_silence(state: Sites, now: float) -> Sites:
     """Resets the silence of all homes, for a coordinator that has resumed and could not receive their calls before."""
     present = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.here.items()}
     return msgspec.structs.replace(state, here=present)
 
 
-def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
+def remove(state: Sites, home: str, why: str, view: int = 1) -> Sites:
     """Removes a home. Before the job begins this ends the meeting; after that it affects only its own ranks. `view`: newest."""
     if home not in state.here:
         return state
@@ -143,7 +144,7 @@ def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
         remaining = {token: h for token, h in state.here.items() if token != home}
         outlived = dict(state.outlived)
         if of := one.asked.certificate:
-            outlived[of] = Outlived(parts(state, of), max(1, view))
+            outlived[of] = RetainedQuota(quota_workers(state, of), max(1, view))
         return msgspec.structs.replace(state, here=remaining, left={**state.left, **dict.fromkeys(ranks, reason)},
                                        former=_kept({**state.former, home: reason}), outlived=outlived)
     if not state.met:
@@ -153,7 +154,7 @@ def gone(state: Homes, home: str, why: str, view: int = 1) -> Homes:
     return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
 
 
-def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
+def predecessor(state: Sites, asked: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
     """Token of the earlier home that `asked` restarts; "" for none.
 
     It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: last heartbeat of each worker,
@@ -169,39 +170,39 @@ def predecessor(state: Homes, asked: Attend, now: float, silence_s: float, seen_
     return token if token and now - seen[token] >= silence_s else ""
 
 
-def parts(state: Homes, certificate: str) -> int:
+def quota_workers(state: Sites, certificate: str) -> int:
     """Number of workers that sets the store quota of that certificate: those of its present homes, or more if a departed home
     left values. A home that comes back replaces a departed one and counts once."""
     workers = sum(h.asked.workers for h in state.here.values() if h.asked.certificate == certificate)
     return max(workers, state.outlived[certificate].workers if certificate in state.outlived else 0)
 
 
-def forget(state: Homes, view: int) -> Homes:
+def forget(state: Sites, view: int) -> Sites:
     """Drops the quotas of homes whose values are all older than the view of that generation."""
     stay = {of: outlived for of, outlived in state.outlived.items() if outlived.view >= view}
     return state if len(stay) == len(state.outlived) else msgspec.structs.replace(state, outlived=stay)
 
 
-def tick(state: Homes, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Homes:
+def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Sites:
     """Removes silent homes. After the job has begun, only those whose workers have all `ended`, since the heartbeats of workers
     detect failures better. Such a home may have left while no coordinator was running. `view`: newest generation."""
     for token, home in state.here.items():
         if now - home.seen_s < max(silence_s, SILENCE_S):
             continue
         if not state.begun:
-            state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
+            state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
         elif _ranks(home) <= {*ended}:
-            state = gone(state, token, f"was silent for {now - home.seen_s:.0f} s behind its workers' end", view)
+            state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s behind its workers' end", view)
     return state
 
 
-def staying(state: Homes, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
+def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
     """Whether a home is still present: its scripts may continue after the job's end and use the store. Homes do not count if
     all their workers are `dead`."""
     return any(now - home.seen_s < silence_s and not _ranks(home) <= {*dead} for home in state.here.values())
 
 
-def missing(state: Homes) -> str:
+def missing(state: Sites) -> str:
     """How many workers have not come yet; "" when all have."""
     if state.met:
         return ""
@@ -210,15 +211,15 @@ def missing(state: Homes) -> str:
     return f"{_count(state)} of {state.workers} workers are here ({homes})"
 
 
-def _ranks(home: Home) -> set[int]:
+def _ranks(home: Site) -> set[int]:
     return {*range(home.first, home.first + home.asked.workers)}
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:
-    return dict(list(former.items())[-FORMER:])
+    return dict(list(former.items())[-MAX_FORMER:])
 
 
-def _problem(state: Homes, asked: Attend, door: Door | None) -> str:
+def _problem(state: Sites, asked: RegisterSite, door: AdmissionState | None) -> str:
     if problem := incompatible(asked, state.version or next((h.asked.version for h in state.here.values()), "")):
         return problem
     if not state.workers:
@@ -241,9 +242,9 @@ def _problem(state: Homes, asked: Attend, door: Door | None) -> str:
     return coded("E-RANK", f"wishes to be home {asked.place}, which {other.who} is: give each --node-rank of its own")
 
 
-def _late(state: Homes, asked: Attend, door: Door) -> str:
+def _late(state: Sites, asked: RegisterSite, door: AdmissionState) -> str:
     """As `_problem`, for a home that comes while the job runs."""
-    if why := shut(state, door):
+    if why := closed_reason(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
     if asked.workers > state.workers - door.there:
         return coded("E-WORKERS", f"brings {asked.workers} workers, and {state.workers - door.there} of the job's "
@@ -253,20 +254,20 @@ def _late(state: Homes, asked: Attend, door: Door) -> str:
     return ""
 
 
-def shut(state: Homes, door: Door) -> str:
+def closed_reason(state: Sites, door: AdmissionState) -> str:
     """Why a running job admits no home; "" if it does."""
     return door.shut or ("" if state.met else RESTARTED)
 
 
-def _count(state: Homes) -> int:
+def _count(state: Sites) -> int:
     return sum(h.asked.workers for h in state.here.values())
 
 
-def _met(state: Homes) -> Homes:
+def _met(state: Sites) -> Sites:
     """Assigns ranks to all homes once all workers have come."""
     if _count(state) < state.workers:
         return state
-    placed, first = dict[str, Home](), 0
+    placed, first = dict[str, Site](), 0
     for node, token in enumerate(_in_order(state.here)):
         home = state.here[token]
         placed[token] = msgspec.structs.replace(home, first=first, node=node)
@@ -274,7 +275,7 @@ def _met(state: Homes) -> Homes:
     return msgspec.structs.replace(state, here=placed, met=True)
 
 
-def _in_order(here: Mapping[str, Home]) -> list[str]:
+def _in_order(here: Mapping[str, Site]) -> list[str]:
     """Homes with a requested index get it if there are enough homes; the others fill the gaps in order of arrival."""
     wished = dict(sorted((h.asked.place, token) for token, h in here.items() if h.asked.place != ANY))
     others = [token for token, h in here.items() if h.asked.place == ANY]
@@ -289,14 +290,14 @@ def _in_order(here: Mapping[str, Home]) -> list[str]:
 
 # ---- Which ranks wait in the sites' store, for which other ranks, and since when.
 
-STALE_S = 10.0
+WAIT_EXPIRES_S = 10.0
 """A waiting rank calls every MAX_WAIT_S; without a call for this long it no longer waits. A rank may repeat a lost call as late
 as after home.BYTES_S: it does not count as waiting meanwhile, and its wait begins again then."""
-MOST_NAMES = 4096
+MAX_KEYS = 4096
 """Most keys that one rank may wait for at once: one part for each member, several parts in flight, in each process group."""
 
 
-class Unmet(NamedTuple):
+class PendingWait(NamedTuple):
     """A key that one rank is to write and has not written, with the ranks that wait for it."""
 
     rank: int
@@ -312,7 +313,7 @@ class _Wait(NamedTuple):
     limit_s: float
 
 
-class Meetings:
+class WaitTracker:
     """Thread-safe."""
 
     def __init__(self) -> None:
@@ -323,11 +324,11 @@ class Meetings:
     def waits(self, rank: int, want: Iterable[tuple[str, int]], limit_s: float, now: float) -> None:
         """Records that the rank waits for these keys, each given with the rank that is to write it."""
         with self._lock:
-            many = len(self._names) > MOST_NAMES
+            many = len(self._names) > MAX_KEYS
             mine = sum(rank in by for owners in self._names.values() for by in owners.values()) if many else 0
             for name, of in want:
                 by = self._names.get(name, {}).get(of, {})
-                if rank not in by and mine >= MOST_NAMES:
+                if rank not in by and mine >= MAX_KEYS:
                     continue
                 mine += rank not in by
                 begin_s = by[rank].begin_s if rank in by else now
@@ -345,14 +346,14 @@ class Meetings:
             for name in names:
                 self._names.pop(name, None)
 
-    def unmet(self, now: float) -> list[Unmet]:
+    def unmet(self, now: float) -> list[PendingWait]:
         pending = []
         with self._lock:
             for name, owners in list(self._names.items()):
                 for of, by in list(owners.items()):
-                    owners[of] = {rank: wait for rank, wait in by.items() if now - wait.seen_s < STALE_S}
+                    owners[of] = {rank: wait for rank, wait in by.items() if now - wait.seen_s < WAIT_EXPIRES_S}
                     if by := owners[of]:
-                        pending.append(Unmet(of, {rank: now - wait.begin_s for rank, wait in by.items()},
+                        pending.append(PendingWait(of, {rank: now - wait.begin_s for rank, wait in by.items()},
                                              max(wait.limit_s for wait in by.values())))
                     else:
                         del owners[of]

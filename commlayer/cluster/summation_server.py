@@ -538,10 +538,10 @@ class Serving:
     def _out(self, member: int, why: str) -> None:
         self._audit.note("dropped", peer=peer_name(member), why=why)
 
-    def dropped(self) -> tuple[messages.Gone, ...]:
+    def dropped(self) -> tuple[messages.PeerExit, ...]:
         """Reports members that broke the protocol, for the heartbeat."""
         dropped = {} if self._server is None else self._server.dropped()
-        return tuple(messages.Gone(peer_name(member), why) for member, why in list(dropped.items())[:MOST_TOLD])
+        return tuple(messages.PeerExit(peer_name(member), why) for member, why in list(dropped.items())[:MOST_TOLD])
 
     def overdue(self) -> messages.Overdue | None:
         """Reports sums that wait, for the heartbeat."""

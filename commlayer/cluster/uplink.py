@@ -186,7 +186,7 @@ class Uplink:
                                       step=said.step, bucket=said.bucket))
         self._stalled(said.bucket, said.step, said.missing)
 
-    def _gone(self, gone: messages.Gone) -> None:
+    def _gone(self, gone: messages.PeerExit) -> None:
         with self._lock:
             left = self._left
         awaited = self._membership is None or self._membership.awaited(gone.peer)

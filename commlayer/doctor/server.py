@@ -15,7 +15,7 @@ from msgspec import structs
 from commlayer.autotune.measure import link_rates
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.client import CoordinatorChannel, check
-from commlayer.cluster.messages import ABOUT_NBYTES, About, Told
+from commlayer.cluster.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.config import Config, host_port
 from commlayer.doctor import network
 from commlayer.doctor.network import Reached, dial
@@ -178,7 +178,7 @@ class Server(Record, frozen=True):
 
     address: str
     error: str = ""
-    status: Told | None = None
+    status: StatusReply | None = None
     version: str = ""
     protocol: int = 0
     wire: int = 0
@@ -219,9 +219,9 @@ def query_server(config: Config, version: str, wire: int) -> Server:
         return structs.replace(mine, error=str(error))
     try:
         status, round_trip_s, clock_s = _query_status(link)
-        up = _passes(link, About(data=secrets.token_bytes(FULL_NBYTES)))
+        up = _passes(link, StatusRequest(data=secrets.token_bytes(FULL_NBYTES)))
         # A running job sends nothing down but its own data.
-        down = "" if status.begun else _passes(link, About(wanted=FULL_NBYTES))
+        down = "" if status.begun else _passes(link, StatusRequest(wanted=FULL_NBYTES))
     except CommError as error:
         return structs.replace(mine, error=str(error), silent=isinstance(error, PeerLost | DeadlineExceeded))
     finally:
@@ -250,21 +250,21 @@ def _streams(address: str, keys: Keys | None) -> str:
     return "open"
 
 
-def _query_status(link: CoordinatorChannel) -> tuple[Told, float, float]:
+def _query_status(link: CoordinatorChannel) -> tuple[StatusReply, float, float]:
     """Returns (status, round trip, clock difference) of the fastest of several calls, which bounds the clock most tightly."""
-    status = link.call("About", About(), Told, CALL_S)  # the first call opens the connection
+    status = link.call("About", StatusRequest(), StatusReply, CALL_S)  # the first call opens the connection
     best = (float("inf"), 0.0)
     for _ in range(PINGS):
         begin_s, begin = time.time(), time.monotonic()
-        status = link.call("About", About(), Told, CALL_S)
+        status = link.call("About", StatusRequest(), StatusReply, CALL_S)
         took_s = time.monotonic() - begin
         best = min(best, (took_s, begin_s + took_s / 2 - status.time_s))
     return status, *best
 
 
-def _passes(link: CoordinatorChannel, request: About) -> str:
+def _passes(link: CoordinatorChannel, request: StatusRequest) -> str:
     try:
-        link.call("About", request, Told, CALL_S)
+        link.call("About", request, StatusReply, CALL_S)
     except CommError as error:
         return error.what
     return ""
@@ -299,13 +299,14 @@ def measure_link(config: Config, round_trip_s: float, budget_s: float) -> Link:
 def _probe(channel: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down: int,
          done: Callable[[Exception | None], None]) -> None:
     """Sends a probe, split into as many calls as needed."""
-    each = max(1, -(-max(up, down) // ABOUT_NBYTES))
+    each = max(1, -(-max(up, down) // MAX_STATUS_NBYTES))
     left, lock = [each], threading.Lock()
 
     def call() -> None:
         error: Exception | None = None
         try:
-            channel.call("About", About(secrets.token_bytes(-(-up // each)), -(-down // each) if down > 1 else 0), Told, CALL_S)
+            channel.call("About", StatusRequest(secrets.token_bytes(-(-up // each)), -(-down // each) if down > 1 else 0),
+                         StatusReply, CALL_S)
         except CommError as failure:
             error = failure
         with lock:

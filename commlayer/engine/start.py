@@ -144,7 +144,7 @@ def _enter(
     def check(plan: Plan, workers: int) -> None:
         check_plan(plan, job, workers, 1, device, forbids, reachable=False)
 
-    enter(made, job, device, replica, messages.worker(
+    enter(made, job, device, replica, messages.worker_request(
         job.digest(), made.id, 0, node=made.id, dials=True, regroups=True, alike=alike,
         gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
 
@@ -159,7 +159,7 @@ def _join(
     if not address:
         address, token = _start_embedded(made, config, per_node, node, local)
         config = msgspec.structs.replace(config, token=token)
-    made.uplink = uplink.connect(address, messages.worker(
+    made.uplink = uplink.connect(address, messages.worker_request(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
         plan_digest=records.digest(made.plan), dials=dials, regroups=regroups,
         gradients=sum(not tensor.buffer for tensor in job.tensors), alike=alike,

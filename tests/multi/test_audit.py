@@ -32,10 +32,10 @@ def test_a_job_leaves_its_lines(tmp_path: Path) -> None:
     coordinator = Coordinator(quick(token="the-jobs-secret", audit=str(path)), workers=1)
     mine = quick(token="the-jobs-secret")
     with pytest.raises(Refused):
-        client.join(coordinator.address, messages.worker("job", 0, 1), quick(token="another-secret"), Failures())
+        client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(token="another-secret"), Failures())
     with pytest.raises(Refused):
-        client.join(coordinator.address, messages.worker("job", 5, 1, plan=b"a plan"), mine, Failures())
-    client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"), mine, Failures()).leave()
+        client.join(coordinator.address, messages.worker_request("job", 5, 1, plan=b"a plan"), mine, Failures())
+    client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"), mine, Failures()).leave()
     coordinator.close()
     told = lines(path)
     kinds = [line["event"] for line in told if "does not prove" not in line.get("why", "")]
@@ -60,7 +60,7 @@ def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
         for channel in channels:
             channel._asker._challenge = bytes(16)  # of a connection that is gone
             with contextlib.suppress(Refused):
-                channel.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, 10.0)
+                channel.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, 10.0)
         time.sleep(0.6)
     assert [r.levelno for r in caplog.records if "does not prove" in r.getMessage()] == [logging.WARNING] * (not knows)
     for each in (*channels, coordinator):

@@ -56,9 +56,9 @@ class Server:
         """One that joins by that address and hears that TCP is there."""
         address = joined or self.coordinator.address
         with ThreadPoolExecutor(2) as pool:
-            request = messages.server(data or self.serving.address, beside=self.beside, streams=self.serving.streams)
+            request = messages.server_request(data or self.serving.address, beside=self.beside, streams=self.serving.streams)
             seat = pool.submit(client.join, self.coordinator.address, request, self.config, Failures())
-            mine = messages.worker(PLAN.job, 0, 1, plan=records.encode(PLAN))
+            mine = messages.worker_request(PLAN.job, 0, 1, plan=records.encode(PLAN))
             up = pool.submit(uplink.connect, address, mine, quick(**fields))
             member = seat.result(WAIT_S)
             self.opened.enter_context(contextlib.closing(SimpleNamespace(close=member.leave)))

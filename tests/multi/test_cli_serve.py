@@ -117,7 +117,7 @@ def test_a_port_in_use_is_one_line(served: Any) -> None:
 def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
     process, said = served("--no-server", "--workers", "1")
     assert said["data"] == ""
-    request = messages.worker("job", 0, 0, plan=b"p")
+    request = messages.worker_request("job", 0, 0, plan=b"p")
     member = client.join(said["control"], request, quick(token=said["token"]), Failures())
     assert process.poll() is None
     member.leave()
@@ -127,7 +127,8 @@ def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
 def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(served: Any) -> None:
     process, said = served("--no-server", "--workers", "1")
     for reason, code in (("an error", None), (messages.FINISHED, 0)):
-        member = client.join(said["control"], messages.worker("job", 0, 0, plan=b"p"), quick(token=said["token"]), Failures())
+        member = client.join(said["control"], messages.worker_request("job", 0, 0, plan=b"p"), quick(token=said["token"]),
+                             Failures())
         member.leave(reason)
         if code is not None:
             assert process.wait(WAIT_S) == code
@@ -138,7 +139,7 @@ def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> No
     """Also if the worker has left before the server has tried the plan."""
     process, said = served("--workers", "1")
     for leaves in (False, True):
-        request = messages.worker("job", 0, 1, plan=b"no plan")
+        request = messages.worker_request("job", 0, 1, plan=b"no plan")
         member = client.join(said["control"], request, quick(token=said["token"]), Failures())
         if leaves:
             member.leave("an error")
@@ -152,7 +153,7 @@ def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> No
 def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
     process, said = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
     assert set(said) == {"control", "data"}
-    member = client.join(said["control"], messages.worker("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
+    member = client.join(said["control"], messages.worker_request("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
     member.leave()
     assert process.wait(WAIT_S) == 0
     assert "a-secret-of-ours" not in process.stderr.read()

@@ -32,7 +32,7 @@ def join_all(address: str, world: int, failures: list[Failures] | None = None, *
     config = quick(**fields)
 
     def one(rank: int) -> client.Membership:
-        request = messages.worker("job", rank, world, plan=PLAN if rank == 0 else b"")
+        request = messages.worker_request("job", rank, world, plan=PLAN if rank == 0 else b"")
         return client.join(address, request, config, failures[rank] if failures else Failures())
 
     with ThreadPoolExecutor(world) as pool:
@@ -55,9 +55,9 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
 def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RESOLVE_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
-    attendance = Attendance(address, config, messages.attend(1, messages.ANY), lambda _: None)
+    attendance = Attendance(address, config, messages.site_request(1, messages.ANY), lambda _: None)
     meet = {"home": lambda: attendance.meet(60.0),
-            "worker": lambda: client.join(address, messages.worker("job", 0, 1), config, Failures())}[who]
+            "worker": lambda: client.join(address, messages.worker_request("job", 0, 1), config, Failures())}[who]
     with pytest.raises(CommError, match=r"'no-such-host\.invalid'.*E-ADDRESS") as told:
         meet()
     assert told.value.peer == f"coordinator {address}"
@@ -68,7 +68,7 @@ def test_a_large_plan_fits(opened: list[Any]) -> None:
     plan = bytes(24 << 20)
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    opened.append(client.join(coordinator.address, messages.worker("job", 0, 1, plan=plan), quick(), Failures()))
+    opened.append(client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=plan), quick(), Failures()))
     assert opened[-1].plan == plan
 
 
@@ -77,7 +77,7 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     polls: queue.Queue[messages.Join] = queue.Queue()
-    parts: queue.Queue[messages.Part] = queue.Queue()
+    parts: queue.Queue[messages.PlanPart] = queue.Queue()
     call = client.CoordinatorChannel.call
 
     def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
@@ -87,12 +87,13 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
 
     monkeypatch.setattr(client.CoordinatorChannel, "call", watched)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 2, plan=plan), quick(), Failures())
+        waiting = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 2, plan=plan), quick(),
+                              Failures())
         sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
         with coordinator._lock:  # as after a silence
             coordinator._state = membership.leave(coordinator._state, sent[0].token, "silent")
         sent += [polls.get(timeout=WAIT_S) for _ in range(3)]
-        opened.append(client.join(coordinator.address, messages.worker("job", 1, 2), quick(), Failures()))
+        opened.append(client.join(coordinator.address, messages.worker_request("job", 1, 2), quick(), Failures()))
         opened.append(waiting.result(WAIT_S))
     assert {p.plan for p in sent} == {b""}
     assert {p.plan_digest for p in sent} == {messages.digest_of(plan)}
@@ -106,7 +107,7 @@ def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]
 
     def late(rank: int) -> str:
         with pytest.raises(DeadlineExceeded) as caught:
-            client.join(coordinator.address, messages.worker("job", rank, 4), quick(), Failures(), deadline_s=1.0)
+            client.join(coordinator.address, messages.worker_request("job", rank, 4), quick(), Failures(), deadline_s=1.0)
         assert (caught.value.peer, caught.value.code) == (f"coordinator {coordinator.address}", "E-DEADLINE")
         return caught.value.what
 
@@ -121,7 +122,7 @@ def test_nobody_at_the_address_is_said_by_the_deadline() -> None:
         reserved.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         with pytest.raises(DeadlineExceeded, match=rf"coordinator {address}: .*0\.5 s.*E-DEADLINE"):
-            client.join(address, messages.worker("job", 0, 1), quick(), Failures(), deadline_s=0.5)
+            client.join(address, messages.worker_request("job", 0, 1), quick(), Failures(), deadline_s=0.5)
 
 
 def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
@@ -129,7 +130,7 @@ def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(client.join, f"127.0.0.1:{port}", messages.worker("job", 0, 1), quick(), Failures())
+        joining = pool.submit(client.join, f"127.0.0.1:{port}", messages.worker_request("job", 0, 1), quick(), Failures())
         opened.append(Coordinator(quick(port=port)))
         opened.append(joining.result(WAIT_S))
 
@@ -139,13 +140,13 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
     opened.append(coordinator)
     with ThreadPoolExecutor(1) as pool:
         ended = threading.Event()
-        request = messages.worker("jobA", 0, 2)
+        request = messages.worker_request("jobA", 0, 2)
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
         while "rank 1" not in membership.missing(coordinator._state):
             assert not waiting.done()
         why = r"worker 1 on .* another model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
         with pytest.raises(Refused, match=why):
-            client.join(coordinator.address, messages.worker("jobB", 1, 2), quick(), Failures())
+            client.join(coordinator.address, messages.worker_request("jobB", 1, 2), quick(), Failures())
         ended.set()
         with pytest.raises(CommError, match=f"coordinator {coordinator.address}: .*E-COMM"):
             waiting.result(WAIT_S)
@@ -156,9 +157,9 @@ def test_the_data_port_says_that_it_is_none_for_control_calls(caplog: pytest.Log
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings())
     opened.append(server)
     address = "{}:{}".format(*server.listen())
-    attendance = Attendance(address, quick(), messages.attend(1), lambda _: None)
+    attendance = Attendance(address, quick(), messages.site_request(1), lambda _: None)
     with caplog.at_level(logging.WARNING, "commlayer"):
-        for asks in (lambda: client.join(address, messages.worker("job", 0, 1), quick(), Failures()),
+        for asks in (lambda: client.join(address, messages.worker_request("job", 0, 1), quick(), Failures()),
                      lambda: attendance.meet(WAIT_S)):
             with pytest.raises(Refused, match=f"coordinator {address}: .*data.*E-ADDRESS"):
                 asks()
@@ -177,11 +178,11 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
     opened.append(coordinator)
     channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
-    mine = msgspec.structs.asdict(messages.worker("job", 0, 1))
+    mine = msgspec.structs.asdict(messages.worker_request("job", 0, 1))
     for said, line in (({"version": "9.9"}, "commlayer 9.9, here .*E-VERSION"),
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
-            channel.call("Join", Later(**mine | said), messages.Seat, WAIT_S)
+            channel.call("Join", Later(**mine | said), messages.JoinReply, WAIT_S)
     assert not coordinator._state.places
 
 
@@ -190,9 +191,9 @@ def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[An
     opened.append(coordinator)
     channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
-    for bad in (messages.Pulse(), messages.Leave("token")):
+    for bad in (messages.HeartbeatReply(), messages.Leave("token")):
         with pytest.raises(Refused, match="Join failed: .* a Join .*E-FRAME"):
-            channel.call("Join", bad, messages.Seat, WAIT_S)
+            channel.call("Join", bad, messages.JoinReply, WAIT_S)
     assert membership.missing(coordinator._state) == "0 of ? workers joined"
 
 
@@ -217,7 +218,7 @@ def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) 
     failures = Failures()
     ended = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        request = messages.server("127.0.0.1:1")
+        request = messages.server_request("127.0.0.1:1")
         serving = pool.submit(client.join, coordinator.address, request, quick(), failures, ended=ended)
         first, second = join_all(coordinator.address, 2, [failures, failures])
         server = serving.result(WAIT_S)
@@ -241,7 +242,7 @@ def test_who_gives_a_server_up_first_is_not_named_in_its_place(lives: bool, name
     opened.append(coordinator)
     failures = Failures()
     with ThreadPoolExecutor(1) as pool:
-        request = messages.server("127.0.0.1:1")
+        request = messages.server_request("127.0.0.1:1")
         serving = pool.submit(client.join, coordinator.address, request, quick(), Failures())
         first, second = join_all(coordinator.address, 2, [Failures(), failures])
         server = serving.result(WAIT_S)
@@ -355,8 +356,9 @@ def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
     journal = CoordinatorJournal(str(tmp_path))
     coordinator = Coordinator(quick(), servers=1, journal=journal)
     with ThreadPoolExecutor(2) as pool:
-        serving = pool.submit(client.join, coordinator.address, messages.server("127.0.0.1:1"), quick(), Failures())
-        working = pool.submit(client.join, coordinator.address, messages.worker("job", 0, 1, plan=PLAN), quick(), Failures())
+        serving = pool.submit(client.join, coordinator.address, messages.server_request("127.0.0.1:1"), quick(), Failures())
+        working = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 1, plan=PLAN), quick(),
+                              Failures())
         server, worker = serving.result(WAIT_S), working.result(WAIT_S)
         assert list(tmp_path.iterdir()), "who takes part is written down"
         worker.leave()

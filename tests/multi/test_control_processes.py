@@ -74,7 +74,7 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
         told.put(silent_s)
 
     monkeypatch.setattr(uplink.Uplink, "_silent", silent)
-    link = uplink.connect(child.control, messages.worker("job", 0, 1), config)
+    link = uplink.connect(child.control, messages.worker_request("job", 0, 1), config)
     link.follow(failures, lambda *_: None, lambda *_: None)
     membership = link._membership
     assert membership is not None
@@ -111,7 +111,7 @@ def test_a_child_takes_its_first_line_and_no_more(written: bytes, heard: bytes, 
 
 
 def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
-    member = client.join(coordinator.address, messages.worker("job", 0, 1), quick(), Failures(), keep=True)
+    member = client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), Failures(), keep=True)
     keeper = member._keeper
     assert keeper is not None
     os.kill(keeper.pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_a_keeper_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
 def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
     failures = Failures()
     holder = Process(coordinator.address, 1, 2, how="hold_gil")
-    request = messages.worker("job", 0, 2, plan=b"a plan")
+    request = messages.worker_request("job", 0, 2, plan=b"a plan")
     member = client.join(coordinator.address, request, quick(), failures)
     holder.told()
     assert holder.told() == {"held": True}
@@ -144,7 +144,7 @@ def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
 def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> None:
     config = quick()
     server = Embedded.start(config, workers=1, servers=0, number=None)
-    member = client.join(server.control, messages.worker("job", 0, 1), config, Failures())
+    member = client.join(server.control, messages.worker_request("job", 0, 1), config, Failures())
     member.leave()
     assert server.over(WAIT_S)
     assert server._process.returncode == 0
@@ -196,7 +196,7 @@ def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert server._process.poll() is None
-        client.join(server.control, messages.worker("job", 0, 1), quick(), Failures()).leave()
+        client.join(server.control, messages.worker_request("job", 0, 1), quick(), Failures()).leave()
     finally:
         server.close()
 

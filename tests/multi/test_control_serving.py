@@ -106,9 +106,9 @@ def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> 
 def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code: str, opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
-    request = messages.worker("job", 0, 1, plan=records.encode(PLAN))
+    request = messages.worker_request("job", 0, 1, plan=records.encode(PLAN))
     with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(client.join, coordinator.address, messages.server(address), quick(), Failures())
+        serving = pool.submit(client.join, coordinator.address, messages.server_request(address), quick(), Failures())
         with pytest.raises(RecordError) as caught:
             uplink.connect(coordinator.address, request, quick())
         opened.append(SimpleNamespace(close=serving.result(WAIT_S).leave))
@@ -126,9 +126,10 @@ class Pair:
         coordinator, self.serving, ended = Coordinator(config, servers=1), Serving(host, 0, config), threading.Event()
         opened.extend((coordinator, self.serving))
         with ThreadPoolExecutor(3) as pool:
-            seat = pool.submit(client.join, coordinator.address, messages.server(self.serving.address), config, Failures(),
+            seat = pool.submit(client.join, coordinator.address, messages.server_request(self.serving.address), config,
+                               Failures(),
                                ended=ended)
-            requests = [messages.worker(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
+            requests = [messages.worker_request(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
             ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
             member = seat.result(WAIT_S)
             opened.append(SimpleNamespace(close=member.leave))  # without a word it would be waited for
@@ -169,7 +170,7 @@ def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[
     """It says so once. The worker that heard it may be on its way to another view, and has no use for it any more."""
     job = Pair(opened)
     assert job.ups[1]._membership is not None
-    job.ups[1]._membership._take(messages.Pulse(lost=(messages.Gone("worker 0", "no heartbeat for 4.0 s"),)))
+    job.ups[1]._membership._take(messages.HeartbeatReply(lost=(messages.PeerExit("worker 0", "no heartbeat for 4.0 s"),)))
     assert job.failure().peer == "worker 0"
     after = Failures()
     job.ups[1].follow(after, lambda *_: None, lambda *_: None, 65537)

@@ -20,7 +20,7 @@ from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 
 from commlayer.cluster import client, kv_store, messages, site_client, sites
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.kv_store import Writer
+from commlayer.cluster.kv_store import QuotaOwner
 from commlayer.cluster.site_client import Attendance, Desk
 from commlayer.cluster.site_process_group import AHEAD, PART_NBYTES, RelayedGroup, WorldStore
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
@@ -28,14 +28,14 @@ from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost
 HOMES = 3
 
 
-def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.Attend:
-    return messages.attend(workers, place, name=name)
+def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.RegisterSite:
+    return messages.site_request(workers, place, name=name)
 
 
-def come(state: sites.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[sites.Homes, list[messages.Attended]]:
+def come(state: sites.Sites, *all_: messages.RegisterSite, now: float = 0.0) -> tuple[sites.Sites, list[messages.SiteReply]]:
     replies = []
     for one in all_:
-        state, reply = sites.attend(state, one, now)
+        state, reply = sites.register(state, one, now)
         replies.append(reply)
     return state, replies
 
@@ -45,7 +45,7 @@ def come(state: sites.Homes, *all_: messages.Attend, now: float = 0.0) -> tuple[
 
 def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
-    state, replies = come(sites.Homes(4), a, b)
+    state, replies = come(sites.Sites(4), a, b)
     assert [r.first for r in replies] == [messages.ANY] * 2
     assert replies[1].missing == "3 of 4 workers are here (a, b with 2)"
     state, _ = come(state, c)
@@ -59,16 +59,16 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     (asked("d", place=3), r"home 3\b.* 0 to 2 \[E-RANK\]"),
     (msgspec.structs.replace(asked("d"), version="0.0"), r"0\.0\b.*E-VERSION"),
 ])
-def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.Attend, pattern: str) -> None:
-    state, _ = come(sites.Homes(3), asked("a", place=1))
+def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.RegisterSite, pattern: str) -> None:
+    state, _ = come(sites.Sites(3), asked("a", place=1))
     after, (reply,) = come(state, one)
     assert re.search(pattern, reply.error)
     assert after == state
 
 
 def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
-    assert re.search("--workers N.*E-WORKERS", come(sites.Homes(0), asked("a"))[1][0].error)
-    state, _ = come(sites.Homes(1), asked("a"))
+    assert re.search("--workers N.*E-WORKERS", come(sites.Sites(0), asked("a"))[1][0].error)
+    state, _ = come(sites.Sites(1), asked("a"))
     assert re.search(r"\b0 of the job's 1 .*E-WORKERS", come(state, asked("b"))[1][0].error)
     begun = msgspec.structs.replace(state, begun=True)
     assert re.search(r"\b1 workers.*E-JOB-CLOSED", come(begun, asked("b"))[1][0].error)
@@ -76,7 +76,7 @@ def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
 
 def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the_next_one_is_afresh() -> None:
     a, b = asked("a"), asked("b")
-    state, _ = come(sites.Homes(2), a, b)
+    state, _ = come(sites.Sites(2), a, b)
     state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
     _, (told,) = come(state, a)
     assert re.search(r"^home b \(pid .*: exit code 1; .*E-RENDEZVOUS-ENDED", told.error)
@@ -86,8 +86,8 @@ def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the
 
 def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     a, b = asked("a"), asked("b")
-    state, _ = come(sites.Homes(2), a, b)
-    state = sites.heard(state, a.home, 40.0)
+    state, _ = come(sites.Sites(2), a, b)
+    state = sites.mark_seen(state, a.home, 40.0)
     assert "home b" in come(sites.tick(state, 45.0, 10.0), a)[1][0].error
     begun = msgspec.structs.replace(state, begun=True)
     assert sites.tick(begun, 45.0, 10.0) == begun
@@ -99,7 +99,7 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
 
 def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:
     a, b = asked("a"), asked("b", workers=2)
-    state, _ = come(sites.Homes(3), a, b)
+    state, _ = come(sites.Sites(3), a, b)
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
     assert {rank: why.partition(")")[2] for rank, why in state.left.items()} == dict.fromkeys((1, 2), " has left: finished")
     assert [sites.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
@@ -112,30 +112,31 @@ def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() ->
 
 def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why_not() -> None:
     a, b = asked("a"), asked("b", workers=2)
-    state, _ = come(sites.Homes(3), a, b)
+    state, _ = come(sites.Sites(3), a, b)
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
-    shut = sites.Door("the job runs and has its 3 workers")
+    shut = sites.AdmissionState("the job runs and has its 3 workers")
     again, wide = asked("b"), asked("b", workers=3)
     full = msgspec.structs.replace(shut, full=True)
     for one, door, pattern in ((again, shut, "3 workers.*E-JOB-CLOSED"), (again, full, "3 workers.*E-JOB-FULL"),
-                               (wide, sites.Door("", 1), r"\b3 workers.*\b2 of the job's 3 .*E-WORKERS")):
-        after, reply = sites.attend(state, one, 1.0, door)
+                               (wide, sites.AdmissionState("", 1), r"\b3 workers.*\b2 of the job's 3 .*E-WORKERS")):
+        after, reply = sites.register(state, one, 1.0, door)
         assert re.search(pattern, reply.error)
         assert after == state
-    state, seat = sites.attend(state, again, 1.0, sites.Door("", 1))
+    state, seat = sites.register(state, again, 1.0, sites.AdmissionState("", 1))
     assert (seat.joins, seat.first, seat.world) == (True, 3, 2)
-    state, seat = sites.attend(state, asked("c"), 2.0, sites.Door("", 2))
+    state, seat = sites.register(state, asked("c"), 2.0, sites.AdmissionState("", 2))
     assert (seat.joins, seat.first, seat.world) == (True, 4, 3)
-    assert sites.attend(state, a, 2.0, sites.Door("", 3))[1].first == 0, "who is here is answered as ever"
+    assert sites.register(state, a, 2.0, sites.AdmissionState("", 3))[1].first == 0, "who is here is answered as ever"
 
 
 def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
-    state, _ = come(sites.Homes(1), asked("a"))
+    state, _ = come(sites.Sites(1), asked("a"))
     state = msgspec.structs.replace(state, begun=True)
-    for door, waited_s, waits in ((sites.Door("full", 1, wait="one is silent"), 99.0, True),
-                                  (sites.Door("full", 1, all_here=True), 2.0, True),
-                                  (sites.Door("full", 1, all_here=True), 3.0, False), (sites.Door("over"), 0.0, False)):
-        after, reply = sites.attend(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
+    for door, waited_s, waits in ((sites.AdmissionState("full", 1, wait="one is silent"), 99.0, True),
+                                  (sites.AdmissionState("full", 1, all_here=True), 2.0, True),
+                                  (sites.AdmissionState("full", 1, all_here=True), 3.0, False),
+                                  (sites.AdmissionState("over"), 0.0, False)):
+        after, reply = sites.register(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
         assert (after, bool(reply.missing), bool(reply.error), reply.first) == (state, waits, not waits, messages.ANY)
 
 
@@ -148,7 +149,7 @@ def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
 def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_silent(
         certificates: tuple[str, str], again: tuple[str, str], now: float, found: int | None) -> None:
     every = [msgspec.structs.replace(asked(str(n)), certificate=of) for n, of in enumerate(certificates)]
-    state, _ = come(sites.Homes(2), *every)
+    state, _ = come(sites.Sites(2), *every)
     one = msgspec.structs.replace(asked(again[0]), certificate=again[1])
     token = sites.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
     assert token == ("" if found is None else every[found].home)
@@ -156,7 +157,7 @@ def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_sile
 
 # ---- what the store takes
 
-NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
+NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, QuotaOwner("a", 1 << 20)
 
 
 @pytest.mark.parametrize(("act", "values"), [
@@ -166,11 +167,11 @@ NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, Writer("a", 1 << 20)
 ])
 def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
     with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
-        act(kv_store.MeetingStore())
+        act(kv_store.KvStore())
 
 
 def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
-    store = kv_store.MeetingStore()
+    store = kv_store.KvStore()
     store.put([(NAME, b"12"), (NAME, b"1")], BY)
     assert store.nbytes == len(NAME) + 1 + kv_store.KEY_NBYTES
     for number in range(kv_store.MAX_TOKENS):
@@ -184,7 +185,7 @@ def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
 
 def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
-    store = kv_store.MeetingStore()
+    store = kv_store.KvStore()
     store.put([("a", bytes(6)), ("b", bytes(6))], BY)
     assert store.found(["a"]) == (bytes(6),)
     with pytest.raises(CorruptFrame, match=r"\b12 bytes.*\b10 \[E-FRAME"):
@@ -400,7 +401,7 @@ def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> N
     coordinator = Coordinator(quick(), workers=3)
     opened.append(coordinator)
     with pytest.raises(Refused, match=r"\b1 workers.*\b3: .*`commlayer launch --join`.*E-WORKERS"):
-        client.join(coordinator.address, messages.worker("job", 0, 1), quick(), lambda _: None)
+        client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), lambda _: None)
 
 
 def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:

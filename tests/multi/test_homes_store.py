@@ -18,7 +18,7 @@ from commlayer.cluster import client, kv_store, messages, sites
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.rendezvous_service import Gathering
+from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.site_client import Attendance, Desk
 from commlayer.cluster.site_process_group import PART_NBYTES
 from commlayer.errors import CommError, CorruptFrame, PeerLost
@@ -40,7 +40,7 @@ def met(opened: list[Any], workers: int, **settings: Any) -> tuple[Coordinator, 
     opened.append(coordinator)
 
     def one(name: str) -> tuple[int, Desk]:
-        attendance = Attendance(coordinator.address, quick(), messages.attend(1, name=name), lambda _: None)
+        attendance = Attendance(coordinator.address, quick(), messages.site_request(1, name=name), lambda _: None)
         seat, desk = attendance.meet(WAIT_S), Desk(coordinator.address, quick(), attendance.request.home)
         opened.extend((_Leaving(attendance), desk))
         return seat.first, desk
@@ -50,11 +50,11 @@ def met(opened: list[Any], workers: int, **settings: Any) -> tuple[Coordinator, 
     return coordinator, [desks[rank] for rank in range(workers)]
 
 
-def told(coordinator: Coordinator) -> messages.Told:
+def told(coordinator: Coordinator) -> messages.StatusReply:
     """As the doctor hears it."""
     link = CoordinatorChannel(coordinator.address, quick().token, None)
     try:
-        return link.call("About", messages.About(), messages.Told, WAIT_S)
+        return link.call("About", messages.StatusRequest(), messages.StatusReply, WAIT_S)
     finally:
         link.close()
 
@@ -73,7 +73,7 @@ def there(desk: Desk, *names: str) -> list[bool]:
 
 def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, regroups: bool = True) -> list[client.Membership]:
     def one(rank: int) -> client.Membership:
-        request = messages.worker("job", rank, workers, plan=b"a plan", regroups=regroups)
+        request = messages.worker_request("job", rank, workers, plan=b"a plan", regroups=regroups)
         return client.join(coordinator.address, request, quick(), Failures())
 
     with ThreadPoolExecutor(workers) as pool:
@@ -187,22 +187,23 @@ class Certified:
 
     def __init__(self, workers: int, *certificates: str) -> None:
         self.view = 1
-        self.made = Gathering(workers, 10.0, dict, Audit(""), 1, door=lambda: sites.Door(there=1, generation=self.view),
+        self.made = RendezvousService(workers, 10.0, dict, Audit(""), 1,
+                                      door=lambda: sites.AdmissionState(there=1, generation=self.view),
                               clock=lambda: self.now)
         self.now = 0.0
         self.homes = [self.come(certificate) for certificate in certificates]
         self.made.begin()
 
     def come(self, certificate: str, name: str = "", leave: str = "") -> str:
-        asked = messages.attend(1)
-        one = messages.Attend(name or asked.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave=leave,
+        asked = messages.site_request(1)
+        one = messages.RegisterSite(name or asked.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave=leave,
                               certificate=certificate)
         assert self.made.attend(one).error == ""
         return one.home
 
     def put(self, home: str, *numbers: int) -> None:
         for number in numbers:
-            asked = messages.Ask(home, ((f"{home}/{self.view}/{number}", PART),))
+            asked = messages.KvRequest(home, ((f"{home}/{self.view}/{number}", PART),))
             assert asyncio.run(self.made.ask(asked)).error == ""
 
     def go(self, how: str, home: str) -> None:
@@ -250,8 +251,8 @@ def test_what_a_home_has_left_takes_nothing_from_another_of_its_certificate(narr
 
 
 def test_many_workers_have_room_for_what_they_need_each() -> None:
-    made = Gathering(64, 10.0, dict, Audit(""))
-    one = messages.attend(1)
+    made = RendezvousService(64, 10.0, dict, Audit(""))
+    one = messages.site_request(1)
     made.attend(one)
     by = made._writer(one.home, 1)
     assert (by.most_nbytes, by.all_nbytes) == (kv_store.LEAST_EACH_NBYTES, 64 * kv_store.LEAST_EACH_NBYTES)
@@ -259,9 +260,9 @@ def test_many_workers_have_room_for_what_they_need_each() -> None:
 
 def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
     now = [0.0]
-    made = Gathering(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
-    anna, ben = (msgspec.structs.replace(messages.attend(1, name=name), certificate=name) for name in ("anna", "ben"))
-    again = msgspec.structs.replace(messages.attend(1, name="anna"), certificate="anna")
+    made = RendezvousService(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
+    anna, ben = (msgspec.structs.replace(messages.site_request(1, name=name), certificate=name) for name in ("anna", "ben"))
+    again = msgspec.structs.replace(messages.site_request(1, name="anna"), certificate="anna")
     for one in (anna, ben):
         made.attend(one)
     now[0] = 30.0

@@ -44,7 +44,7 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 def request(rank: int, job: str = "jobA") -> messages.Join:
-    return messages.worker(job, rank, 2, plan=b"a plan")
+    return messages.worker_request(job, rank, 2, plan=b"a plan")
 
 
 def join_both(address: str) -> list[client.Membership]:

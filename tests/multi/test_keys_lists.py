@@ -36,7 +36,7 @@ def ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def joined(address: str, folder: Path) -> None:
-    client.join(address, messages.worker("job", 0, 1, plan=b"a plan"), quick(token=SECRET, keys=str(folder)),
+    client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(token=SECRET, keys=str(folder)),
                 Failures()).leave()
 
 
@@ -51,7 +51,7 @@ def test_a_revoked_coordinator_is_refused_ahead_of_the_first_word(folders: Folde
 def test_a_worker_without_a_coordinator_waits_for_it(folders: Folders) -> None:
     config = quick(token=SECRET, keys=str(folders.worker), join_deadline_s=0.5)
     with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:1\b.*0\.5 s.*E-DEADLINE"):
-        client.join("127.0.0.1:1", messages.worker("job", 0, 1), config, Failures())
+        client.join("127.0.0.1:1", messages.worker_request("job", 0, 1), config, Failures())
 
 
 @pytest.mark.parametrize("kind", ["cut off", "of another job", "empty"])
@@ -153,11 +153,12 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
     """A stolen key that was revoked takes the coordinator's place while a job runs: gRPC connects anew, and knows no list."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     address, port = coordinator.address, int(coordinator.address.rsplit(":", 1)[1])
-    member = client.join(address, messages.worker("job", 0, 1, plan=b"a plan"), quick(token=SECRET, keys=str(folders.worker)),
+    member = client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"),
+                         quick(token=SECRET, keys=str(folders.worker)),
                          Failures())
     link = member._link
     request = messages.Heartbeat("nobody")
-    assert link.call("Heartbeat", request, messages.Pulse, 5.0).stranger
+    assert link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).stranger
     # A restarted one, with a key as good as before, is taken.
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.second), port=port), workers=1)
@@ -177,23 +178,23 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
 
 def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
-    member = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"),
+    member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
     request = messages.Heartbeat("nobody")
-    assert member._link.call("Heartbeat", request, messages.Pulse, 5.0).stranger
+    assert member._link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).stranger
     authority.revoke(ca.parent, "server-1")
     with pytest.raises(Refused, match=r"\(server-1\).*E-CERTIFICATE-REVOKED"):
-        member._link.call("Heartbeat", request, messages.Pulse, 5.0)
+        member._link.call("Heartbeat", request, messages.HeartbeatReply, 5.0)
     member.close()
     coordinator.close()
 
 
-def until_answered(link: CoordinatorChannel) -> messages.Pulse:
+def until_answered(link: CoordinatorChannel) -> messages.HeartbeatReply:
     """Past the time that it takes to connect anew."""
     until = time.monotonic() + 20.0
     while True:
         try:
-            return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, 2.0)
+            return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, 2.0)
         except (PeerLost, DeadlineExceeded):
             assert time.monotonic() < until
             time.sleep(0.05)

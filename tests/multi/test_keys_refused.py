@@ -48,7 +48,7 @@ def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
         host, port = coordinator.address.rsplit(":", 1)
 
         def joined(folder: Path, secret: str) -> None:
-            member = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"),
+            member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                                  quick(token=secret, keys=str(folder)), Failures())
             assert member.view.members[0].rank == 0
             member.leave()
@@ -162,7 +162,7 @@ def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
         worker.dial(SERVER_BASE, server.listen(), soon())
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.dials)), workers=1)
     with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
-        client.join(coordinator.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)),
+        client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)),
                     Failures())
     for each in (worker, server, coordinator):
         each.close()
@@ -180,7 +180,7 @@ def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders
         worker.dial(SERVER_BASE, server.listen(), soon())
     coordinator = Coordinator(quick(token=SECRET, keys=theirs), workers=1)
     with pytest.raises(CommError, match=line):
-        client.join(coordinator.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=mine), Failures())
+        client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(token=SECRET, keys=mine), Failures())
     for each in (worker, server, coordinator):
         each.close()
 
@@ -191,7 +191,7 @@ def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capf
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = client.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
     with pytest.raises(PeerLost, match=f"{coordinator.address}: .*E-PEER-LOST"):
-        channel.call("About", messages.About(), messages.Told, WAIT_S)
+        channel.call("About", messages.StatusRequest(), messages.StatusReply, WAIT_S)
     channel.close()
     coordinator.close()
     assert capfd.readouterr().err == ""
@@ -275,13 +275,13 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     send = mine._asker._call
     mine._asker._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
     request = messages.Heartbeat("nobody")
-    assert mine.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
+    assert mine.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).stranger
     with pytest.raises(Exception, match="does not prove"):
         other._send("Heartbeat", sent[-1], WAIT_S)
     relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))
     relay._asker._channel = Keys(folders.worker).me.fingerprint
     with pytest.raises(Refused, match="E-SECRET"):
-        relay.call("Heartbeat", request, messages.Pulse, WAIT_S)
+        relay.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S)
     for each in (mine, other, relay, coordinator):
         each.close()
 
@@ -331,7 +331,7 @@ def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_p
     worker.dial(SERVER_BASE, server.listen(), soon())
     assert exchange_pair(worker, server)
     coordinator = Coordinator(quick(token=SECRET, keys=str(here)), workers=2)
-    requests = [messages.worker("job", rank, 2, plan=b"a plan") for rank in range(2)]
+    requests = [messages.worker_request("job", rank, 2, plan=b"a plan") for rank in range(2)]
     failures, members = [Failures(), Failures()], []
 
     def join(rank: int) -> None:
@@ -364,7 +364,7 @@ def test_heartbeats_of_a_held_gil_come_over_tls(folders: Folders) -> None:
     failures = Failures()
     holder = Process(coordinator.address, 1, 2, how="hold_gil", token=SECRET, keys=str(folders.second))
     mine = quick(token=SECRET, keys=str(folders.worker))
-    member = client.join(coordinator.address, messages.worker("job", 0, 2, plan=b"a plan"), mine, failures)
+    member = client.join(coordinator.address, messages.worker_request("job", 0, 2, plan=b"a plan"), mine, failures)
     holder.told()
     assert holder.told() == {"held": True}
     holder.go_on()

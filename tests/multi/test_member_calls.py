@@ -50,19 +50,19 @@ def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
 
 
 @pytest.mark.parametrize(("method", "request_", "line"), [
-    ("Heartbeat", messages.Pulse(), ".*Heartbeat.*`stranger`"),
-    ("Part", messages.Part("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
+    ("Heartbeat", messages.HeartbeatReply(), ".*Heartbeat.*`stranger`"),
+    ("Part", messages.PlanPart("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
 ])
 def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     keyed: Coordinator, folders: Folders, audit: Path, method: str, request_: Record, line: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
-    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
     front = keyed._port._front
     assert front is not None
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
-        bad.call(method, request_, messages.Pulse, WAIT_S)
+        bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
     (said,) = [r.getMessage() for r in caplog.records]
     found = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", said)
     assert found, said
@@ -78,7 +78,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     while where in {one.where for one in front._known.copy().values()}:
         assert time.monotonic() < until, "its connection is still there"
         time.sleep(0.02)
-    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
     for each in (bad, good):
         each.close()
 
@@ -96,9 +96,9 @@ def test_a_flood_of_requests_that_are_refused_fills_neither_log(
     with caplog.at_level(logging.WARNING, "commlayer"):
         for _ in range(20):
             if kind == "Join":
-                assert mine.call(kind, messages.worker("job", 5, 1), messages.Seat, WAIT_S).error
+                assert mine.call(kind, messages.worker_request("job", 5, 1), messages.JoinReply, WAIT_S).error
             else:
-                assert mine.call(kind, messages.attend(2), messages.Attended, WAIT_S).error
+                assert mine.call(kind, messages.site_request(2), messages.SiteReply, WAIT_S).error
     assert len(noted(audit, "refused")) in range(5, 12), "20 of them; 10, and a line more, if a minute ends meanwhile"
     assert sum("refused" in r.getMessage() for r in caplog.records) in range(5, 12)
     mine.close()
@@ -112,19 +112,20 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, capl
     forged = "a\nLOG worker 0: FORGED" + "x" * 100_000
     made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=2)
     mine = channel(made)
-    requests = [messages.worker("job", rank, 2, plan=b"a plan") for rank in range(2)]
+    requests = [messages.worker_request("job", rank, 2, plan=b"a plan") for rank in range(2)]
     with caplog.at_level(logging.INFO, "commlayer"):
         answers = [
-            mine.call("Join", msgspec.structs.replace(messages.worker("job", 9, 2), name=forged), messages.Seat, WAIT_S).error,
-            mine.call("Join", msgspec.structs.replace(requests[0], version=forged, rank=9), messages.Seat, WAIT_S).error,
-            mine.call("Attend", messages.attend(9, name=forged), messages.Attended, WAIT_S).error,
+            mine.call("Join", msgspec.structs.replace(messages.worker_request("job", 9, 2), name=forged), messages.JoinReply,
+                      WAIT_S).error,
+            mine.call("Join", msgspec.structs.replace(requests[0], version=forged, rank=9), messages.JoinReply, WAIT_S).error,
+            mine.call("Attend", messages.site_request(9, name=forged), messages.SiteReply, WAIT_S).error,
         ]
         mine.send_plan(b"a plan", WAIT_S)
         for request in requests:
             plain = msgspec.structs.replace(request, plan=b"", name=forged if request.rank else "b")
-            mine.call("Join", plain, messages.Seat, WAIT_S)
-        mine.call("Leave", messages.Leave(requests[1].token, f"PeerLost: {forged}"), messages.Pulse, WAIT_S)
-        pulse = mine.call("Heartbeat", messages.Heartbeat(requests[0].token), messages.Pulse, WAIT_S)
+            mine.call("Join", plain, messages.JoinReply, WAIT_S)
+        mine.call("Leave", messages.Leave(requests[1].token, f"PeerLost: {forged}"), messages.HeartbeatReply, WAIT_S)
+        pulse = mine.call("Heartbeat", messages.Heartbeat(requests[0].token), messages.HeartbeatReply, WAIT_S)
     (left,) = pulse.left
     assert left.reason.startswith("PeerLost: a\\nLOG worker 0: FORGED")
     lines = [*answers, left.reason, *(r.getMessage() for r in caplog.records)]

@@ -114,7 +114,8 @@ def test_control_connections_of_one_certificate_are_capped_and_told(folders: Fol
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     begin = time.monotonic()
     with pytest.raises(Refused, match=r"coordinator 127.*\(gpu-1\) .*\b0 control.*E-CONNECTIONS"):
-        client.join(made.address, messages.worker("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)), Failures())
+        client.join(made.address, messages.worker_request("job", 0, 1), quick(token=SECRET, keys=str(folders.worker)),
+                    Failures())
     assert time.monotonic() - begin < WAIT_S / 2, "not at the deadline"
     made.close()
 
@@ -127,9 +128,9 @@ def test_a_job_whose_workers_have_one_certificate_has_room_for_all_their_connect
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=4 if said_by == "serve" else 0)
     links = [CoordinatorChannel(made.address, SECRET, Keys(folders.worker), own=True) for _ in range(3 * 4)]
     if said_by != "serve":
-        links[0].call("Join", messages.worker("job", 0, 4), messages.Seat, WAIT_S)
+        links[0].call("Join", messages.worker_request("job", 0, 4), messages.JoinReply, WAIT_S)
     for link in links:
-        assert link.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+        assert link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
     for each in (*links, made):
         each.close()
 
@@ -187,7 +188,7 @@ def test_who_asks_too_much_is_named_once_and_others_go_on(keyed: bool, folders: 
 
 def answered(link: CoordinatorChannel) -> bool:
     try:
-        return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.Pulse, WAIT_S).stranger
+        return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
     except CommError:
         return False
 
@@ -203,7 +204,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     made = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("nobody")
-    assert link.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
+    assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).stranger
     front = made._port._front
     assert front is not None
     for name in list(front._known):
@@ -211,7 +212,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     until = time.monotonic() + WAIT_S
     while True:
         try:
-            assert link.call("Heartbeat", request, messages.Pulse, WAIT_S).stranger
+            assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).stranger
             break
         except CommError:
             assert time.monotonic() < until
@@ -230,12 +231,12 @@ def test_a_clock_that_is_hours_off_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     later = SimpleNamespace(time=lambda: time.time() - 3 * 3600, monotonic=time.monotonic)
     with caplog.at_level(logging.WARNING, "commlayer"):
         made = Coordinator(quick(), workers=1)
-        client.join(made.address, messages.worker("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
+        client.join(made.address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
         made.close()
         assert [r for r in caplog.records if "clock" in r.getMessage()] == []
         monkeypatch.setattr(coordinator, "time", later)
         made = Coordinator(quick(), workers=1)
-        client.join(made.address, messages.worker("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
+        client.join(made.address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
         made.close()
     (line,) = [r.getMessage() for r in caplog.records if "clock" in r.getMessage()]
     assert "this machine's clock is 3.0 hours ahead of that of coordinator 127.0.0.1:" in line

@@ -64,14 +64,14 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
 def test_training_goes_on_with_the_same_bits(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cutters: list[Cutter] = []
     passed = [0, 0]
-    chance, real = random.Random(how), messages.server
+    chance, real = random.Random(how), messages.server_request
 
     def behind_a_cutter(address: str, *rest: Any, **more: Any) -> Any:
         cuts = [] if not any(passed) else [cut for _ in range(3) for cut in random_cuts(chance, *passed)]
         cutters.append(Cutter(host_port(address), cuts))
         return real(join_host(*cutters[-1].address), *rest, **more)
 
-    monkeypatch.setattr(messages, "server", behind_a_cutter)
+    monkeypatch.setattr(messages, "server_request", behind_a_cutter)
     found = []
     for name in ("plain", "cut"):
         with Servers(WORLD, 1) as servers:

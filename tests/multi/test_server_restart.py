@@ -68,7 +68,7 @@ class Served:
         self.config = quick(join=address, **settings)
         self.said: list[str] = []
         self.failures = Failures()
-        requests = [messages.worker(made.job, rank, WORLD, plan=records.encode(made)) for rank in range(WORLD)]
+        requests = [messages.worker_request(made.job, rank, WORLD, plan=records.encode(made)) for rank in range(WORLD)]
         with ThreadPoolExecutor(WORLD) as pool:
             self.ups = list(pool.map(lambda r: uplink.connect(address, r, self.config), requests))
         self.workers = [self.worker(made, rank) for rank in range(WORLD)]

@@ -207,7 +207,7 @@ def test_an_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
         child = Embedded.start(config, workers=1)
         stack.callback(child.close)
         assert loaded(child.pid, "libtorch_cpu") == (backend == "reference"), "by the time that it tells its address"
-        link = uplink.connect(child.control, messages.worker(job.digest(), 0, 1, plan=plan), config)
+        link = uplink.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)
         stack.callback(link.close)
         for bucket in buckets:
             state = link.fetch_state(0, bucket.id, 0)

@@ -21,7 +21,7 @@ from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Overdue
 from commlayer.cluster.site_process_group import RelayedGroup, WorldStore
-from commlayer.cluster.sites import Meetings, Unmet
+from commlayer.cluster.sites import PendingWait, WaitTracker
 from commlayer.engine import home_process, regroup
 from commlayer.engine.agreement import Word
 from commlayer.engine.connection import Waits
@@ -40,7 +40,7 @@ LIMIT_S = 300.0
 
 def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
            ) -> list[int]:
-    meetings = [Unmet(rank, waited_s, limit_s) for rank, waited_s in rows]
+    meetings = [PendingWait(rank, waited_s, limit_s) for rank, waited_s in rows]
     return sorted(epoch_change.awaited(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
 
 
@@ -121,48 +121,48 @@ def test_the_dead_neither_wait_nor_hang() -> None:
 # ---- who waits
 
 
-def rows(meetings: Meetings, now: float) -> list[Unmet]:
+def rows(meetings: WaitTracker, now: float) -> list[PendingWait]:
     return sorted(meetings.unmet(now), key=lambda one: one.rank)
 
 
 def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks() -> None:
-    meetings = Meetings()
+    meetings = WaitTracker()
     meetings.waits(0, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
     meetings.waits(1, [("a/2", 2)], 7.0, 12.0)
     meetings.waits(0, [("a/2", 2), ("a/3", 3)], 5.0, 13.0)
-    assert rows(meetings, 14.0) == [Unmet(2, {0: 4.0, 1: 2.0}, 7.0), Unmet(3, {0: 4.0}, 5.0)]
+    assert rows(meetings, 14.0) == [PendingWait(2, {0: 4.0, 1: 2.0}, 7.0), PendingWait(3, {0: 4.0}, 5.0)]
     meetings.came(["a/2"])
-    assert rows(meetings, 14.0) == [Unmet(3, {0: 4.0}, 5.0)]
-    assert rows(meetings, 13.0 + sites.STALE_S) == []
+    assert rows(meetings, 14.0) == [PendingWait(3, {0: 4.0}, 5.0)]
+    assert rows(meetings, 13.0 + sites.WAIT_EXPIRES_S) == []
     meetings.waits(0, [("a/3", 3)], 5.0, 50.0)
-    assert rows(meetings, 51.0) == [Unmet(3, {0: 1.0}, 5.0)], "it begins anew"
+    assert rows(meetings, 51.0) == [PendingWait(3, {0: 1.0}, 5.0)], "it begins anew"
 
 
 def test_who_has_been_told_that_somebody_is_gone_waits_for_nobody_there() -> None:
-    meetings = Meetings()
+    meetings = WaitTracker()
     for rank in (0, 1):
         meetings.waits(rank, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
     meetings.ends(0, ["a/2", "a/3", "a/4"])
-    assert rows(meetings, 11.0) == [Unmet(2, {1: 1.0}, 5.0), Unmet(3, {1: 1.0}, 5.0)]
+    assert rows(meetings, 11.0) == [PendingWait(2, {1: 1.0}, 5.0), PendingWait(3, {1: 1.0}, 5.0)]
     meetings.ends(1, ["a/2"])
-    assert rows(meetings, 11.0) == [Unmet(3, {1: 1.0}, 5.0)]
+    assert rows(meetings, 11.0) == [PendingWait(3, {1: 1.0}, 5.0)]
 
 
 def test_who_says_that_a_name_is_anothers_keeps_nobody_from_saying_whose_it_is() -> None:
-    meetings = Meetings()
+    meetings = WaitTracker()
     meetings.waits(3, [("a/2", 0)], 5.0, 10.0)
     meetings.waits(0, [("a/2", 2)], 5.0, 11.0)
-    assert rows(meetings, 12.0) == [Unmet(0, {3: 2.0}, 5.0), Unmet(2, {0: 1.0}, 5.0)]
+    assert rows(meetings, 12.0) == [PendingWait(0, {3: 2.0}, 5.0), PendingWait(2, {0: 1.0}, 5.0)]
 
 
 def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "MOST_NAMES", 4)
-    meetings = Meetings()
+    monkeypatch.setattr(sites, "MAX_KEYS", 4)
+    meetings = WaitTracker()
     for first in (0, 6, 12):
         meetings.waits(3, [(f"{n}", 2) for n in range(first, first + 6)], 5.0, 10.0)
     assert len(rows(meetings, 11.0)) <= 8
     meetings.waits(0, [("a/2", 2)], 5.0, 10.0)
-    assert Unmet(2, {0: 1.0}, 5.0) in rows(meetings, 11.0)
+    assert PendingWait(2, {0: 1.0}, 5.0) in rows(meetings, 11.0)
 
 
 # ---- at a coordinator

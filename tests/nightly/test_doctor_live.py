@@ -107,7 +107,8 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
         with socket.create_server(("127.0.0.1", 0)) as sock:
             closed = f"127.0.0.1:{sock.getsockname()[1]}"
         with contextlib.closing(CoordinatorChannel(made.address, "", None)) as link:
-            link.call("Join", messages.server(closed, beside=True, streams=serving.streams), messages.Seat, LIMIT_S)
+            link.call("Join", messages.server_request(closed, beside=True, streams=serving.streams), messages.JoinReply,
+                      LIMIT_S)
         (one,) = [found for found in look(quick(join=made.address, carrier=carrier)) if found.check in ("carrier", "port")]
     assert one.verdict == verdict
     assert re.search(seen, one.seen)
@@ -125,7 +126,7 @@ def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
             nowhere = f"127.0.0.1:{sock.getsockname()[1]}"
         link = opened.enter_context(contextlib.closing(CoordinatorChannel(made.address, "", None)))
         for address, streams in ((alike.address, ""), (nowhere, closed.streams), (alone.address, alone.streams)):
-            link.call("Join", messages.server(address, streams=streams), messages.Seat, LIMIT_S)
+            link.call("Join", messages.server_request(address, streams=streams), messages.JoinReply, LIMIT_S)
         found = {one.seen: one.verdict for one in look(quick(join=made.address)) if one.check in ("carrier", "port")}
     assert [verdict for line, verdict in found.items() if nowhere in line and closed.streams in line] == ["warn"]
     assert found[f"TCP to server {alike.address}"] == found[f"gRPC streams at {alone.address}"] == "ok"
@@ -162,11 +163,11 @@ def test_looking_at_a_journal_keeps_no_server_from_starting(tmp_path: Path, monk
 
 def test_a_job_that_has_begun_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Coordinator(quick(token=SECRET), workers=1)
-    member = client.join(made.address, messages.worker("job", 0, 1, plan=b"a plan"), quick(token=SECRET), Failures())
+    member = client.join(made.address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(token=SECRET), Failures())
     found = look(quick(token=SECRET, join=made.address))
     assert verdicts(found)["server"] == "warn"
     link = server.open_channel(quick(token=SECRET, join=made.address))
-    assert link.call("About", messages.About(wanted=1 << 17), messages.Told, LIMIT_S).data == b""
+    assert link.call("About", messages.StatusRequest(wanted=1 << 17), messages.StatusReply, LIMIT_S).data == b""
     link.close()
     member.leave()
     made.close()

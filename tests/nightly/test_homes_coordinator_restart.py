@@ -184,19 +184,19 @@ class Home:
     """One of a worker. Its own settings wait as long as a test does."""
 
     def __init__(self, address: str, opened: list[Any], config: Any, name: str) -> None:
-        self._attendance = Attendance(address, config, messages.attend(1, name=name), lambda _: None)
+        self._attendance = Attendance(address, config, messages.site_request(1, name=name), lambda _: None)
         self.seat = self._attendance.meet(WAIT_S)
         self._desk = Desk(address, config, self._attendance.request.home)
         self._address, self._config, self._opened = address, config, opened
         opened.append(self)
 
     def join(self) -> client.Membership:
-        request = messages.worker("job", self.seat.first, self.seat.world, plan=b"a plan", regroups=True)
+        request = messages.worker_request("job", self.seat.first, self.seat.world, plan=b"a plan", regroups=True)
         member = client.join(self._address, request, self._config, Failures())
         self._opened.append(member)
         return member
 
-    def ask(self, **asked: Any) -> messages.Kept:
+    def ask(self, **asked: Any) -> messages.KvReply:
         return self._desk.ask(time.monotonic() + WAIT_S, **asked)
 
     @property

@@ -14,7 +14,7 @@ from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from commlayer.cluster import authority, client, membership, messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_journal import CoordinatorJournal, seats
+from commlayer.cluster.coordinator_journal import CoordinatorJournal, journaled_part
 from commlayer.transport.key_folder import Keys
 
 SECRET = "correct-horse-battery"
@@ -32,7 +32,7 @@ def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted
     def joined(rank: int) -> client.Membership:
         # Silence is judged long behind the end of this test.
         config = quick(token=SECRET, keys=str((folders.worker, gone)[rank]), reconnect_s=1000.0)
-        return client.join(first.address, messages.worker("job", rank, 2, plan=b"a plan"), config, told[rank])
+        return client.join(first.address, messages.worker_request("job", rank, 2, plan=b"a plan"), config, told[rank])
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(joined, range(2)))
@@ -56,9 +56,9 @@ def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted
 def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
     made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
-    asked = [messages.worker("job", 7, 1) for _ in range(20)]
+    asked = [messages.worker_request("job", 7, 1) for _ in range(20)]
     for one in asked:
-        assert "rank 7 is outside 0..0" in link.call("Join", one, messages.Seat, WAIT_S).error
+        assert "rank 7 is outside 0..0" in link.call("Join", one, messages.JoinReply, WAIT_S).error
     kept = [name for name, value in vars(made).items() if any(one.token in repr(value) for one in asked)]
     assert kept == []
     link.close()
@@ -67,8 +67,8 @@ def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
 
 def test_a_seat_has_the_certificate_that_its_process_came_with_last() -> None:
     """As a server that was killed, and takes up its seat with a folder of keys that was made anew."""
-    one = msgspec.structs.replace(messages.worker("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
+    one = msgspec.structs.replace(messages.worker_request("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
     first = membership.join(membership.State(1, 0), one, 0.0).state
     then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0).state
     assert then.places[one.token].join.serial == "b"
-    assert seats(then) != seats(first), "and the journal is written"
+    assert journaled_part(then) != journaled_part(first), "and the journal is written"

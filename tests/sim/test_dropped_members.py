@@ -22,7 +22,7 @@ from commlayer import records
 from commlayer.cluster import client, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.epoch_change import ViewChange, wire_generation
-from commlayer.cluster.messages import FINISHED, Gone, Heartbeat
+from commlayer.cluster.messages import FINISHED, Heartbeat, PeerExit
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import Serving, Stalled
 from commlayer.config import host_port
@@ -182,7 +182,7 @@ def test_who_is_no_member_any_more_is_not_told_of(opened: list[Any], tmp_path: P
 
 
 def says(teller: str, peer: str, state: Any) -> Any:
-    return membership.heartbeat(state, teller, 1.0, Heartbeat(teller, dropped=(Gone(peer, "noise"),)))[0]
+    return membership.heartbeat(state, teller, 1.0, Heartbeat(teller, dropped=(PeerExit(peer, "noise"),)))[0]
 
 
 def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
@@ -194,7 +194,7 @@ def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
 
 def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
     _, pulse = membership.heartbeat(says("s0", "worker 1", running(3)), "w0", 2.0)
-    assert pulse.lost == (Gone("worker 1", "was dropped (by server 0): noise"),)
+    assert pulse.lost == (PeerExit("worker 1", "was dropped (by server 0): noise"),)
 
 
 @pytest.mark.parametrize(("teller", "peer"), [
@@ -212,7 +212,7 @@ def test_a_server_that_is_gone_has_no_say() -> None:
 
 
 def test_what_a_server_quotes_stands_in_one_line() -> None:
-    state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(Gone("worker 1", "a\nb"),)))
+    state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(PeerExit("worker 1", "a\nb"),)))
     assert state.places["w1"].dead == "was dropped (by server 0): a\\nb"
 
 
@@ -242,7 +242,7 @@ def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
 def test_the_view_says_with_which_certificates_workers_have_joined(folders: Folders) -> None:
     config = quick(token="of-this-job", keys=str(folders.worker))
     coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1)
-    seat = client.join(coordinator.address, messages.worker("job", 0, 1, plan=b"a plan"), config, Failures())
+    seat = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"), config, Failures())
     assert [m.certificate for m in seat.view.members] == [Keys(str(folders.worker)).me.name]
     seat.leave()
     coordinator.close()
@@ -251,7 +251,7 @@ def test_the_view_says_with_which_certificates_workers_have_joined(folders: Fold
 def test_the_coordinator_sees_itself_whose_certificate_that_is(folders: Folders) -> None:
     """Whatever the request says."""
     coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1, servers=1)
-    request = messages.server("127.0.0.1:1")
+    request = messages.server_request("127.0.0.1:1")
     try:
         with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
             client.join(coordinator.address, request, quick(token="of-this-job", keys=str(folders.dials)), Failures())

@@ -205,7 +205,8 @@ def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:  # noqa
 def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> None:
     state = msgspec.structs.replace(hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,))), held=(7, 0, 1.0))
     assert any(p.overdue for p in state.places.values())
-    kept = coordinator_journal.unpacked(coordinator_journal.packed(coordinator_journal.Kept("", "", state)))
+    kept = coordinator_journal.decode_record(coordinator_journal.encode_record(coordinator_journal.CoordinatorRecord("", "",
+                                                                                                                     state)))
     assert {(p.overdue, p.hangs) for p in kept.state.places.values()} == {(None, ())}
     assert kept.state.held is None
 
@@ -228,8 +229,8 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
     """And the coordinator ends the seat, once it has heard it twice."""
     coordinator = Coordinator(quick(min_workers=1), workers=2, servers=1)
     opened.append(coordinator)
-    workers = (messages.worker("job", rank, 2, plan=b"plan", regroups=True) for rank in range(2))
-    requests = [messages.server("127.0.0.1:1"), *workers]
+    workers = (messages.worker_request("job", rank, 2, plan=b"plan", regroups=True) for rank in range(2))
+    requests = [messages.server_request("127.0.0.1:1"), *workers]
     with ThreadPoolExecutor(3) as pool:
         seats = list(pool.map(lambda request: client.join(coordinator.address, request, quick(), Failures()), requests))
     opened.extend(seats)

@@ -16,7 +16,7 @@ from test_homes import met, options, together
 from test_service_sums import push, service
 
 from commlayer.cluster import epoch_change, membership
-from commlayer.cluster.coordinator_journal import Kept, packed, unpacked
+from commlayer.cluster.coordinator_journal import CoordinatorRecord, decode_record, encode_record
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import FINISHED, Heartbeat, Join, pack
 from commlayer.cluster.site_process_group import RelayedGroup
@@ -126,7 +126,7 @@ def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow(
         newest = members(state)[0]
         for token in ("w0", "w1", "w2"):
             state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=newest, in_force=newest))
-        sizes.append((len(pack(pulse)), len(packed(Kept("", "", state)))))
+        sizes.append((len(pack(pulse)), len(encode_record(CoordinatorRecord("", "", state)))))
     assert len(state.places) <= 5 + epoch_change.FORMER
     half = len(sizes) // 2
     assert sizes[-1][0] == sizes[half][0] < 100
@@ -141,8 +141,8 @@ def test_a_plan_is_kept_once_and_with_no_seat() -> None:
     first = state.places["w0"].join
     state, seat = epoch_change.admit(state, worker(4, world=0, regroups=True, plan=PLAN, alike=first.alike), 1.0)
     assert seat.plan == PLAN
-    assert packed(Kept("", "", state)).count(PLAN) == 1
-    assert unpacked(packed(Kept("", "", state))).state.plan == PLAN
+    assert encode_record(CoordinatorRecord("", "", state)).count(PLAN) == 1
+    assert decode_record(encode_record(CoordinatorRecord("", "", state))).state.plan == PLAN
     assert membership.join(state, first, 1.0).reply.plan == PLAN, "who asks again has it"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench.chaos.simulated_members import Members
 from commlayer.cluster import coordinator_journal, epoch_change, membership
-from commlayer.cluster.coordinator_journal import Kept
+from commlayer.cluster.coordinator_journal import CoordinatorRecord
 from commlayer.cluster.membership import State
 
 LEAST = 120
@@ -27,7 +27,7 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
-REGROUPED, TICK, BEAT, PACKED = epoch_change.regrouped, membership.tick, membership.heartbeat, coordinator_journal.packed
+REGROUPED, TICK, BEAT, PACKED = epoch_change.regrouped, membership.tick, membership.heartbeat, coordinator_journal.encode_record
 
 
 def same_number(state: State) -> State:
@@ -37,7 +37,7 @@ def same_number(state: State) -> State:
     return msgspec.structs.replace(after, view=msgspec.structs.replace(after.view, generation=state.view.generation))
 
 
-def forgetful(kept: Kept) -> bytes:
+def forgetful(kept: CoordinatorRecord) -> bytes:
     view = kept.state.view
     assert view is not None
     first = msgspec.structs.replace(kept.state, view=msgspec.structs.replace(view, generation=1))
@@ -64,12 +64,12 @@ def too_few(state: State) -> State:
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
     (epoch_change, "regrouped", same_number, "has not heard of view"),
-    (coordinator_journal, "packed", forgetful, "has not heard of view"),
+    (coordinator_journal, "encode_record", forgetful, "has not heard of view"),
     (epoch_change, "regrouped", too_few, "are the least"),
     (membership, "tick", impatient, "and is dead"),
     (epoch_change, "waited", hasty, "has not hung, and is dead"),
     (membership, "heartbeat", mute, "has not heard of view"),
-    (coordinator_journal, "seats", lambda _: (), "does not know"),
+    (coordinator_journal, "journaled_part", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),
 ])
 def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str,

@@ -177,7 +177,7 @@ class Servers:
     def _serve(self, serving: Any) -> None:
         from commlayer.cluster import client, messages
 
-        request = messages.server(serving.address)
+        request = messages.server_request(serving.address)
         try:
             member = client.join(self.address, request, self._config, lambda _: None, ended=self._ended)
             serving.start(member.view, member.plan, member.rank, newest=lambda: member.newest)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from commlayer.cluster import membership
 from commlayer.cluster.membership import State
-from commlayer.cluster.messages import ANY, FINISHED, PROTOCOL, Heartbeat, Join, Seat, digest_of
+from commlayer.cluster.messages import ANY, FINISHED, PROTOCOL, Heartbeat, Join, JoinReply, digest_of
 from commlayer.transport.protocol import SERVER_BASE
 
 PLAN = b'{"a": "plan"}'
@@ -30,9 +30,9 @@ def server(number: int, **fields: Any) -> Join:
     return msgspec.structs.replace(base, **fields)
 
 
-def after(state: State, *requests: Join, now: float = 0.0) -> tuple[State, Seat]:
+def after(state: State, *requests: Join, now: float = 0.0) -> tuple[State, JoinReply]:
     """Joins in turn; the state and the last answer."""
-    reply = Seat()
+    reply = JoinReply()
     for request in requests:
         state, reply = membership.join(state, request, now)
     return state, reply

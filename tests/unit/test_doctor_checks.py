@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commlayer.cluster.messages import Told
+from commlayer.cluster.messages import StatusReply
 from commlayer.config import Config
 from commlayer.doctor import machine, network, report, security, server
 from commlayer.doctor.machine import Files, Folder, Journal, Processor, Shared, Software, Torch
@@ -32,7 +32,7 @@ HOME = Addresses("box", ("10.0.0.5",), (LO, ETH), "10.0.0.1", "10.0.0.5", alone=
 GPU = Torch("2.13.0+cu126", "12.6", gpus=(("NVIDIA RTX 3060", 12 * GIB, "sm_86"),) * 2, archs=("sm_80", "sm_90", "compute_90"),
             nccl="2.27.3", cupy="14.2.0", cupy_from="cupy-cuda12x", driver=True)
 KEYS = KeysFolder("keys", "", "gpu-1", 0.0, 300 * DAY, 3000 * DAY, list_number=2, listed=1)
-STATUS = Told("0.1.0", 1, 3, 0.0, 4, 2, (ServerInfo(0, "10.0.0.1:7001", streams="10.0.0.1:7002"),))
+STATUS = StatusReply("0.1.0", 1, 3, 0.0, 4, 2, (ServerInfo(0, "10.0.0.1:7001", streams="10.0.0.1:7002"),))
 SERVER = Server("10.0.0.1:7000", "", STATUS, "0.1.0", 1, 3, 0.02, 0.001, 0.01)
 SILENT = Reached("server", "h:2", "silent")
 PLAN = PlanFile("plan.json", "", "abc", 12, 1)

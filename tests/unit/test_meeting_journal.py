@@ -15,39 +15,39 @@ import pytest
 
 from commlayer.cluster import coordinator_journal, messages, sites
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.coordinator_journal import KV_NAME, CoordinatorJournal, Known, MeetingJournal
+from commlayer.cluster.coordinator_journal import KV_NAME, CoordinatorJournal, KvJournal, SitesRecord
 from commlayer.cluster.coordinator_journal import KV_NAME as SEATS
-from commlayer.cluster.kv_store import Added, Change, Dropped, MeetingStore, Put, Writer
-from commlayer.cluster.rendezvous_service import Gathering
+from commlayer.cluster.kv_store import Change, KeysDropped, KvStore, NumberAdded, QuotaOwner, ValueSet
+from commlayer.cluster.rendezvous_service import RendezvousService
 
-BY = Writer("home a (pid 1)"), Writer("gpu-1", view=3)
-
-
-def read(folder: Path) -> list[Known | Change]:
-    return list(MeetingJournal(str(folder)).read())
+BY = QuotaOwner("home a (pid 1)"), QuotaOwner("gpu-1", view=3)
 
 
-def taken_up(folder: Path) -> MeetingStore:
-    store = MeetingStore()
+def read(folder: Path) -> list[SitesRecord | Change]:
+    return list(KvJournal(str(folder)).read())
+
+
+def taken_up(folder: Path) -> KvStore:
+    store = KvStore()
     for record in read(folder):
-        if not isinstance(record, Known):
+        if not isinstance(record, SitesRecord):
             store.again(record)
     return store
 
 
-def held(store: MeetingStore) -> tuple[Any, ...]:
+def held(store: KvStore) -> tuple[Any, ...]:
     return store._rows, store._sums, dict(store._charged), [list(known) for _, known in store._sums.values()]
 
 
-def kept(folder: Path, journal: MeetingJournal) -> MeetingStore:
+def kept(folder: Path, journal: KvJournal) -> KvStore:
     """A store whose changes are written there."""
-    store = MeetingStore()
-    journal.begin(lambda: [Known(sites.Homes(2)), *store.changes()])
+    store = KvStore()
+    journal.begin(lambda: [SitesRecord(sites.Sites(2)), *store.changes()])
     store.note = journal.note
     return store
 
 
-def changed(store: MeetingStore, chance: random.Random) -> None:
+def changed(store: KvStore, chance: random.Random) -> None:
     name, by = chance.choice("abcde"), chance.choice(BY)
     how = chance.choice(("put", "put", "add", "add", "drop", "forget"))
     if how == "put":
@@ -65,7 +65,7 @@ def test_a_store_is_the_same_behind_each_change_and_however_often_the_file_is_wr
         number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_journal, "SLACK_NBYTES", 1 << 30 if number % 2 else 500)
     monkeypatch.setattr(coordinator_journal, "CHUNK_NBYTES", 100)
-    chance, store = random.Random(number), kept(tmp_path, MeetingJournal(str(tmp_path)))
+    chance, store = random.Random(number), kept(tmp_path, KvJournal(str(tmp_path)))
     largest = 0
     for _ in range(300):
         changed(store, chance)
@@ -76,9 +76,10 @@ def test_a_store_is_the_same_behind_each_change_and_however_often_the_file_is_wr
     assert (largest < 40_000) == (number % 2 == 0), "it grows for ever where it is never written anew"
 
 
-@pytest.mark.parametrize("last", [Put("name", b"value", "w", 1), Added("sum", 7, "once", "w", 1), Dropped(("name", "sum"))])
+@pytest.mark.parametrize("last", [ValueSet("name", b"value", "w", 1), NumberAdded("sum", 7, "once", "w", 1),
+                                  KeysDropped(("name", "sum"))])
 def test_a_tail_that_is_torn_at_any_byte_is_cut_off(last: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal, first = MeetingJournal(str(tmp_path)), [Known(sites.Homes(2, meeting="m")), Put("x", b"y", "w", 1)]
+    journal, first = KvJournal(str(tmp_path)), [SitesRecord(sites.Sites(2, meeting="m")), ValueSet("x", b"y", "w", 1)]
     journal.begin(lambda: first)
     before = (tmp_path / KV_NAME).read_bytes()
     journal.note(last)
@@ -100,10 +101,10 @@ def test_a_tail_that_is_torn_at_any_byte_is_cut_off(last: Any, tmp_path: Path, c
 
 
 def test_what_is_no_record_of_this_version_ends_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = MeetingJournal(str(tmp_path))
-    journal.begin(lambda: [Put("x", b"y", "w", 1)])
-    journal.note(messages.Pulse())  # type: ignore[arg-type]
-    assert read(tmp_path) == [Put("x", b"y", "w", 1)]
+    journal = KvJournal(str(tmp_path))
+    journal.begin(lambda: [ValueSet("x", b"y", "w", 1)])
+    journal.note(messages.HeartbeatReply())  # type: ignore[arg-type]
+    assert read(tmp_path) == [ValueSet("x", b"y", "w", 1)]
     assert "cannot be read on" in caplog.text
 
 
@@ -118,7 +119,7 @@ def full() -> Iterator[Any]:
 @pytest.mark.parametrize("when", ["from the start", "later", "as it is written anew"])
 def test_a_full_disk_is_one_line_and_nothing_is_taken_up_of_what_has_a_gap(
         when: str, full: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = MeetingJournal(str(tmp_path))
+    journal = KvJournal(str(tmp_path))
     if when == "from the start":
         full(4)
     store = kept(tmp_path, journal)
@@ -139,7 +140,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_taken_up_of_what_has_a_gap(
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = kept(tmp_path, MeetingJournal(str(tmp_path / "gone")))
+    store = kept(tmp_path, KvJournal(str(tmp_path / "gone")))
     store.put([("a", b"")], BY[0])
     lines = [record.message.partition(KV_NAME)[2].partition(";")[0] for record in caplog.records]
     assert lines == [": No such file or directory"]
@@ -147,14 +148,14 @@ def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, caplog: pytest.LogCap
 
 def test_without_seats_nothing_is_taken_up(tmp_path: Path) -> None:
     """Of a job that has not begun, or of one whose seats cannot be written."""
-    MeetingJournal(str(tmp_path)).begin(lambda: [Put("x", b"y", "w", 1)])
+    KvJournal(str(tmp_path)).begin(lambda: [ValueSet("x", b"y", "w", 1)])
     journal = CoordinatorJournal(str(tmp_path))
     assert list(journal.meeting.read()) == []
     assert not (tmp_path / KV_NAME).exists()
-    journal.meeting.begin(lambda: [Put("x", b"y", "w", 1)])
+    journal.meeting.begin(lambda: [ValueSet("x", b"y", "w", 1)])
     (tmp_path / SEATS).touch()
     journal.forget()
-    journal.meeting.begin(lambda: [Put("x", b"y", "w", 1)])
+    journal.meeting.begin(lambda: [ValueSet("x", b"y", "w", 1)])
     assert list(tmp_path.iterdir()) == [], "the job is over"
 
 
@@ -165,24 +166,25 @@ class Meeting:
     """A coordinator's, which is killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.now, self.door, self.lost = folder, 100.0, sites.Door("", 2, 2), dict[int, str]()
+        self._folder, self.now, self.door, self.lost = folder, 100.0, sites.AdmissionState("", 2, 2), dict[int, str]()
         self.start()
 
-    def start(self) -> Gathering:
-        self.gathering = Gathering(3, 10.0, lambda: self.lost, Audit(""), 2, clock=lambda: self.now, door=lambda: self.door,
-                                   journal=MeetingJournal(str(self._folder)))
+    def start(self) -> RendezvousService:
+        self.gathering = RendezvousService(3, 10.0, lambda: self.lost, Audit(""), 2, clock=lambda: self.now,
+                                           door=lambda: self.door,
+                                   journal=KvJournal(str(self._folder)))
         return self.gathering
 
     def again(self) -> None:
         """As Coordinator takes a job up that has begun."""
         self.start().begin()
 
-    def ask(self, home: str, **asked: Any) -> messages.Kept:
-        return asyncio.run(self.gathering.ask(messages.Ask(home, **asked)))
+    def ask(self, home: str, **asked: Any) -> messages.KvReply:
+        return asyncio.run(self.gathering.ask(messages.KvRequest(home, **asked)))
 
 
-def home(name: str, workers: int = 1) -> messages.Attend:
-    return messages.Attend(name, name, 1, messages.PROTOCOL, "1.0", workers)
+def home(name: str, workers: int = 1) -> messages.RegisterSite:
+    return messages.RegisterSite(name, name, 1, messages.PROTOCOL, "1.0", workers)
 
 
 @pytest.fixture
@@ -251,7 +253,7 @@ def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeti
     meeting.gathering.attend(home("a", 3))
     meeting.gathering.begin()
     meeting.ask("a", put=(("of 2", b""),), view=2)
-    meeting.door = sites.Door("", 3, 3)
+    meeting.door = sites.AdmissionState("", 3, 3)
     meeting.ask("a", put=(("of 3", b""),))
     meeting.again()
     meeting.ask("a", put=(("late", b""),), view=2)

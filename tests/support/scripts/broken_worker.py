@@ -39,7 +39,7 @@ def digest(results: list[Any]) -> str:
 
 def main(rank: int, world: int, steps: int, settings: dict[str, Any]) -> None:
     config, made = read_config(settings, environ={}, cwd="/nonexistent"), plan()
-    up = uplink.connect(config.join, messages.worker(made.job, rank, world, plan=records.encode(made)), config)
+    up = uplink.connect(config.join, messages.worker_request(made.job, rank, world, plan=records.encode(made)), config)
     codecs = {b.id: codec_of(b, rank, made) for b in made.buckets}
     worker = Worker(job(), made, codecs, torch.device("cpu"), rank=rank, members=world, transport=up.transport,
                     recycle=up.recycle)
