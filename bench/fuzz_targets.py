@@ -19,12 +19,12 @@ from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.records import Job, Plan, ServerInfo, Spec, TensorInfo, View
 from commlayer.transport import framing, handshake
-from commlayer.transport.chunking import Assembly, cut, left_out, put_back
+from commlayer.transport.chunking import Assembly, drop_zeros, restore_zeros, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
-from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, Judge, Unproved, proof
+from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, AuthenticationFailed, CallVerifier, make_proof
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
@@ -66,12 +66,12 @@ def frames() -> Target:
     body = random.Random(5).randbytes(3000)
     kinds = [kind for kind in Kind if kind != Kind.STALLED]
     some = [frame(Header(kind, 1, 5, 3, sender=2, weight=1.0, total=2.0), body[: 40 * kind]) for kind in kinds]
-    large = Header(Kind.PUSH, 1, 6, 4, parts=len(cut(len(body), 1000)), order=9)
-    pieces = [frame(large._replace(part=i), body[a:b]) for i, (a, b) in enumerate(cut(len(body), 1000))]
+    large = Header(Kind.PUSH, 1, 6, 4, parts=len(split_parts(len(body), 1000)), order=9)
+    pieces = [frame(large._replace(part=i), body[a:b]) for i, (a, b) in enumerate(split_parts(len(body), 1000))]
     urgent = frame(Header(Kind.PUSH, 1, 6, 5, order=1), b"between")
     flagged = Header(Kind.RESULT, 1, 6, 6, sender=SERVER_BASE, flags=Flag.WITHOUT_ZEROS)
     short = _without_zeros()[-1]
-    halves = [frame(flagged._replace(part=i, parts=2), short[a:b]) for i, (a, b) in enumerate(cut(len(short), 600))]
+    halves = [frame(flagged._replace(part=i, parts=2), short[a:b]) for i, (a, b) in enumerate(split_parts(len(short), 600))]
     examples = [*some, frame(Header(Kind.STALLED, 1), stalled), b"".join(pieces), pieces[0] + urgent + pieces[1] + pieces[2],
                 *(frame(flagged, one) for one in _without_zeros()), b"".join(halves)]
 
@@ -100,7 +100,7 @@ def _without_zeros() -> list[bytes]:
     some[1][100:170] = random.Random(6).randbytes(70)
     some[2][-1] = 7
     some[3][3000:3500] = random.Random(7).randbytes(500)
-    return [short for one in some if (short := left_out(memoryview(one))) is not None]
+    return [short for one in some if (short := drop_zeros(memoryview(one))) is not None]
 
 
 def zeros() -> Target:
@@ -114,14 +114,14 @@ def zeros() -> Target:
             return memoryview(bytearray(b"\xa5" * nbytes))
 
         try:
-            whole = put_back(memoryview(data), CAP_NBYTES, allocate)
+            whole = restore_zeros(memoryview(data), CAP_NBYTES, allocate)
         except CorruptFrame:
             assert not asked, "allocated for what was refused"
             raise
         assert asked == [len(whole)]
         assert len(whole) <= CAP_NBYTES
-        short = left_out(whole)
-        assert short is None or put_back(memoryview(short), CAP_NBYTES, allocate) == whole
+        short = drop_zeros(whole)
+        assert short is None or restore_zeros(memoryview(short), CAP_NBYTES, allocate) == whole
 
     return Target("zeros", _without_zeros(), read)
 
@@ -165,7 +165,8 @@ def acceptor() -> Target:
     proved = frame(Header(Kind.PROOF), msgspec.msgpack.encode(handshake.Proof(bytes(PROOF_NBYTES))))
 
     def read(data: bytes, _: random.Random) -> None:
-        handshake.meet(Canned(data), Reader(handshake.MAX_NBYTES), SERVER_BASE, SECRET, "the dialler", time.monotonic() + 60.0)
+        handshake.accept_handshake(Canned(data), Reader(handshake.MAX_NBYTES), SERVER_BASE, SECRET, "the dialler",
+                                   time.monotonic() + 60.0)
 
     return Target("acceptor's greeting", [one + proved for one in said], read, GREETED, frames=True)
 
@@ -178,7 +179,7 @@ def dialler() -> Target:
     examples = [challenge + frame(Header(Kind.WELCOME, sender=SERVER_BASE), msgspec.msgpack.encode(one)) for one in answers]
 
     def read(data: bytes, _: random.Random) -> None:
-        handshake.greet(Canned(data), Reader(handshake.MAX_NBYTES), Hello("job", 1), SECRET, SERVER_BASE,
+        handshake.dial_handshake(Canned(data), Reader(handshake.MAX_NBYTES), Hello("job", 1), SECRET, SERVER_BASE,
                         time.monotonic() + 60.0)
 
     return Target("dialler's greeting", examples, read, GREETED, frames=True)
@@ -230,14 +231,14 @@ def control() -> list[Target]:
 
 def calls() -> Target:
     """Calls as they come, with their proofs; some of the damage is proved, as a member would."""
-    judge = Judge(SECRET)
+    judge = CallVerifier(SECRET)
     request = messages.pack(messages.Heartbeat("token"))
-    good = proof(SECRET, b"ask", b"Heartbeat", judge.challenge("peer"), request) + request
+    good = make_proof(SECRET, b"ask", b"Heartbeat", judge.challenge("peer"), request) + request
 
     def read(data: bytes, _: random.Random) -> None:
         messages.unpack(judge.opened("peer", "Heartbeat", data), messages.Heartbeat, "peer")
 
-    return Target("proved calls", [good], read, (CorruptFrame, Unproved))
+    return Target("proved calls", [good], read, (CorruptFrame, AuthenticationFailed))
 
 
 def joining() -> Target:

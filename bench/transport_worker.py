@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from commlayer.cluster import uplink
-from commlayer.cluster.grpc_server import stream_port
+from commlayer.cluster.grpc_server import open_stream_port
 from commlayer.errors import CommError
-from commlayer.transport.endpoint import Settings, StreamTransport, note_refusal
+from commlayer.transport.endpoint import Settings, StreamTransport, log_refusal
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
@@ -35,13 +35,13 @@ def ends(rank: int, folder: str) -> dict[str, StreamTransport]:
 def listening(kind: str, transport: StreamTransport, address: str) -> int:
     if kind != "grpc":
         return transport.listen(address)[1]
-    return stream_port(None, address, 0, transport.take, note_refusal).number
+    return open_stream_port(None, address, 0, transport.take, log_refusal).number
 
 
 def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:
     deadline = time.monotonic() + WAIT_S
     if kind == "grpc":
-        uplink.over_grpc(transport, SERVER_BASE, address, None, deadline)
+        uplink.dial_grpc(transport, SERVER_BASE, address, None, deadline)
     else:
         transport.dial(SERVER_BASE, address, deadline)
 

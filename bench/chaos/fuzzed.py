@@ -38,7 +38,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.secret import Unproved, nonce
+from commlayer.transport.secret import AuthenticationFailed, new_nonce
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000
@@ -176,8 +176,9 @@ class _Sockets:
         sock = socket.create_connection(host_port(self._server.data), PATIENCE_S)
         with sock:
             try:
-                mine = Hello("job", rank, session=nonce())
-                handshake.greet(sock, Reader(handshake.MAX_NBYTES), mine, SECRET, SERVER_BASE, time.monotonic() + PATIENCE_S)
+                mine = Hello("job", rank, session=new_nonce())
+                handshake.dial_handshake(sock, Reader(handshake.MAX_NBYTES), mine, SECRET, SERVER_BASE,
+                                         time.monotonic() + PATIENCE_S)
             except CommError as error:
                 return f"a member was not let in: {error}"
             target = self._by_name[self._chance.choice(("frames", "sums"))]
@@ -210,7 +211,7 @@ class _Sockets:
         except grpc.RpcError as error:
             refused = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
             return "" if error.code() in refused else f"{method}: {error.code().name}: {error.details()}: {data[:500].hex()}"
-        except Unproved:
+        except AuthenticationFailed:
             return f"{method}: a call that was proved was not taken for it"
         return ""
 
@@ -221,7 +222,7 @@ class _Honest:
     def __init__(self, address: str, stack: ExitStack) -> None:
         self._ends, self._step = [], 0
         for rank in range(HONEST):
-            end = StreamTransport(Hello("job", rank, session=nonce()), settings=Settings(secret=SECRET))
+            end = StreamTransport(Hello("job", rank, session=new_nonce()), settings=Settings(secret=SECRET))
             stack.callback(end.close)
             end.dial(SERVER_BASE, host_port(address), time.monotonic() + PATIENCE_S)
             self._ends.append(end)

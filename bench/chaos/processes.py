@@ -120,10 +120,10 @@ def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) ->
 def attend(pipe: Any, place: int) -> None:
     """What `commlayer launch` does beside its worker, which who hears of its seat starts; until it is told how that ended."""
     from commlayer.cluster import messages
-    from commlayer.cluster.site_client import Attendance
+    from commlayer.cluster.site_client import SiteLease
 
     config = read_config()
-    attendance = Attendance(config.join, config, messages.site_request(1, place), lambda line: print(line, file=sys.stderr))
+    attendance = SiteLease(config.join, config, messages.site_request(1, place), lambda line: print(line, file=sys.stderr))
     seat = attendance.meet(START_S)
     first, joins = (seat.world - 1, seat.first) if seat.joins else (seat.first, -1)
     pipe.send((Launch(first, seat.world, 0, 1, seat.node, seat.node, attendance.request.home, joins), seat.nodes,

@@ -11,7 +11,7 @@ from collections import Counter
 
 from commlayer.cluster.summation import Reply, Summation
 from commlayer.transport.protocol import Flag, Header, Kind, Message
-from commlayer.transport.reconnect import Unanswered
+from commlayer.transport.reconnect import InFlightRequests
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
 BREAKS, KILLS = 0.08, 0.02
@@ -119,7 +119,7 @@ class World:
         self.ops: dict[int, Sums] = {}
         self._kept: dict[int, tuple[bytes, bytes]] = {}
         self.server = self._started()
-        self.unanswered: list[Unanswered[None]] = [Unanswered() for _ in range(WORLD)]
+        self.unanswered: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(WORLD)]
         self.buckets = [[Bucket(rank, b, self.rounds) for b in range(BUCKETS)] for rank in range(WORLD)]
         self.up: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
         self.down: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]

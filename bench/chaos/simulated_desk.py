@@ -69,10 +69,10 @@ class Desk:
     def _lost(self) -> dict[int, str]:
         return {p.rank: p.dead or f"left the job: {p.left}" for p in self.state.places.values()
                 if p.join.kind == "worker" and (p.dead or p.left not in ("", FINISHED))
-                and not membership.unjudged(self.state, p)}
+                and not membership.verdict_pending(self.state, p)}
 
     def _door(self) -> AdmissionState:
-        return epoch_change.door(self.state)
+        return epoch_change.admission(self.state)
 
     # ---- calls
 
@@ -92,9 +92,9 @@ class Desk:
         before = self.state.places[token].in_force
         beat = Heartbeat(token, generation=generation, in_force=in_force)
         self.state, pulse = membership.heartbeat(self.state, token, 0.0, beat)
-        pulse = epoch_change.explained(self.state, pulse)
+        pulse = epoch_change.explain_end(self.state, pulse)
         self.version += self.state.places[token].in_force != before
-        self._gathering.forget(epoch_change.settled(self.state))
+        self._gathering.forget(epoch_change.settled_generation(self.state))
         return Beaten(pulse, self.version)
 
     def leave(self, rank: int, reason: str, exchanges: int = -1) -> None:
@@ -102,10 +102,10 @@ class Desk:
 
     def judge(self, rank: int) -> None:
         """It is dead for good, whether or not it lives."""
-        self._becomes(membership.cut(self.state, [token_of(rank)], "no heartbeat, as the coordinator sees it"))
+        self._becomes(membership.evict(self.state, [token_of(rank)], "no heartbeat, as the coordinator sees it"))
 
     def _becomes(self, state: State) -> None:
-        self.state = epoch_change.regrouped(state)
+        self.state = epoch_change.next_view(state)
         self.version += 1
 
 

@@ -13,13 +13,13 @@ import msgspec
 
 from bench.chaos.simulated_desk import Desk, home_of
 from bench.chaos.simulated_service import Books, Part, body_of, number_of
-from commlayer.cluster.epoch_change import ViewChange, wire_generation
+from commlayer.cluster.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest
 from commlayer.engine import agreement
 from commlayer.engine.agreement import Found, Says, Standing, Word, name_of
 from commlayer.records import View
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
-from commlayer.transport.reconnect import Unanswered
+from commlayer.transport.reconnect import InFlightRequests
 
 T = TypeVar("T")
 Doing = Generator[bool, None, T]
@@ -89,7 +89,7 @@ class Member:
         """why it is nowhere any more."""
         self.committed: list[dict[tuple[int, int], int]] = []
         """By step, the sum of each bucket and round."""
-        self.unanswered: list[Unanswered[None]] = [Unanswered() for _ in range(servers)]
+        self.unanswered: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(servers)]
         self.error: Exception | None = None
         self._results: dict[tuple[int, int], int] = {}
         self._tries = dict.fromkeys(job.buckets, 0)
@@ -300,7 +300,7 @@ class Member:
     def _goes_over(self) -> Doing[None]:
         assert self._agreed is not None
         (view, words), self._agreed = self._agreed, None
-        change = ViewChange(view, self.step, dict.fromkeys(self._job.buckets, EVERYTHING) if self._owes else {}, b"")
+        change = EpochChange(view, self.step, dict.fromkeys(self._job.buckets, EVERYTHING) if self._owes else {}, b"")
         for server in agreement.told_by(self.rank, self.view, view):
             self.phase = "tells servers"
             yield from self._tells(server.id, change)
@@ -321,7 +321,7 @@ class Member:
         """The worker that is made for a view hears what the coordinator has said, as from Uplink.follow."""
         self.error = self._verdict
 
-    def _tells(self, server: int, change: ViewChange) -> Doing[None]:
+    def _tells(self, server: int, change: EpochChange) -> Doing[None]:
         generation = wire_generation(change.view)
         header = Header(Kind.PLAN, generation, sender=self.rank, flags=Flag.ABANDON)
         self._asks(server, header, body_of(change))

@@ -152,7 +152,7 @@ class Members:
     # ---- the coordinator, as coordinator.py has it
 
     def _writes(self, before: State) -> None:
-        self.state = epoch_change.regrouped(self.state)
+        self.state = epoch_change.next_view(self.state)
         view = self.state.view
         ranks = [] if view is None or view == before.view else [m.rank for m in view.members]
         if view is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
@@ -178,12 +178,12 @@ class Members:
         before = self.state
         self._heard[beat.token] = self.now
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
-        there, self.state = self.state, epoch_change.waited(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
+        there, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
         for process in self.processes[1:]:
             place = self.state.places.get(process.request.token)
             if place is not None and place.dead and there.places[process.request.token].here and math.isinf(process.hangs_s):
                 self._wrong(f"{place.peer} has not hung, and is dead: {place.dead}")
-        pulse = epoch_change.explained(self.state, pulse)
+        pulse = epoch_change.explain_end(self.state, pulse)
         self._writes(before)
         return pulse
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.epoch_change import ViewChange, amiss, read_change, wire_generation
+from commlayer.cluster.epoch_change import EpochChange, change_problem, read_change, wire_generation
 from commlayer.cluster.summation import EVERY_SLICE, Reply, Summation
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
@@ -153,10 +153,10 @@ class Service:
             answer = f"generation {h.generation} has ended"
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
 
-    def _refused(self, change: ViewChange, generation: int, sender: int, hurries: Callable[[], bool]) -> str:
+    def _refused(self, change: EpochChange, generation: int, sender: int, hurries: Callable[[], bool]) -> str:
         if generation == wire_generation(change.view) and change.view.generation <= self.view.generation:
             return f"view {change.view.generation} has ended"
-        if why := amiss(change, generation, sender, self.view):
+        if why := change_problem(change, generation, sender, self.view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
         if self.newest.generation < change.view.generation and not hurries():
             raise Waits
@@ -164,12 +164,12 @@ class Service:
             raise CorruptFrame("PLAN of other members: its view is not the coordinator's", peer=peer_name(sender))
         return "" if self.newest == change.view else f"view {change.view.generation} is not the coordinator's newest"
 
-    def _gives_way(self, change: ViewChange, generation: int) -> None:
+    def _gives_way(self, change: EpochChange, generation: int) -> None:
         self._core.end(change.step, change.undone)
         self.view = change.view
         self.ledgers = {bucket: ledger.after() for bucket, ledger in self.ledgers.items()}
         self._core = self._sums(generation)
 
 
-def body_of(change: ViewChange) -> bytes:
+def body_of(change: EpochChange) -> bytes:
     return msgspec.msgpack.encode(change)

@@ -19,7 +19,7 @@ from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
 
 if TYPE_CHECKING:
-    from commlayer.cluster.site_client import Attendance
+    from commlayer.cluster.site_client import SiteLease
 
 Child = subprocess.Popen[bytes]
 POLL_S = 0.1
@@ -51,9 +51,9 @@ def launch(
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster import messages
-    from commlayer.cluster.site_client import Attendance
+    from commlayer.cluster.site_client import SiteLease
 
-    attendance = Attendance(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
+    attendance = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
     try:
         seat = attendance.meet(wait)
@@ -98,7 +98,7 @@ def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, 
     return subprocess.Popen(command, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
 
 
-def _wait(children: Sequence[Child], attendance: Attendance) -> tuple[int, str]:
+def _wait(children: Sequence[Child], attendance: SiteLease) -> tuple[int, str]:
     """Waits for all workers. Returns the first failure's exit code (130 after Ctrl-C) and the reason, for a message."""
     code, reason, until = 0, "finished", 0.0
     with _interrupts() as interrupted:

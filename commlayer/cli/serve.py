@@ -45,14 +45,15 @@ def serve(
     if not config.token:
         if config.join:
             raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
-        fresh = secret.new()
+        fresh = secret.new_secret()
         config = msgspec.structs.replace(config, token=fresh)
     if servers is None:
         servers = 0 if no_server else 1
     # Imported late: it loads grpc, which --help does not need.
     from commlayer.cluster import server_process
 
-    server_process.run(config, server_process.Part(workers, servers, -1 if no_server else number, not no_server, made=fresh))
+    server_process.run(config, server_process.ServeOptions(workers, servers, -1 if no_server else number, not no_server,
+                                                           made=fresh))
 
 
 def _place(bind: str, port: int) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import threading
 import time
 
 from commlayer.errors import RecordError
-from commlayer.transport.handshake import Probe
+from commlayer.transport.handshake import SilentConnection
 
 log = logging.getLogger("commlayer")
 
@@ -38,7 +38,7 @@ class Audit:
 
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
         """Also logs it. Probes are marked as such: `commlayer doctor` and port monitors cause them."""
-        event = "probed" if isinstance(why, Probe) else "refused"
+        event = "probed" if isinstance(why, SilentConnection) else "refused"
         if self._bounded(event, where, why):
             log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
 

@@ -33,7 +33,7 @@ TAIL_LINES = 15
 GRACE_S = 5.0
 
 
-class Embedded:
+class EmbeddedServer:
     """A running child. `control` and `data` are its addresses; empty for a role that it does not have."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: _Stderr, control: str, data: str) -> None:
@@ -44,7 +44,7 @@ class Embedded:
     @classmethod
     def start(
         cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
-    ) -> Embedded:
+    ) -> EmbeddedServer:
         """Starts a coordinator and server `number` (None: no server); with `join` only the server. Returns when it is ready.
 
         CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
@@ -288,7 +288,7 @@ def process_state(pid: int) -> str:
         return "X"
 
 
-def beat(parent: int, send: Callable[[int], None], every_s: float) -> None:
+def run_heartbeats(parent: int, send: Callable[[int], None], every_s: float) -> None:
     """Calls `send` with RUNNING or STOPPED until the parent ends or closes standard input; then with EXITED if it has ended."""
     while os.getppid() == parent:
         send(RUNNING if is_awake(parent) else STOPPED)
@@ -312,11 +312,12 @@ def sidecar_main() -> None:
     import grpc
 
     from commlayer.transport.grpc_stream import TlsCredentials, open_channel
-    from commlayer.transport.secret import Asker, Unproved
+    from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator
 
     credentials = init["credentials"] and TlsCredentials(*init["credentials"])
     channel = open_channel(init["address"], [tuple(option) for option in init["options"]], credentials)
-    asker = Asker(init["secret"], lambda method, data, timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
+    asker = CallAuthenticator(init["secret"], lambda method, data,
+                              timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
         data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
         bytes.fromhex(init["channel"]))
     bodies = [bytes.fromhex(body) for body in init["bodies"]]
@@ -324,7 +325,7 @@ def sidecar_main() -> None:
     def send(which: int) -> None:
         try:
             asker.ask("Heartbeat", bodies[which], init["call_s"])
-        except (grpc.RpcError, Unproved):
+        except (grpc.RpcError, AuthenticationFailed):
             pass  # the worker's own thread has the same error, and logs it
 
-    beat(parent, send, init["every_s"])
+    run_heartbeats(parent, send, init["every_s"])

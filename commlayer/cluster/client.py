@@ -22,14 +22,14 @@ from commlayer.config import Config, host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused, without_code
 from commlayer.records import Record, View
 from commlayer.transport import framing
-from commlayer.transport.connection import drop, watch
+from commlayer.transport.connection import close_channel, track
 from commlayer.transport.crc import crc32c
 from commlayer.transport.grpc_stream import TlsCredentials, open_channel
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import SERVICE as NAMED
-from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import Header, Kind
-from commlayer.transport.secret import Asker, Unproved, nonce, unproved
+from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, new_nonce, wrong_secret
 from commlayer.transport.tls import CONTROL, TlsSocket
 
 settings.quiet_grpc()
@@ -95,7 +95,8 @@ class Membership:
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
-        self._keeper = child_processes.start_sidecar(link.address, link.secret, beats, options(link.address), self._every_s,
+        self._keeper = child_processes.start_sidecar(link.address, link.secret, beats, channel_options(link.address),
+                                                     self._every_s,
                                              self._call_s, tls_credentials(link.keys), fingerprint(link.keys)) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
@@ -186,14 +187,14 @@ class Membership:
             lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=f"coordinator {self._link.address}"))
         if lost and not self._failed and not self._closing.is_set():
             self._failed = True
-            self._on_failure(first_cause(lost))
+            self._on_failure(root_cause(lost))
 
     def awaited(self, peer: str) -> bool:
         """Whether the peer is a server, or a worker of the newest view."""
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
 
 
-def first_cause(lost: Sequence[CommError]) -> CommError:
+def root_cause(lost: Sequence[CommError]) -> CommError:
     """Of several failures reported at once, one that was not caused by another of them."""
     return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
                 lost[0])
@@ -224,9 +225,9 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 link.leave_quietly(request.token, "waited in vain")
-                raise _late(address, missing, deadline_s)
+                raise _join_timeout(address, missing, deadline_s)
             if time.monotonic() > answered_s + config.join_deadline_s:
-                raise _late(address, "", config.join_deadline_s)
+                raise _join_timeout(address, "", config.join_deadline_s)
             if not known:
                 known = link.look(min(CALL_S, max(0.001, left_s)))
                 if not known:
@@ -240,7 +241,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             except (PeerLost, DeadlineExceeded):
                 # The coordinator may not be up yet, or the network is down: wait until the deadline. But a bad certificate,
                 # which gRPC does not report, is an error at once.
-                check(address, keys, min(deadline, time.monotonic() + CHECK_S))
+                diagnose(address, keys, min(deadline, time.monotonic() + CHECK_S))
             else:
                 if seat.error:
                     raise Refused(seat.error, peer=f"coordinator {address}")
@@ -271,7 +272,7 @@ def _check_clock(time_s: float, address: str) -> bool:
     return True
 
 
-def _late(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
+def _join_timeout(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
     peer = f"coordinator {address}"
     if not missing:
         return DeadlineExceeded(f"did not answer within {deadline_s:g} s: is it running, and is that its address?", peer=peer)
@@ -283,11 +284,11 @@ def _late(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
 
 log = logging.getLogger("commlayer")
 
-AHEAD = 8
+PARTS_IN_FLIGHT = 8
 """Parts of a plan in flight at once, so that a distant coordinator costs few round trips."""
-LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """The coordinator is not up yet, is overloaded, or was stopped while it answered."""
-WATCHED_S = 1.0
+CHANNEL_CLOSE_S = 1.0
 """How long close() waits for gRPC's thread that watches a channel, which polls every 0.2 s."""
 RESOLVE_S = 5.0
 RETRY_S = 0.25
@@ -328,7 +329,7 @@ def check_name(address: str) -> None:
                         peer=f"coordinator {address}", code="E-ADDRESS")
 
 
-def options(address: str) -> list[tuple[str, Any]]:
+def channel_options(address: str) -> list[tuple[str, Any]]:
     """gRPC options of a channel to that coordinator."""
     host, _ = settings.host_port(address)
     arguments: list[tuple[str, Any]] = [
@@ -359,9 +360,9 @@ class CoordinatorChannel:
         """`own`: uses a connection that no other channel of this process shares."""
         self.address, self.secret, self.keys = address, secret, keys
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
-        self._channel = open_channel(address, options(address) + apart, tls_credentials(keys))
-        self._asker = Asker(secret, self._send, _unproved, fingerprint(keys))
-        self._seen: Certified | None = None
+        self._channel = open_channel(address, channel_options(address) + apart, tls_credentials(keys))
+        self._asker = CallAuthenticator(secret, self._send, _unproved, fingerprint(keys))
+        self._seen: PeerCertificate | None = None
         self._connected, self._times, self._looked = False, 0, 0
         if keys is not None:
             self._channel.subscribe(self._changed)
@@ -379,7 +380,7 @@ class CoordinatorChannel:
         # `_looked` stays -1, so every call is refused.
         times = self._times
         self._looked = -1
-        self._seen = seen = check(self.address, self.keys, time.monotonic() + timeout_s)
+        self._seen = seen = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
         if seen is not None:
             self._looked = times
         return seen is not None
@@ -400,13 +401,13 @@ class CoordinatorChannel:
         self._heed(timeout_s)
         try:
             reply = self._asker.ask(method, messages.pack(request), timeout_s)
-        except Unproved:
-            raise Refused(unproved(self.secret), peer=peer, code="E-SECRET") from None
+        except AuthenticationFailed:
+            raise Refused(wrong_secret(self.secret), peer=peer, code="E-SECRET") from None
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", peer=peer) from None
-            if code in LATER:
+            if code in RETRYABLE:
                 raise PeerLost(f"not reachable: {details}", peer=peer) from None
             raise Refused(f"{method} failed: {details} ({code.name})", peer=peer) from None
         except ValueError:
@@ -424,7 +425,7 @@ class CoordinatorChannel:
             part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
             self.call("Part", part, messages.HeartbeatReply, timeout_s)
 
-        with futures.ThreadPoolExecutor(AHEAD, "commlayer-plan") as pool:
+        with futures.ThreadPoolExecutor(PARTS_IN_FLIGHT, "commlayer-plan") as pool:
             for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
                 pass
 
@@ -439,7 +440,7 @@ class CoordinatorChannel:
         if self.keys is not None:
             self._channel.unsubscribe(self._changed)
             # gRPC's thread raises an exception, which Python prints, if its channel is closed while it polls.
-            watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + WATCHED_S
+            watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + CHANNEL_CLOSE_S
             while getattr(watched, "polling", False) and time.monotonic() < until:
                 time.sleep(0.005)
         self._channel.close()
@@ -454,7 +455,7 @@ def _unproved(error: Exception) -> bool:
 HANDSHAKE = b"\x16\x03"
 
 
-def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Certified | None:
+def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> PeerCertificate | None:
     """Connects to the address. Refused with the reason if either end rejects the other's certificate, if one end has none, or
     if the address is a data port.
 
@@ -462,18 +463,18 @@ def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Ce
     """
     where = who or f"coordinator {address}"
     try:
-        sock = watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
+        sock = track(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
     except OSError:
         return None
     good = None
     try:
         if keys is None:
-            if not _plain(sock, deadline):
-                _no_frames(address, deadline)
+            if not _expect_plain(sock, deadline):
+                _refuse_data_port(address, deadline)
             return None
         tls = TlsSocket(sock, keys, CONTROL, server=False)
-        drop(sock)
-        sock = watch(tls)
+        close_channel(sock)
+        sock = track(tls)
         good = tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
         tls.settimeout(max(0.001, deadline - time.monotonic()))
         first = bytearray(2 * MOST_NBYTES)
@@ -485,11 +486,11 @@ def check(address: str, keys: Keys | None, deadline: float, who: str = "") -> Ce
     except (CommError, OSError):
         pass
     finally:
-        drop(sock)
+        close_channel(sock)
     return good
 
 
-def _plain(sock: socket.socket, deadline: float) -> bool:
+def _expect_plain(sock: socket.socket, deadline: float) -> bool:
     """Whether the peer sends anything: a TLS server sends its part of a handshake, which is an error; gRPC sends settings."""
     sock.settimeout(max(0.001, deadline - time.monotonic()))
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -506,10 +507,10 @@ def _plain(sock: socket.socket, deadline: float) -> bool:
     return bool(first)
 
 
-def _no_frames(address: str, deadline: float) -> None:
+def _refuse_data_port(address: str, deadline: float) -> None:
     """Detects a data port, the only one that answers the beginning of a handshake with a frame."""
-    body = msgspec.msgpack.encode(Hello("", 0, nonce=nonce()))
-    with watch(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic()))) as sock:
+    body = msgspec.msgpack.encode(Hello("", 0, nonce=new_nonce()))
+    with track(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic()))) as sock:
         sock.sendall(framing.encode(Header(Kind.HELLO), len(body), crc32c(body)) + body)
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         if sock.recv(len(framing.MAGIC)) == framing.MAGIC:

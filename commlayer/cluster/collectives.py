@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commlayer.cluster.process_groups import Members, Pending, named, rows_of_all
+from commlayer.cluster.process_groups import Members, PendingCollective, rows_of_all, torch_errors
 from commlayer.errors import CommError, InvalidInput
 
 
-class Inside(NamedTuple):
+class NodeGroups(NamedTuple):
     """Several groups of this node's ranks. Calls are ordered within a group, and need no order between groups."""
 
     out: Channel
@@ -50,12 +50,12 @@ class Groups:
         """Since when a call waits for other ranks, by time.monotonic(); 0 while none does."""
         self._all = self.members.group(timeout_s=timeout_s)
         self._nodes: list[Any] = []
-        self._inside: Inside | None = None
+        self._inside: NodeGroups | None = None
         self._hosts: Channel | None = None
         if ranks_per_node > 1:
             out, back, late = (self._node() for _ in range(3))
             ready, late_ready = (None if device.type == "cpu" else self._node("gloo") for _ in range(2))
-            self._inside = Inside(out, back, late, ready, late_ready)
+            self._inside = NodeGroups(out, back, late, ready, late_ready)
 
     def _node(self, backend: str | None = None) -> Channel:
         """A group of this node's ranks. All ranks create the groups of all nodes."""
@@ -69,7 +69,7 @@ class Groups:
         return mine
 
     @property
-    def inside(self) -> Inside:
+    def inside(self) -> NodeGroups:
         """The groups within this node; only if nodes have several ranks."""
         assert self._inside is not None, "this node has one rank"
         return self._inside
@@ -83,17 +83,17 @@ class Groups:
             self._hosts = Channel(group, self.members.ranks, "of the hosts")
         return self._hosts
 
-    def allreduce(self, x: torch.Tensor) -> Pending:
+    def allreduce(self, x: torch.Tensor) -> PendingCollective:
         """Sum over all ranks, in place."""
         return self._start("all-reduce", dist.all_reduce, x, group=self._all)
 
-    def broadcast_all(self, x: torch.Tensor, source: int = 0) -> Pending:
+    def broadcast_all(self, x: torch.Tensor, source: int = 0) -> PendingCollective:
         """Broadcasts from rank `source` to all."""
         return self._start("broadcast", dist.broadcast, x, self.members.ranks[source], group=self._all)
 
-    def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> Pending:
-        with named(what):
-            return Pending(call(x, *args, group=group, async_op=True), what, on_device=x.is_cuda)
+    def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> PendingCollective:
+        with torch_errors(what):
+            return PendingCollective(call(x, *args, group=group, async_op=True), what, on_device=x.is_cuda)
 
     @property
     def waits_s(self) -> float:
@@ -109,7 +109,7 @@ class Groups:
         """Around a call between two steps that waits for the other ranks."""
         self.waiting_since = time.monotonic()
         try:
-            with named(what):
+            with torch_errors(what):
                 yield
         finally:
             self.waiting_since = 0.0
@@ -164,36 +164,37 @@ class Channel:
     def __init__(self, group: Any, ranks: Sequence[int], what: str) -> None:
         self._group, self._ranks, self._what = group, ranks, what
 
-    def allreduce(self, x: torch.Tensor, *, largest: bool = False) -> Pending:
+    def allreduce(self, x: torch.Tensor, *, largest: bool = False) -> PendingCollective:
         """Sums, or takes elementwise maxima, in place."""
         return self._start("all-reduce", dist.all_reduce, x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
 
-    def alltoall(self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int] | None, sizes: list[int] | None) -> Pending:
+    def alltoall(self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int] | None,
+                 sizes: list[int] | None) -> PendingCollective:
         """Sends the i-th run of `x` to member i; without sizes all runs are equal."""
         return self._start("all-to-all", dist.all_to_all_single, out, x, out_sizes, sizes)
 
-    def allgather(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
+    def allgather(self, out: torch.Tensor, x: torch.Tensor) -> PendingCollective:
         """Fills `out` with every member's `x`, in member order."""
         return self._start("all-gather", _all_gather, out, x)
 
-    def reduce(self, x: torch.Tensor, root: int) -> Pending:
+    def reduce(self, x: torch.Tensor, root: int) -> PendingCollective:
         """Sums into member `root`; elsewhere `x` is undefined afterwards."""
         return self._start("reduce", dist.reduce, x, self._ranks[root])
 
-    def gather(self, x: torch.Tensor, rows: list[torch.Tensor] | None, root: int) -> Pending:
+    def gather(self, x: torch.Tensor, rows: list[torch.Tensor] | None, root: int) -> PendingCollective:
         """Gathers every member's `x` into the root's `rows`; None elsewhere."""
         return self._start("gather", dist.gather, x, rows, self._ranks[root])
 
-    def broadcast(self, x: torch.Tensor, root: int) -> Pending:
+    def broadcast(self, x: torch.Tensor, root: int) -> PendingCollective:
         return self._start("broadcast", dist.broadcast, x, self._ranks[root])
 
     def close(self) -> None:
         self._group = None  # as in RowChannel.close
 
-    def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> Pending:
+    def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> PendingCollective:
         what = f"{name} {self._what}"
-        with named(what):
-            return Pending(call(x, *args, group=self._group, async_op=True), what, on_device=x.is_cuda)
+        with torch_errors(what):
+            return PendingCollective(call(x, *args, group=self._group, async_op=True), what, on_device=x.is_cuda)
 
 
 class Channels:
@@ -234,7 +235,7 @@ def node_ranks(world: int, per_node: int) -> list[list[int]]:
     return [list(range(first, first + per_node)) for first in range(0, world, per_node)]
 
 
-class Told:
+class RankNumbers:
     """Numbers that ranks exchange at the end of a block."""
 
     def __init__(self, numbers: int) -> None:
@@ -244,14 +245,14 @@ class Told:
 
 
 @contextlib.contextmanager
-def together(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[Told]:
+def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[RankNumbers]:
     """All ranks leave the block together. An error on one rank is raised there, and the others raise one that names the rank.
 
     The block must not contain collectives, since a rank that fails would leave the others waiting in them. `numbers`: how many
     numbers each rank puts into `mine`, to be sent to all.
     """
     failure: Exception | None = None
-    shared = Told(numbers)
+    shared = RankNumbers(numbers)
     try:
         yield shared
     except Exception as error:
@@ -324,12 +325,12 @@ class RowChannel:
             self.members.allow(self._group, late_s)
         self._late_s = late_s
 
-    def gather(self, row: tuple[float, ...], what: str) -> tuple[Pending, torch.Tensor]:
+    def gather(self, row: tuple[float, ...], what: str) -> tuple[PendingCollective, torch.Tensor]:
         """Starts an all-gather of this rank's row."""
         mine = torch.tensor(row, dtype=torch.float64)
-        with named(what):
+        with torch_errors(what):
             work, rows = rows_of_all(mine, self.members.world, self._group)
-        return Pending(work, what, on_device=False), rows
+        return PendingCollective(work, what, on_device=False), rows
 
     def forget(self) -> None:
         """Drops exchanges in flight."""
@@ -352,7 +353,7 @@ class Rows:
 
     def __init__(self, channel: RowChannel, what: str) -> None:
         self._channel, self._what = channel, f"exchange of {what}"
-        self._pending: Pending | None = None
+        self._pending: PendingCollective | None = None
         self._all = torch.empty(0)
 
     def start(self, *row: float) -> None:

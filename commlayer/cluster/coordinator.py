@@ -20,7 +20,7 @@ from commlayer import config as settings
 from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
-from commlayer.cluster.grpc_server import Answer, CallQuota, GrpcPort, Host, TooMany, check_free
+from commlayer.cluster.grpc_server import Answer, CallQuota, GrpcPort, RateLimited, RpcServer, check_free
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import (
     MAX_PLAN_NBYTES,
@@ -39,10 +39,10 @@ from commlayer.config import Config
 from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
 from commlayer.records import Record, ServerInfo
 from commlayer.transport import framing, grpc_stream
-from commlayer.transport.grpc_stream import GrpcStream, Take
-from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.grpc_stream import AcceptStream, GrpcStream
+from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import CHALLENGE, Judge, Unproved
+from commlayer.transport.secret import CHALLENGE, AuthenticationFailed, CallVerifier
 
 log = logging.getLogger("commlayer")
 
@@ -93,13 +93,13 @@ class Coordinator:
         """By rank: when it was last seen waiting for others in the homes' store."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
-        self._judge, self._plans = Judge(config.token), Plans()
+        self._judge, self._plans = CallVerifier(config.token), Plans()
         self._suspects: dict[str, tuple[str, str]] = {}
         """By connection: its address and the call that did not prove the secret. Kept for PROVE_S, or until a call does."""
         check_free(config.bind, config.port)
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
-        self._take: Take | None = None
+        self._take: AcceptStream | None = None
         self._quota = CallQuota()
         self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
@@ -109,7 +109,7 @@ class Coordinator:
                                     noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._gathering.begin()
-        self._port.start(Host({
+        self._port.start(RpcServer({
             CHALLENGE: self._challenge,
             "Attend": self._method("Attend", messages.RegisterSite, self._attend, certified=self._named),
             "Ask": self._awaited("Ask", messages.KvRequest, self._gathering.ask),
@@ -145,7 +145,7 @@ class Coordinator:
             self._refuse(peer)
         self._audit.close()
 
-    def serve_streams(self, take: Take) -> None:
+    def serve_streams(self, take: AcceptStream) -> None:
         """Passes data streams of this port to the summation server in this process, so that one port is enough."""
         self._take = take
 
@@ -163,7 +163,7 @@ class Coordinator:
     def orphaned(self, pid: int) -> None:
         """The training process on this machine that started the embedded servers has exited: its registrations are dead."""
         with self._lock:
-            before, self._state = self._state, membership.ended(self._state, socket.gethostname(), pid)
+            before, self._state = self._state, membership.mark_exited(self._state, socket.gethostname(), pid)
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
 
@@ -172,14 +172,14 @@ class Coordinator:
         self._port.allow(EACH_WORKER * workers)
         self._quota.expect(workers)
 
-    def _certified(self, request: messages.Join, caller: Certified | None) -> messages.Join:
+    def _certified(self, request: messages.Join, caller: PeerCertificate | None) -> messages.Join:
         name, serial = (caller.name, f"{caller.serial:x}") if caller else ("", "")
         return msgspec.structs.replace(request, certificate=name, serial=serial,
                                        dials_only=caller is not None and caller.dials_only)
 
-    def _named(self, request: messages.RegisterSite, caller: Certified | None) -> messages.RegisterSite:
+    def _named(self, request: messages.RegisterSite, caller: PeerCertificate | None) -> messages.RegisterSite:
         if caller is not None and caller.serial in self._revoked:
-            raise Unproved
+            raise AuthenticationFailed
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _lost(self) -> dict[int, str]:
@@ -187,7 +187,7 @@ class Coordinator:
         with self._lock:
             return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
-                    and not membership.unjudged(self._state, p)}
+                    and not membership.verdict_pending(self._state, p)}
 
     def _staying(self) -> bool:
         """Call it under the lock."""
@@ -196,20 +196,20 @@ class Coordinator:
 
     def _door(self) -> AdmissionState:
         with self._lock:
-            return epoch_change.door(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
+            return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
                                    max(self._patience_s, self._dead_after_s))
 
     def _attend(self, request: messages.RegisterSite) -> messages.SiteReply:
         """Registers a home. If it is the restart of a home, it replaces its earlier process, which is dead from now on."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
-            still_s = membership.stood_still_s(self._state, self._clock())
+            still_s = membership.own_pause_s(self._state, self._clock())
         ranks, why = self._gathering.supersede(request, seen_s, still_s)
         if ranks:
             with self._lock:
                 before = self._state
                 tokens = [t for t, p in before.places.items() if p.join.kind == "worker" and p.rank in ranks]
-                self._state = membership.cut(before, tokens, why)
+                self._state = membership.evict(before, tokens, why)
                 self._note_deaths(before)
         return self._gathering.attend(request)
 
@@ -226,7 +226,7 @@ class Coordinator:
         if over == 1:
             self._audit.refused(who, why)
         self._port.end(peer)
-        raise TooMany(f"{who} {why}")
+        raise RateLimited(f"{who} {why}")
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
@@ -236,7 +236,7 @@ class Coordinator:
     def _join(self, request: messages.Join) -> Record:
         with self._lock:
             if _revoked(request, self._revoked):
-                raise Unproved
+                raise AuthenticationFailed
             before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
@@ -260,7 +260,7 @@ class Coordinator:
         if view is not None and not began:
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
-            if self._state.min_workers and (unable := epoch_change.unable(self._state)):
+            if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
                 log.warning("min_workers %d counts for nothing here: %s cannot go on without others, so all must stay",
                             self._state.min_workers, ", ".join(unable))
         return reply
@@ -269,11 +269,12 @@ class Coordinator:
         with self._lock:
             before = self._state
             self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
-            self._state = epoch_change.waited(self._state, request.token, request.overdue, self._clock(), self._patience_s)
-            pulse = epoch_change.explained(self._state, pulse)
+            self._state = epoch_change.record_overdue(self._state, request.token, request.overdue, self._clock(),
+                                                      self._patience_s)
+            pulse = epoch_change.explain_end(self._state, pulse)
             self._note_deaths(before)
             over = pulse.over and not self._staying()
-            settled = epoch_change.settled(self._state)
+            settled = epoch_change.settled_generation(self._state)
         self._gathering.forget(settled)
         return msgspec.structs.replace(pulse, over=over)
 
@@ -297,13 +298,14 @@ class Coordinator:
         if not reply.begun:
             return reply
         door, shut = self._door(), self._gathering.shut()
-        return msgspec.structs.replace(reply, free=0 if shut else state.workers - door.there, shut=shut, full=door.full)
+        return msgspec.structs.replace(reply, free_seats=0 if shut else state.workers - door.size, closed_reason=shut,
+                                       full=door.full)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
             with self._lock:
                 ended = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and not p.here}
-                still_s = membership.stood_still_s(self._state, self._clock())
+                still_s = membership.own_pause_s(self._state, self._clock())
             self._gathering.tick(ended, still_s)
             with self._lock:
                 before = self._state
@@ -324,11 +326,11 @@ class Coordinator:
         now, meetings = self._clock(), self._gathering.unmet()
         self._waited |= {rank: now for one in meetings for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
-        late = epoch_change.awaited(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
+        late = epoch_change.hung_in_store(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
         self._late = {rank: self._late.get(rank, now) for rank in late}
         for token, place in list(self._state.places.items()):
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
-                self._state = membership.cut(self._state, [token], late[place.rank])
+                self._state = membership.evict(self._state, [token], late[place.rank])
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
@@ -340,7 +342,7 @@ class Coordinator:
             for token, place in before.places.items():
                 if _revoked(place.join, revoked):
                     why = f"its certificate ({place.join.certificate}) was revoked"
-                    self._state = membership.cut(self._state, [token], why)
+                    self._state = membership.evict(self._state, [token], why)
             self._note_deaths(before)
             self._revoked = revoked
 
@@ -352,7 +354,7 @@ class Coordinator:
     def _regroup(self, before: membership.State) -> None:
         """Makes a view of the remaining workers, if there are enough of them. Call it under the lock that was held when a
         worker was lost, so that no reply reports the loss without the new view."""
-        self._state = epoch_change.regrouped(self._state)
+        self._state = epoch_change.next_view(self._state)
         self._tell_of(before)
 
     def _tell_of(self, before: membership.State) -> None:
@@ -391,7 +393,7 @@ class Coordinator:
             self._empty.set()
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record],
-                certified: Callable[[Q, Certified | None], Q] = lambda request, _: request) -> Answer:
+                certified: Callable[[Q, PeerCertificate | None], Q] = lambda request, _: request) -> Answer:
         """Wraps a handler. `certified` adds the caller's certificate to the request."""
 
         def answer(data: bytes, peer: str) -> bytes:
@@ -409,16 +411,16 @@ class Coordinator:
 
         return answer
 
-    def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, Certified | None]:
+    def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, PeerCertificate | None]:
         """Verifies, decodes and sanitizes a call. Returns it with the caller's certificate."""
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
         try:
             body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
-        except Unproved:
+        except AuthenticationFailed:
             if peer not in self._suspects:
                 self._suspects[peer] = self._port.where(peer), name
-                grpc_stream.running().call_later(PROVE_S, self._refuse, peer)
+                grpc_stream.event_loop().call_later(PROVE_S, self._refuse, peer)
             raise
         self._suspects.pop(peer, None)
         return sanitize(messages.unpack(body, kind, peer)), caller

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from commlayer.cluster.kv_store import Change, KeysDropped, NumberAdded, ValueSet
-from commlayer.cluster.membership import Place, State
-from commlayer.cluster.server_journal import hold
+from commlayer.cluster.membership import Registration, State
+from commlayer.cluster.server_journal import lock_folder
 from commlayer.cluster.sites import Sites
 from commlayer.errors import one_line
 from commlayer.files import write_whole
@@ -45,7 +45,7 @@ class CoordinatorJournal:
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
-        self._lock = hold(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
+        self._lock = lock_folder(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
         self._failed = False
         self.meeting = KvJournal(folder)
         self.found: CoordinatorRecord | None = None
@@ -98,7 +98,8 @@ def decode_record(data: bytes) -> CoordinatorRecord:
 
 def resumed_state(kept: CoordinatorRecord, now: float) -> State:
     """The state of a coordinator that resumes: all processes count as just heard from."""
-    places: dict[str, Place] = {token: msgspec.structs.replace(place, seen_s=now) for token, place in kept.state.places.items()}
+    places: dict[str, Registration] = {token: msgspec.structs.replace(place, seen_s=now) for token,
+                                       place in kept.state.places.items()}
     return msgspec.structs.replace(kept.state, places=places, ticked_s=now)
 
 

@@ -14,42 +14,42 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from commlayer.cluster.membership import Place, State, Taken, conflict, cut, failure, over
+from commlayer.cluster.membership import Decision, Registration, State, conflict, evict, failure, over
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
 from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.errors import CorruptFrame, coded, one_line, without_code
 from commlayer.records import MALFORMED, Member, Record, View
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
-FORMER = 64
+MAX_FORMER = 64
 """How many departed workers keep their registration after all have switched to a view without them, to be sent the reason if
 they return. This bounds the state of a job that homes leave and join for weeks."""
 UNLESS = ", unless it is served with --min-workers"
 """Added only for homes, which alone can use it."""
 
 
-def regrouped(state: State) -> State:
+def next_view(state: State) -> State:
     """Makes a view of the remaining workers, if some of the view's workers are gone and the others can continue."""
     view, workers = state.view, _workers(state)
     if view is None or not state.min_workers:
         return state
     stay = tuple(m for m in view.members if workers[m.rank].here)
-    if not state.min_workers <= len(stay) < len(view.members) or unable(state):
+    if not state.min_workers <= len(stay) < len(view.members) or inelastic_workers(state):
         return state
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=stay)
     places = {token: p if p.join.kind == "server" or p.here or p.without else
               msgspec.structs.replace(p, without=view.generation) for token, p in state.places.items()}
-    return msgspec.structs.replace(state, view=view, places=_kept(places, settled(state)))
+    return msgspec.structs.replace(state, view=view, places=_kept(places, settled_generation(state)))
 
 
-def _kept(places: Mapping[str, Place], settled: int) -> dict[str, Place]:
+def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[str, Registration]:
     """Drops registrations of workers that left long ago, except the last FORMER."""
-    former = sorted((p.without, token) for token, p in places.items() if 0 < p.without <= settled)[:-FORMER]
+    former = sorted((p.without, token) for token, p in places.items() if 0 < p.without <= settled_generation)[:-MAX_FORMER]
     over = {token for _, token in former}
     return {token: p for token, p in places.items() if token not in over}
 
 
-def waited(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
+def record_overdue(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
     """Stores a server's report of waiting sums, and evicts workers that hang, if the others can continue.
 
     A worker is blamed only if it is missing in the earliest step for which any server waits: without that step's sums it cannot
@@ -65,10 +65,10 @@ def waited(state: State, token: str, said: Overdue | None, now: float, patience_
         tuple(rank for rank in said.missing if rank in before.missing)
     place = msgspec.structs.replace(place, overdue=said, hangs=repeated)
     state = msgspec.structs.replace(state, places={**state.places, token: place})
-    state = msgspec.structs.replace(state, held=_held(state, now))
+    state = msgspec.structs.replace(state, held=_hold_back(state, now))
     workers = _workers(state)
-    for rank, why in _hung(state, now - patience_s).items():
-        state = cut(state, [workers[rank].join.token], why)
+    for rank, why in _hung_in_step(state, now - patience_s).items():
+        state = evict(state, [workers[rank].join.token], why)
     return state
 
 
@@ -77,7 +77,7 @@ class _Late(NamedTuple):
 
     step: int
     ranks: set[int]
-    said: list[tuple[Place, Overdue]]
+    said: list[tuple[Registration, Overdue]]
 
 
 def _late(state: State) -> _Late | None:
@@ -86,18 +86,19 @@ def _late(state: State) -> _Late | None:
         return None
     step = min(overdue.step for _, overdue in reports)
     earliest = [(p, overdue) for p, overdue in reports if overdue.step == step]
-    return _Late(step, _there(state) & {rank for _, overdue in earliest for rank in overdue.missing}, earliest)
+    return _Late(step, _present_ranks(state) & {rank for _, overdue in earliest for rank in overdue.missing}, earliest)
 
 
 def _first(state: State) -> int | None:
     """The rank that may hold back its part of a step now. While a worker joins, the view's first worker holds it back until all
     have come to that step (engine/regroup.py)."""
     view = state.view
-    joining = view is not None and settled(state) < view.generation and any(m.rank >= state.workers for m in view.members)
+    joining = view is not None and settled_generation(state) < view.generation and \
+        any(m.rank >= state.workers for m in view.members)
     return view.members[0].rank if view is not None and joining else None
 
 
-def _held(state: State, now: float) -> tuple[int, int, float] | None:
+def _hold_back(state: State, now: float) -> tuple[int, int, float] | None:
     """Whether only that rank is missing in the step, and since when. All have come then, and only messages are pending."""
     late, first, before = _late(state), _first(state), state.held
     if late is None or first is None or late.ranks != {first}:
@@ -105,23 +106,23 @@ def _held(state: State, now: float) -> tuple[int, int, float] | None:
     return before if before is not None and before[:2] == (late.step, first) else (late.step, first, now)
 
 
-def _hung(state: State, until: float) -> dict[int, str]:
+def _hung_in_step(state: State, until: float) -> dict[int, str]:
     """Workers to evict because they hang, by rank with the reason. Includes the first worker if it has held the others up
     since before `until`."""
     late = _late(state)
-    if late is None or not state.min_workers or unable(state):
+    if late is None or not state.min_workers or inelastic_workers(state):
         return {}
     ranks = late.ranks
     if state.held is None or state.held[2] > until:
         ranks = ranks - {_first(state)}
-    if len(_there(state)) - len(ranks) < state.min_workers:
+    if len(_present_ranks(state)) - len(ranks) < state.min_workers:
         return {}
     return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, said by "
                   f"{p.peer}): it hangs, or its machine is far too slow for deadline_s"
             for p, overdue in reversed(late.said) for rank in p.hangs if rank in ranks}
 
 
-def awaited(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
+def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
             ) -> dict[int, str]:
     """Workers that let others wait in the homes' store, by rank with the reason. A caller evicts those that a later call
     returns again.
@@ -131,9 +132,9 @@ def awaited(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s
     is then empty, unless all workers except those to be blamed wait in the store: then none of them is in that sum.
     `ago_s`: how long ago a worker waited itself, if it did. Others delayed it until then, so it gets `patience_s` to come.
     """
-    if state.view is None or not state.min_workers or not meetings or unable(state):
+    if state.view is None or not state.min_workers or not meetings or inelastic_workers(state):
         return {}
-    present = _there(state)
+    present = _present_ranks(state)
     free = present - {rank for one in meetings for rank in one.waited_s}
     # For each pending key: how long each of the present workers has waited, longest first.
     waits = [(one, sorted((one.waited_s[rank] for rank in present & one.waited_s.keys()), reverse=True))
@@ -153,25 +154,26 @@ def awaited(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s
     return {} if summing and free - late.keys() else late
 
 
-def door(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
+def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
     """Whether the running job admits homes. A worker is silent after `noticed_s`, and evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return AdmissionState()
     seated = [workers[m.rank] for m in view.members]
     present = sum(p.here for p in seated)
-    return msgspec.structs.replace(_shut(state, view, present), there=present, generation=view.generation,
-                                   all_here=present == len(seated), wait=_wait(state, seated, now - noticed_s, patience_s))
+    return msgspec.structs.replace(_closed(state, view, present), size=present, generation=view.generation,
+                                   all_present=present == len(seated),
+                                   retry_reason=_wait(state, seated, now - noticed_s, patience_s))
 
 
-def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: float) -> str:
+def _wait(state: State, seated: Sequence[Registration], noticed: float, patience_s: float) -> str:
     """Why a new home should ask again. `seated`: the view's workers; `noticed`: time before which a heartbeat is too old."""
     if over(state):
         why = failure(state)
         return why and f"the job has ended ({without_code(why)}); the server begins another one"
     present = [p for p in seated if p.here]
     lost = next((p for p in seated if not p.here and p.left != FINISHED), None)
-    goes_on = state.min_workers and not unable(state)
+    goes_on = state.min_workers and not inelastic_workers(state)
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server begins another one"
     silent = [p for p in present if p.seen_s < noticed]
@@ -181,15 +183,16 @@ def _wait(state: State, seated: Sequence[Place], noticed: float, patience_s: flo
     return ""
 
 
-def _shut(state: State, view: View, there: int) -> AdmissionState:
+def _closed(state: State, view: View, there: int) -> AdmissionState:
     """Why the job admits no home, if it does not."""
     shut, full = "", False
     if over(state):
         shut = "the job is over"
     elif not state.min_workers:
         shut = f"the job has begun with {len(view.members)} workers; a running job takes no new members{UNLESS}"
-    elif unable(state):
-        shut = f"the job has begun, and takes no new members, since {', '.join(unable(state))} cannot change with others"
+    elif inelastic_workers(state):
+        shut = "the job has begun and admits no new members: " \
+               f"{', '.join(inelastic_workers(state))} cannot continue without others"
     elif there < len(view.members):
         shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
     elif there >= state.workers:
@@ -197,7 +200,7 @@ def _shut(state: State, view: View, there: int) -> AdmissionState:
     return AdmissionState(shut, full=full)
 
 
-def admit(state: State, request: Join, now: float) -> Taken:
+def admit(state: State, request: Join, now: float) -> Decision:
     """Admits a worker to the running job: makes a view with it as the last member. Or refuses it."""
     view = state.view
     assert view is not None
@@ -205,9 +208,9 @@ def admit(state: State, request: Join, now: float) -> Taken:
     first = workers[view.members[0].rank]
     differs = [f"{name} is {request.alike.get(name, 'unknown')} here, and {value} in the job; allowed: the same on all ranks"
                for name, value in first.join.alike.items() if request.alike.get(name) != value]
-    problem, closed = incompatible(request, first.join.version), door(state)
-    if not problem and closed.shut:
-        why = closed.shut.removesuffix("" if request.regroups else UNLESS)
+    problem, closed = incompatible(request, first.join.version), admission(state)
+    if not problem and closed.closed_reason:
+        why = closed.closed_reason.removesuffix("" if request.regroups else UNLESS)
         problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
     if not problem and not (request.regroups and state.workers <= request.rank < SERVER_BASE):
         problem = coded("E-JOB-CLOSED", "the job has begun, and takes in homes alone, by `commlayer launch`")
@@ -216,30 +219,31 @@ def admit(state: State, request: Join, now: float) -> Taken:
     if not problem and differs:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
-        return Taken(state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
+        return Decision(state,
+                        JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
-    place = Place(msgspec.structs.replace(request, plan=b""), request.rank, now)
+    place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     places = {**state.places, request.token: place}
-    return Taken(msgspec.structs.replace(state, places=places, view=view),
+    return Decision(msgspec.structs.replace(state, places=places, view=view),
                  JoinReply(rank=request.rank, view=view, plan=state.plan))
 
 
-def unable(state: State) -> list[str]:
+def inelastic_workers(state: State) -> list[str]:
     """Workers of the view that cannot continue without others."""
     workers = _workers(state)
     return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
                                           if not workers[m.rank].join.regroups]
 
 
-def settled(state: State) -> int:
+def settled_generation(state: State) -> int:
     """Generation of the newest view that all present workers have switched to; 0 for none."""
     return min((p.in_force for p in state.places.values() if p.here and p.join.kind == "worker"), default=0)
 
 
-def explained(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
+def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     """Adds to the reported losses why the job does not continue, if too few workers are left."""
-    if not (state.min_workers and state.view is not None and (pulse.lost or pulse.left)) or unable(state):
+    if not (state.min_workers and state.view is not None and (pulse.lost or pulse.left)) or inelastic_workers(state):
         return pulse
     workers = _workers(state)
     left = sum(workers[m.rank].here for m in state.view.members)
@@ -256,16 +260,16 @@ def explained(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     return msgspec.structs.replace(pulse, lost=tuple(map(said, pulse.lost)), left=tuple(map(said, pulse.left)))
 
 
-def _there(state: State) -> set[int]:
+def _present_ranks(state: State) -> set[int]:
     workers = _workers(state)
     return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].here}
 
 
-def _workers(state: State) -> dict[int, Place]:
+def _workers(state: State) -> dict[int, Registration]:
     return {p.rank: p for p in state.places.values() if p.join.kind == "worker"}
 
 
-class ViewChange(Record, frozen=True):
+class EpochChange(Record, frozen=True):
     """Body of a PLAN frame with the flag ABANDON."""
 
     view: View
@@ -288,7 +292,7 @@ def wire_generation(view: View) -> int:
     return ((view.generation - 1) << 16) + 1
 
 
-def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
+def change_problem(change: EpochChange, generation: int, sender: int, view: View) -> str:
     """Why the change cannot follow `view`, whichever worker sends it; "" if it can."""
     new = change.view
     if generation != wire_generation(new) or new.generation <= view.generation:
@@ -305,8 +309,8 @@ def amiss(change: ViewChange, generation: int, sender: int, view: View) -> str:
     return ""
 
 
-def read_change(message: Message) -> ViewChange:
+def read_change(message: Message) -> EpochChange:
     try:
-        return msgspec.msgpack.decode(message.body, type=ViewChange)
+        return msgspec.msgpack.decode(message.body, type=EpochChange)
     except MALFORMED as error:
         raise CorruptFrame(f"PLAN of other members is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None

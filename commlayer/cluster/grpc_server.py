@@ -11,21 +11,21 @@ from typing import Any
 
 from commlayer import config as settings
 from commlayer.cluster.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
-from commlayer.cluster.tls_terminator import Front
+from commlayer.cluster.tls_terminator import TlsTerminator
 from commlayer.config import join_host
 from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.transport import grpc_stream
-from commlayer.transport.endpoint import MOST_EACH
-from commlayer.transport.grpc_stream import FRAME_OPTION, Take
-from commlayer.transport.key_folder import Certified, Keys
-from commlayer.transport.secret import Unproved
+from commlayer.transport.endpoint import MAX_CONNECTIONS_EACH
+from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream
+from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.secret import AuthenticationFailed
 
 settings.quiet_grpc()
 import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
 LOOPBACK = "127.0.0.1"
-HEARD_S = 1.0
+REPLY_ARRIVES_S = 1.0
 """How long a reply may take to reach a client before its connection is closed."""
 
 
@@ -34,10 +34,10 @@ class GrpcPort:
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._bind, self.number = bind, port
-        self._front = Front(keys, bind, port, refused) if keys else None
-        self._host: Host | None = None
+        self._front = TlsTerminator(keys, bind, port, refused) if keys else None
+        self._host: RpcServer | None = None
 
-    def start(self, host: Host) -> None:
+    def start(self, host: RpcServer) -> None:
         self._host = host
         if self._front is None:
             self.number = host.start(join_host(self._bind, self.number))
@@ -45,13 +45,13 @@ class GrpcPort:
             self._front.start(host.start(join_host(LOOPBACK, 0)))
             self.number = self._front.port
 
-    def caller(self, peer: str) -> Certified | None:
+    def caller(self, peer: str) -> PeerCertificate | None:
         """The certificate of the connection that gRPC calls `peer`. Unproved if the connection did not come through TLS."""
         if self._front is None:
             return None
         caller = self._front.caller(peer)
         if caller is None:
-            raise Unproved
+            raise AuthenticationFailed
         return caller
 
     def allow(self, most: int) -> None:
@@ -59,13 +59,13 @@ class GrpcPort:
         if self._front is not None:
             self._front.allow(most)
 
-    def streams(self, take: Take) -> Any:
+    def streams(self, take: AcceptStream) -> Any:
         """The handler of data streams on this port."""
 
-        def certified(peer: str) -> Certified | None:
+        def certified(peer: str) -> PeerCertificate | None:
             try:
                 return self.caller(peer)
-            except Unproved:
+            except AuthenticationFailed:
                 raise PermissionError("it did not come through TLS") from None
 
         return grpc_stream.handler(take, certified)
@@ -80,7 +80,7 @@ class GrpcPort:
         loop."""
         if self._front is not None:
             self._front.unheard(peer)
-            grpc_stream.running().call_later(HEARD_S, self._front.end, peer)
+            grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, self._front.end, peer)
 
     def end(self, peer: str) -> None:
         """Closes that connection, if it came through TLS."""
@@ -100,12 +100,13 @@ class GrpcPort:
             self._front.close()
 
 
-def stream_port(keys: Keys | None, bind: str, port: int, take: Take, refused: Callable[[str, str], None]) -> GrpcPort:
+def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream,
+                     refused: Callable[[str, str], None]) -> GrpcPort:
     """A port for data streams only. InvalidInput if the port cannot be opened."""
     check_free(bind, port)
     opened = GrpcPort(keys, bind, port, refused)
-    opened.allow(MOST_EACH)
-    opened.start(Host({}, [opened.streams(take)]))
+    opened.allow(MAX_CONNECTIONS_EACH)
+    opened.start(RpcServer({}, [opened.streams(take)]))
     return opened
 
 
@@ -142,7 +143,7 @@ Broke = Callable[[str, CorruptFrame], str]
 """Called when a call breaks the protocol, with the connection's name. Returns the line to send back."""
 
 
-class Host:
+class RpcServer:
     """Serves these calls by name. close() is idempotent."""
 
     def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
@@ -152,12 +153,12 @@ class Host:
 
     def start(self, address: str) -> int:
         """Returns the port that it listens on."""
-        return int(grpc_stream.run(self._start(address), START_S))
+        return int(grpc_stream.run_on_loop(self._start(address), START_S))
 
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            grpc_stream.run(server.stop(STOP_S), 10 * STOP_S)
+            grpc_stream.run_on_loop(server.stop(STOP_S), 10 * STOP_S)
 
     async def _start(self, address: str) -> int:
         self._server = grpc.aio.server(
@@ -181,9 +182,9 @@ class Host:
             try:
                 reply = answer(data, peer)
                 return await reply if inspect.isawaitable(reply) else reply
-            except Unproved:
+            except AuthenticationFailed:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the secret")
-            except TooMany as error:
+            except RateLimited as error:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except CorruptFrame as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._broke(peer, error))
@@ -201,7 +202,7 @@ MOST_KNOWN = 4096
 """Callers that are remembered. The ones idle for longest are forgotten."""
 
 
-class TooMany(Exception):
+class RateLimited(Exception):
     """The caller exceeds its call rate."""
 
 

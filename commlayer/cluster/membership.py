@@ -34,11 +34,11 @@ from commlayer.transport.protocol import SERVER_BASE
 PAUSE_S = 2.0
 """A longer gap between two ticks means that the coordinator itself was stopped. Peers are not blamed for being silent then."""
 
-LISTED = 8
+MAX_LISTED = 8
 """How many missing ranks an error message lists."""
 
 
-class Place(Record, frozen=True):
+class Registration(Record, frozen=True):
     """The registration of one process: its request, when its last heartbeat came, and why it has gone."""
 
     join: Join
@@ -77,7 +77,7 @@ class State(Record, frozen=True):
 
     workers: int
     servers: int
-    places: Mapping[str, Place] = msgspec.field(default_factory=dict)
+    places: Mapping[str, Registration] = msgspec.field(default_factory=dict)
     """Keyed by token."""
     view: View | None = None
     plan: bytes = b""
@@ -90,36 +90,36 @@ class State(Record, frozen=True):
     """While a worker joins: a step, the rank that alone keeps that step waiting, and since when (regrouping.py)."""
 
 
-class Taken(NamedTuple):
+class Decision(NamedTuple):
     """A decision: the next state, and the reply to the caller."""
 
     state: State
     reply: JoinReply
 
 
-def join(state: State, request: Join, now: float) -> Taken:
+def join(state: State, request: Join, now: float) -> Decision:
     """Registers the process, refuses it, or repeats the reply to one that is registered. The last one creates view 1."""
     place = state.places.get(request.token)
     if place is not None:
         if not place.here:
-            return Taken(state, JoinReply(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
+            return Decision(state, JoinReply(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
         state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
-        return Taken(state, _seat(state, place))
+        return Decision(state, _seat(state, place))
     problem = _problem(state, request)
     if problem:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
         line = f"{peer} on {_who(request)}: {problem}"
         kept = tuple(entry for entry in state.refused if entry[0] != peer)[-7:]
-        return Taken(msgspec.structs.replace(state, refused=(*kept, (peer, without_code(problem)))), JoinReply(error=line))
+        return Decision(msgspec.structs.replace(state, refused=(*kept, (peer, without_code(problem)))), JoinReply(error=line))
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
-        return Taken(state, JoinReply(missing=missing(state), plan_wanted=True))
+        return Decision(state, JoinReply(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
-    place = Place(request, rank, now)
+    place = Registration(request, rank, now)
     workers = state.workers or request.world if request.kind == "worker" else state.workers
     state = _completed(msgspec.structs.replace(_with(state, place), workers=workers))
-    return Taken(state, _seat(state, place))
+    return Decision(state, _seat(state, place))
 
 
 def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
@@ -144,13 +144,13 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     known = said.generation if said is not None and place.join.kind == "server" else place.in_force
     others = [p for t, p in sorted(state.places.items()) if t != token and not 0 < p.without <= known]
     lost = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
-    left = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not unjudged(state, p))
+    left = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
     return state, HeartbeatReply(dead=place.dead, lost=lost, left=left, over=over(state), failed=bool(failure(state)),
                         view=state.view if newer else None)
 
 
-def in_view(state: State, place: Place) -> bool:
+def in_view(state: State, place: Registration) -> bool:
     """Whether the process is a server, or a worker of the newest view; True before there is a view."""
     return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
 
@@ -168,14 +168,14 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blames=blames))
 
 
-def unjudged(state: State, place: Place) -> bool:
+def verdict_pending(state: State, place: Registration) -> bool:
     """Whether the process left because of a peer that is neither dead nor known to be alive. The peer may be lost, or only the
     link between the two. Such a departure is not reported until the peer is dead or sends a heartbeat. Otherwise the first
     process to miss the peer would be named as the cause."""
     return bool(place.blames) and any(p.here and p.peer == place.blames for p in state.places.values())
 
 
-def _lives(state: State, place: Place) -> State:
+def _lives(state: State, place: Registration) -> State:
     """The process is alive, so peers that left because of it left for reasons of their own."""
     for p in list(state.places.values()):
         if p.blames == place.peer:
@@ -198,12 +198,12 @@ def _parted(state: State, peers: tuple[str, ...]) -> State:
     return state
 
 
-def _dropped(state: State, server: Place, gone: tuple[PeerExit, ...]) -> State:
+def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:
     """Evicts workers that a server has dropped. Only servers are trusted with this: a worker's report about another worker
     does not count, and no other process sees the bytes of that connection."""
     for one in gone:
         tokens = [t for t, p in state.places.items() if p.join.kind == "worker" and p.peer == one.peer]
-        state = cut(state, tokens, dropped_by(server.peer, one_line(one.reason)))
+        state = evict(state, tokens, dropped_by(server.peer, one_line(one.reason)))
     return state
 
 
@@ -215,7 +215,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     report that all remaining workers closed in order, these count as finished after `ended_after_s` of silence: they left
     while no coordinator was running.
     """
-    paused_s, places = stood_still_s(state, now), state.places
+    paused_s, places = own_pause_s(state, now), state.places
     if paused_s:
         places = {t: msgspec.structs.replace(p, seen_s=min(now, p.seen_s + paused_s)) for t, p in places.items()}
     state = msgspec.structs.replace(state, places=places, ticked_s=now)
@@ -234,17 +234,17 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     return state
 
 
-def stood_still_s(state: State, now: float) -> float:
+def own_pause_s(state: State, now: float) -> float:
     """Seconds since the last tick if the coordinator itself was stopped in between; otherwise 0."""
     gap_s = 0.0 if state.ticked_s is None else now - state.ticked_s
     return gap_s if gap_s > PAUSE_S else 0.0
 
 
-def _silent(state: State, p: Place, now: float) -> str:
+def _silent(state: State, p: Registration, now: float) -> str:
     return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed, stopped or cut off"
 
 
-def ended(state: State, name: str, pid: int) -> State:
+def mark_exited(state: State, name: str, pid: int) -> State:
     """A process of that machine has exited without leaving the job. Its registrations are dead at once."""
     for p in state.places.values():
         if p.here and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
@@ -253,7 +253,7 @@ def ended(state: State, name: str, pid: int) -> State:
     return state
 
 
-def cut(state: State, tokens: Iterable[str], why: str) -> State:
+def evict(state: State, tokens: Iterable[str], why: str) -> State:
     """Evicts these processes: before the job begins their registrations are free, after that they are dead."""
     for token in tokens:
         place = state.places.get(token)
@@ -289,7 +289,7 @@ def missing(state: State) -> str:
         joined = _ranks(state, kind)
         absent = total - len(joined)
         if absent or (kind == "worker" and not total):
-            first = itertools.islice((rank for rank in range(total) if rank not in joined), LISTED)
+            first = itertools.islice((rank for rank in range(total) if rank not in joined), MAX_LISTED)
             names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
             parts.append(f"{len(joined)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.places.values()}
@@ -327,7 +327,7 @@ def _problem(state: State, request: Join) -> str:
     return next(filter(None, (conflict(request, p) for p in peers)), "")
 
 
-def conflict(request: Join, place: Place) -> str:
+def conflict(request: Join, place: Registration) -> str:
     """Why the request conflicts with a registered process of the same kind; "" if it does not. The text holds no digest of
     the other process."""
     other = place.join
@@ -355,7 +355,7 @@ def _completed(state: State) -> State:
     return msgspec.structs.replace(state, view=view, plan=first.plan, places=places)
 
 
-def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...]:
+def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[ServerInfo, ...]:
     """Places servers on the node that they name, else with the workers of the same host name, else on new nodes at the end."""
     nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
     named = [p.join.node for p in (*servers, *workers)]
@@ -366,7 +366,7 @@ def _placed(servers: list[Place], workers: list[Place]) -> tuple[ServerInfo, ...
     return tuple(infos)
 
 
-def _seat(state: State, place: Place) -> JoinReply:
+def _seat(state: State, place: Registration) -> JoinReply:
     return JoinReply(rank=place.rank, view=state.view, plan=state.plan,
                      missing="" if state.view is not None else missing(state))
 
@@ -380,7 +380,7 @@ def _ranks(state: State, kind: str) -> set[int]:
     return {p.rank for p in state.places.values() if p.join.kind == kind}
 
 
-def _with(state: State, place: Place) -> State:
+def _with(state: State, place: Registration) -> State:
     return msgspec.structs.replace(state, places={**state.places, place.join.token: place})
 
 
@@ -392,7 +392,7 @@ def _who(request: Join) -> str:
     return f"{request.certificate or request.name} (pid {request.pid})"
 
 
-def _where(state: State, place: Place) -> str:
+def _where(state: State, place: Registration) -> str:
     """As `_who`, with the node of a server, since several processes may have the name of its machine."""
     servers = () if state.view is None or place.join.kind != "server" else state.view.servers
     return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
@@ -400,4 +400,4 @@ def _where(state: State, place: Place) -> str:
 
 def _listed(first: Iterable[int], count: int) -> str:
     shown = ", ".join(map(str, first))
-    return f"{shown} and {count - LISTED} more" if count > LISTED else shown
+    return f"{shown} and {count - MAX_LISTED} more" if count > MAX_LISTED else shown

@@ -268,9 +268,9 @@ class StatusReply(Record, frozen=True):
     plan: str = ""
     """Digest of the plan, once there is one."""
     data: bytes = b""
-    free: int = 0
+    free_seats: int = 0
     """Of a running job: how many workers it would admit to replace those that are gone."""
-    shut: str = ""
+    closed_reason: str = ""
     """Of a running job: why it admits no workers; "" if it does."""
     full: bool = False
     """The job has all its workers; it admits another one when one of them is gone."""

@@ -18,16 +18,16 @@ from torch.distributed import distributed_c10d
 from commlayer.cluster import site_process_group
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 
-_told: dict[str, int] = {}
+_exchange_counts: dict[str, int] = {}
 """By ranks: how many exchanges they have made. All of them take part in each, so their counts agree."""
-_named: dict[tuple[int, ...], int] = {}
+_group_numbers: dict[tuple[int, ...], int] = {}
 """By ranks: the highest number used in the name of a group of these ranks."""
 
 
-def begin_anew() -> None:
+def reset_counts() -> None:
     """Resets the counts, after the ranks and their store were replaced."""
-    _told.clear()
-    _named.clear()
+    _exchange_counts.clear()
+    _group_numbers.clear()
 
 
 def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
@@ -36,12 +36,12 @@ def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_
     It uses the store that the process group was made with. The store needs no working collectives, and knows which ranks are
     missing.
     """
-    return bounded(lambda: _exchange(store, ranks, rank, data, deadline_s, what), deadline_s, what, "the launcher")
+    return run_bounded(lambda: _exchange(store, ranks, rank, data, deadline_s, what), deadline_s, what, "the launcher")
 
 
 def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
     place = "commlayer/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-    number = _told[place] = _told.get(place, 0) + 1
+    number = _exchange_counts[place] = _exchange_counts.get(place, 0) + 1
     keys = [f"{place}/{number}/{r}" for r in range(len(ranks))]
     try:
         store.set(keys[rank], data)
@@ -88,7 +88,7 @@ class Members:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._all = self.world == dist.get_world_size()
-        self.reachable = not site_process_group.relayed()
+        self.reachable = not site_process_group.is_relayed()
         """Whether members can connect to each other. Ranks in different homes cannot: their collectives pass through the
         coordinator, and are for small or rare data."""
 
@@ -105,11 +105,12 @@ class Members:
 
         def make(**how: Any) -> Any:
             timeout = datetime.timedelta(seconds=timeout_s)
-            with named(what):
-                return bounded(lambda: dist.new_group(ranks, timeout=timeout, backend=backend, **how), timeout_s, what, GROUP)
+            with torch_errors(what):
+                return run_bounded(lambda: dist.new_group(ranks, timeout=timeout, backend=backend, **how), timeout_s, what,
+                                   ANY_PEER)
 
         if self._all:
-            group = site_process_group.strict(make())
+            group = site_process_group.make_strict(make())
             return group if self.rank in chosen else None
         with self._numbered(timeout_s, what):
             return make(use_local_synchronization=True)
@@ -120,13 +121,13 @@ class Members:
         try:
             yield
         except CommError as error:
-            if error.peer == GROUP:
+            if error.peer == ANY_PEER:
                 self.tell(b"", deadline_s, error.what)
             raise
 
     def allow(self, group: Any, timeout_s: float) -> None:
         """Sets the timeout of collectives that begin in that group from now on. Only for groups on CPUs."""
-        site_process_group.allow(group, datetime.timedelta(seconds=timeout_s))
+        site_process_group.set_timeout(group, datetime.timedelta(seconds=timeout_s))
 
     @contextlib.contextmanager
     def _numbered(self, timeout_s: float, what: str) -> Iterator[None]:
@@ -136,9 +137,9 @@ class Members:
         store. So all members agree on an unused number, and raise their own to it with groups of one rank, which do not
         communicate.
         """
-        mine = max(len(distributed_c10d._world.pg_names), _named.get(self.ranks, 0) + 1)
+        mine = max(len(distributed_c10d._world.pg_names), _group_numbers.get(self.ranks, 0) + 1)
         counts = self.tell(str(mine).encode(), timeout_s, what)
-        number = _named[self.ranks] = max(int(row) for row in counts)
+        number = _group_numbers[self.ranks] = max(int(row) for row in counts)
         alone = [dist.get_rank()]
         fillers = [dist.new_group(alone, backend="gloo", use_local_synchronization=True)
                    for _ in range(number - len(distributed_c10d._world.pg_names))]
@@ -160,7 +161,7 @@ GRACE_S = 1.0
 """The call's own deadline should come first, since its error says more."""
 
 
-def bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) -> T:
+def run_bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) -> T:
     """Runs call(), which has that deadline itself. DeadlineExceeded of `peer` if it does not return by then.
 
     The call runs in a daemon thread, which is left behind after a timeout and does not keep the process alive.
@@ -183,13 +184,13 @@ def bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) -> T
                                peer=peer) from None
 
 
-GROUP = "a peer of the process group"
+ANY_PEER = "a peer of the process group"
 """A collective does not report which peer failed; the heartbeats do."""
-LOOK_S = 0.5
+CHECK_S = 0.5
 POLL_S = 2e-4
 
 
-class Pending:
+class PendingCollective:
     def __init__(self, work: Any, what: str, *, on_device: bool) -> None:
         self._work, self._what, self._on_device = work, what, on_device
 
@@ -212,14 +213,14 @@ class Pending:
         On CUDA `wait` orders the current stream and does not block the host; there the group's own timeout applies.
         """
         work = self._work
-        with named(self._what):
+        with torch_errors(self._what):
             if self._on_device:
                 work.wait()
                 return
             while work is not None:
                 left_s = deadline - time.monotonic()
                 try:
-                    work.wait(datetime.timedelta(seconds=max(min(left_s, LOOK_S), 0.001)))
+                    work.wait(datetime.timedelta(seconds=max(min(left_s, CHECK_S), 0.001)))
                     work = self._work = None  # the work object would keep its group's connections open
                 except RuntimeError as error:
                     if not _timed_out(error) or left_s <= 0:
@@ -229,13 +230,13 @@ class Pending:
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+def torch_errors(what: str) -> Iterator[None]:
     """Turns torch's errors into a one-line CommError that names the failed operation."""
     try:
         yield
     except RuntimeError as error:
         kind = DeadlineExceeded if _timed_out(error) else CommError
-        raise kind(f"{what} failed: {str(error).splitlines()[0]}", peer=GROUP) from None
+        raise kind(f"{what} failed: {str(error).splitlines()[0]}", peer=ANY_PEER) from None
 
 
 def _timed_out(error: RuntimeError) -> bool:

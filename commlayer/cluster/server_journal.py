@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.summation import Keep
+from commlayer.cluster.summation import WriteEntry
 from commlayer.errors import CorruptFrame, InvalidInput, RecordError, without_code
 from commlayer.records import Record, View
 from commlayer.transport.crc import crc32c
@@ -26,7 +26,7 @@ from commlayer.transport.crc import crc32c
 log = logging.getLogger("commlayer")
 
 
-class About(Record, frozen=True):
+class ServerIdentity(Record, frozen=True):
     """The server that wrote the journal."""
 
     token: str
@@ -47,20 +47,20 @@ class ServerJournal:
 
     def __init__(self, path: str, *, required: bool) -> None:
         """`required`: without space for the journal the server refuses to run; if not, it continues without one."""
-        self._folder, self._required = Folder(path), required
+        self._folder, self._required = JournalFolder(path), required
         self._path = path
         self._journal: Journal | None = None
         self._next: Journal | None = None
         """The new journal until `publish`."""
-        self.found: About | None = None
-        self.entries: Mapping[int, Entry] = {}
+        self.found: ServerIdentity | None = None
+        self.entries: Mapping[int, JournalEntry] = {}
         try:
             if (former := self._folder.find()) is not None:
-                self.found, self.entries = _about(former), former.entries
+                self.found, self.entries = _identity(former), former.entries
         except CorruptFrame as error:
             log.warning("%s: nothing of it is used", without_code(error))
 
-    def begin(self, about: About, sizes: Mapping[int, int]) -> Keep | None:
+    def begin(self, about: ServerIdentity, sizes: Mapping[int, int]) -> WriteEntry | None:
         """Makes a new journal, which replaces the former one at `publish`. If there is no space: RecordError if it is
         required, and the former one stays; if not, returns None, and the server has no journal from now on.
 
@@ -119,9 +119,9 @@ class ServerJournal:
             journal.close()
 
 
-def _about(found: Found) -> About:
+def _identity(found: StoredJournal) -> ServerIdentity:
     try:
-        return msgspec.msgpack.decode(found.about, type=About)
+        return msgspec.msgpack.decode(found.about, type=ServerIdentity)
     except msgspec.MsgspecError as error:
         raise CorruptFrame(f"the journal says of itself what nobody understands: {error}") from None
 
@@ -143,28 +143,28 @@ _SIZES = struct.Struct("<QQI")
 _HEAD = struct.Struct("<QIII")
 """Header of a slot: number, sizes of the entry's two parts, checksum of the header and the parts."""
 _PLACE = struct.Struct("<QQ")
-TRIES, TRY_S = 10, 0.02
+LOCK_TRIES, LOCK_RETRY_S = 10, 0.02
 """Retries for the lock, because a process that checks whether it is free holds it for an instant."""
 ALIGN = 64
-MOST_ABOUT_NBYTES = 256 << 20
+MAX_METADATA_NBYTES = 256 << 20
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """The last entry written at a place: metadata and state."""
 
     words: bytes
     state: bytes
 
 
-class Found(NamedTuple):
+class StoredJournal(NamedTuple):
     """The journal of an earlier process. `entries` lacks places without an intact entry."""
 
     about: bytes
-    entries: dict[int, Entry]
+    entries: dict[int, JournalEntry]
     places: tuple[int, ...]
 
 
-def hold(folder: Path, name: str, taken: str) -> int:
+def lock_folder(folder: Path, name: str, taken: str) -> int:
     """Makes the folder and takes the lock file `name` in it (empty: the folder itself). The lock lasts while the returned
     descriptor is open. ValueError if the folder cannot be made or, with the text `taken`, if another process holds the lock."""
     try:
@@ -174,29 +174,29 @@ def hold(folder: Path, name: str, taken: str) -> int:
         raise InvalidInput("E-JOURNAL",
                            f"journal: {folder} cannot be made: {error.strerror}; name a folder that this user may write to") \
             from None
-    for left in reversed(range(TRIES)):
+    for left in reversed(range(LOCK_TRIES)):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         except OSError:
             if left:
-                time.sleep(TRY_S)
+                time.sleep(LOCK_RETRY_S)
     os.close(lock)
     raise InvalidInput("E-JOURNAL-IN-USE", f"journal: {folder} {taken}")
 
 
-class Folder:
+class JournalFolder:
     """A server's journal folder, locked against other processes."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self._lock = hold(self.path, LOCK, "is in use by another server: give each server a folder of its own")
+        self._lock = lock_folder(self.path, LOCK, "is in use by another server: give each server a folder of its own")
 
     @property
     def file(self) -> Path:
         return self.path / NAME
 
-    def find(self) -> Found | None:
+    def find(self) -> StoredJournal | None:
         """Reads the journal; None if there is none. CorruptFrame if its metadata cannot be read."""
         try:
             with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -218,7 +218,7 @@ class Folder:
 class Journal:
     """A new file, which replaces the former one at `publish`. Writes to one place must come from one thread at a time."""
 
-    def __init__(self, folder: Folder, about: bytes, sizes: Mapping[int, int]) -> None:
+    def __init__(self, folder: JournalFolder, about: bytes, sizes: Mapping[int, int]) -> None:
         """`sizes`: by place, the most bytes of an entry. OSError if there is no space; nothing has changed then."""
         self._folder, self._published = folder, False
         first = _FILE.size + len(about) + 4 + _PLACE.size * len(sizes)
@@ -273,17 +273,17 @@ class Journal:
                 self._path.unlink()
 
 
-def _read(data: memoryview) -> Found:
+def _read(data: memoryview) -> StoredJournal:
     magic, size, first, nbytes, check = _FILE.unpack_from(data)
     metadata = data[_FILE.size : _FILE.size + nbytes]
-    if magic != MAGIC or size != len(data) or nbytes > MOST_ABOUT_NBYTES or len(metadata) != nbytes:
+    if magic != MAGIC or size != len(data) or nbytes > MAX_METADATA_NBYTES or len(metadata) != nbytes:
         raise InvalidInput("E-JOURNAL", "its beginning is not whole")
     if crc32c(metadata, crc32c(_SIZES.pack(size, first, nbytes))) != check:
         raise InvalidInput("E-JOURNAL", "the checksum of its beginning does not match")
     (length,) = struct.unpack_from("<I", metadata)
     about, table = bytes(metadata[4 : 4 + length]), metadata[4 + length :]
     places = list(_PLACE.iter_unpack(table))
-    entries: dict[int, Entry] = {}
+    entries: dict[int, JournalEntry] = {}
     at = first
     for place, room in places:
         step = -(-(_HEAD.size + room) // ALIGN) * ALIGN
@@ -291,14 +291,14 @@ def _read(data: memoryview) -> Found:
         if slots:
             entries[place] = max(slots, key=lambda slot: slot[0])[1]
         at += 2 * step
-    return Found(about, entries, tuple(place for place, _ in places))
+    return StoredJournal(about, entries, tuple(place for place, _ in places))
 
 
-def _slot(data: memoryview) -> tuple[int, Entry] | None:
+def _slot(data: memoryview) -> tuple[int, JournalEntry] | None:
     number, words_nbytes, state_nbytes, check = _HEAD.unpack_from(data)
     body = data[_HEAD.size : _HEAD.size + words_nbytes + state_nbytes]
     if not number or len(body) != words_nbytes + state_nbytes:
         return None
     if crc32c(body, crc32c(_HEAD.pack(number, words_nbytes, state_nbytes, 0))) != check:
         return None
-    return number, Entry(bytes(body[:words_nbytes]), bytes(body[words_nbytes:]))
+    return number, JournalEntry(bytes(body[:words_nbytes]), bytes(body[words_nbytes:]))

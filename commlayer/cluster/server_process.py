@@ -30,20 +30,20 @@ from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_co
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
-    from commlayer.cluster.summation_server import Serving
+    from commlayer.cluster.summation_server import DataServer
 
 log = logging.getLogger("commlayer")
 
-UNFIT_S = 10.0
+REFUSE_S = 10.0
 """How long a server that cannot serve its plan stays to refuse workers with the reason, unless they leave earlier."""
 
-ENDS_S = 60.0
+SHUTDOWN_S = 60.0
 """Time to shut down after SIGTERM, in addition to dead_after_s. After that the process prints its stacks and exits."""
-LAST_S = 0.5
+FINAL_FLUSH_S = 0.5
 """Flush time at the end of a job. A worker that is still connected then is dead, so waiting longer is of no use."""
 
 
-class Part(NamedTuple):
+class ServeOptions(NamedTuple):
     """What this process serves. `parent`: pid of the training process that started it, if embedded. `made`: the secret, if
     it was generated here. `again`: this process has served an earlier job. `data_port`: ANY: the one after the
     coordinator's."""
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     data_port: int = messages.ANY
 
 
-def run(config: Config, part: Part) -> None:
+def run(config: Config, part: ServeOptions) -> None:
     """Serves until a job has ended in order, or until SIGTERM. Prints one line of JSON: the addresses, and the secret if it
     was generated here.
 
@@ -81,21 +81,22 @@ def run(config: Config, part: Part) -> None:
         terminated.set()
         _stop(*events)
 
-    on_signal(signal.SIGTERM, terminate, ENDS_S + config.dead_after_s)
-    following: tuple[Config, Part] | None = (config, part)
+    on_signal(signal.SIGTERM, terminate, SHUTDOWN_S + config.dead_after_s)
+    following: tuple[Config, ServeOptions] | None = (config, part)
     while following is not None and not terminated.is_set():
         following = _serve(*following, *events)
         events[:] = threading.Event(), threading.Event()
 
 
-def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.Event) -> tuple[Config, Part] | None:
+def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event) -> tuple[Config,
+                                                                                                        ServeOptions] | None:
     """Serves one job. If the job failed, returns how to serve the next one."""
-    goes_on = functools.partial(_goes_on, config, end, stopped)
+    goes_on = functools.partial(_can_resume, config, end, stopped)
     reason, unfit = [messages.FINISHED], ""
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
         coordinator = member = None
-        orphaned = functools.partial(_abandon, reason, part.parent)
+        orphaned = functools.partial(_set_reason, reason, part.parent)
         if not control:
             data_port = part.data_port if part.data_port != messages.ANY else config.port and config.port + 1
             journal = CoordinatorJournal(config.journal) if config.journal else None
@@ -115,18 +116,18 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
         if part.sums:
             _choose_tensors(config)
             # Imported late: it loads numpy, which a coordinator does not need.
-            from commlayer.cluster.summation_server import Serving
+            from commlayer.cluster.summation_server import DataServer
 
-            serving = Serving(config.bind, data_port, config, coordinator)
+            serving = DataServer(config.bind, data_port, config, coordinator)
             stack.callback(lambda: serving.close(over=not goes_on(), flush_s=None if part.parent or stopped.is_set() or
-                                                 not end.is_set() else LAST_S))
+                                                 not end.is_set() else FINAL_FLUSH_S))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         if not part.again:
             print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not config.join:
-            log.info("each home types: %s", _line_of(config, control, part.made))
+            log.info("each home types: %s", _launch_command(config, control, part.made))
         if part.sums:
             request = messages.server_request(data, config.node, part.number, beside=not config.join, streams=streams)
             if serving.journal is not None:
@@ -134,8 +135,8 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
                 if (former := serving.journal.found) is not None:  # use its former registration
                     request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:
-                member = client.join(near, request, config, _note, deadline_s=math.inf, ended=end,
-                                     on_silence=functools.partial(_silent, serving, config, control, end, stopped))
+                member = client.join(near, request, config, _log_failure, deadline_s=math.inf, ended=end,
+                                     on_silence=functools.partial(_on_silence, serving, config, control, end, stopped))
             except CommError:
                 if not end.is_set():
                     raise
@@ -148,7 +149,7 @@ def _serve(config: Config, part: Part, end: threading.Event, stopped: threading.
                     serving.start(member.view, member.plan, member.rank, request.token,
                                   newest=None if part.parent else lambda: member.newest)
                 except ValueError as error:
-                    end.wait(UNFIT_S)
+                    end.wait(REFUSE_S)
                     member.leave(str(error))
                     if part.parent:
                         raise
@@ -195,7 +196,7 @@ def _stop(end: threading.Event, stopped: threading.Event) -> None:
     end.set()
 
 
-def _goes_on(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
+def _can_resume(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
     """Whether the job has a journal to resume from, and its end is not known here."""
     return bool(config.journal) and (stopped.is_set() or not end.is_set())
 
@@ -204,7 +205,7 @@ def _advertised(address: str, config: Config) -> str:
     return address and join_host(config.advertise or config.bind, host_port(address)[1])
 
 
-def _line_of(config: Config, control: str, made: str) -> str:
+def _launch_command(config: Config, control: str, made: str) -> str:
     """The command that starts a worker on a machine that only dials out, ready to copy."""
     line = ["commlayer launch", "--join", control]
     if config.keys:
@@ -226,12 +227,12 @@ def _choose_tensors(config: Config) -> None:
         tensors.without_torch()
 
 
-def _abandon(reason: list[str], parent: int) -> None:
+def _set_reason(reason: list[str], parent: int) -> None:
     """The training process that started this server has ended: sets the reason that the others are sent."""
     reason[0] = f"its training process (pid {parent}) has ended"
 
 
-def _silent(serving: Serving, config: Config, control: str, end: threading.Event, stopped: threading.Event,
+def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
             silent_s: float) -> None:
     """Called while the coordinator does not answer, so no message can end the job. The server ends if all workers have ended
     in order. It also stops if no worker has been connected for the whole reconnect window."""
@@ -245,7 +246,7 @@ def _silent(serving: Serving, config: Config, control: str, end: threading.Event
         _stop(end, stopped)
 
 
-def _note(error: CommError) -> None:
+def _log_failure(error: CommError) -> None:
     """Logs a death. Only workers act on it."""
     log.warning("%s", error)
 
@@ -255,7 +256,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     try:
         given = {"token": child_processes.read_line().decode(), "join": options.pop("join")}
-        run(read_config({name: value for name, value in given.items() if value}), Part(**options))
+        run(read_config({name: value for name, value in given.items() if value}), ServeOptions(**options))
     except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)

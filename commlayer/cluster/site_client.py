@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from commlayer.cluster import messages
-from commlayer.cluster.client import CoordinatorChannel, check, check_name
+from commlayer.cluster.client import CoordinatorChannel, check_name, diagnose
 from commlayer.config import Config, reconnect_window_s
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport.key_folder import Keys
@@ -29,7 +29,7 @@ CHECK_S = 1.0
 Tell = Callable[[str], None]
 
 
-class Desk:
+class KvClient:
     """Client of the key-value store for the ranks of this home. Thread-safe."""
 
     def __init__(self, address: str, config: Config, home: str) -> None:
@@ -84,7 +84,7 @@ class Desk:
         self._link.close()
 
 
-class Attendance:
+class SiteLease:
     """Keeps a home registered by repeated calls. `ended` is set, with the reason in `why`, when the coordinator ends it."""
 
     def __init__(self, address: str, config: Config, request: messages.RegisterSite, tell: Tell) -> None:
@@ -106,12 +106,12 @@ class Attendance:
         while True:
             now = time.monotonic()
             try:
-                known = known or check(self.address, self._keys, now + CALL_S) is not None
+                known = known or diagnose(self.address, self._keys, now + CALL_S) is not None
                 request = msgspec.structs.replace(self.request, waited_s=now - begin)
                 answer = self._link.call("Attend", request, messages.SiteReply, CALL_S) if known else None
             except (PeerLost, DeadlineExceeded):
                 answer = None
-                check(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
+                diagnose(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
             if answer is None:
                 if now - answered > join_s:
                     raise DeadlineExceeded(f"did not answer within {join_s:g} s: is `commlayer serve` running there, is "

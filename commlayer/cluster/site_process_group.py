@@ -31,9 +31,9 @@ NAME = "homes"
 """Backend name, as torch.distributed.get_backend() returns it."""
 PART_NBYTES = 160 << 10
 """Less than the limit of one call to the coordinator."""
-AHEAD = 8
+PARTS_IN_FLIGHT = 8
 """Parts in flight at once: enough to fill a long link. It bounds what is kept for each member."""
-NOTICE_S = 5.0
+ERROR_NOTICE_S = 5.0
 """A wait without a timeout of its own waits this much longer than the collective, so that the error can name missing ranks."""
 Rows = list[bytes | None]
 """By member; None for members that are left out."""
@@ -62,7 +62,7 @@ class Work(_Work):  # type: ignore[misc]
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         given_s = timeout.total_seconds()
-        limit_s = given_s if given_s > 0 else self._timeout_s + NOTICE_S
+        limit_s = given_s if given_s > 0 else self._timeout_s + ERROR_NOTICE_S
         if not self._over.wait(limit_s):
             raise InvalidState("E-DEADLINE", f"{self._what} timed out after {limit_s:g} s")
         if self._error:
@@ -104,7 +104,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """Key prefix of the group's values, unique to it and equal on all its members."""
         return self._place
 
-    def allow(self, timeout_s: float) -> None:
+    def set_timeout(self, timeout_s: float) -> None:
         """Sets the timeout of collectives that begin from now on."""
         self._timeout_s = timeout_s
 
@@ -244,11 +244,11 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         if len(begins) == 1:
             return one(0)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(AHEAD, "commlayer-parts")
+            self._pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, "commlayer-parts")
         parts = [self._pool.submit(one, 0)]
         for number in range(1, len(begins)):
-            if number >= AHEAD:
-                parts[number - AHEAD].result()
+            if number >= PARTS_IN_FLIGHT:
+                parts[number - PARTS_IN_FLIGHT].result()
             parts.append(self._pool.submit(one, number))
         # A member that has written only some of the parts is gone.
         return [None if None in rows else b"".join(row or b"" for row in rows)
@@ -260,7 +260,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         limit_s = self._timeout_s
         at, until = first + number, time.monotonic() + limit_s + self.patience_s
         others = [member for member in range(len(self._ranks)) if member != self._mine]
-        drop = [self._key(at - 2 * AHEAD, self._mine)] if at >= 2 * AHEAD else []
+        drop = [self._key(at - 2 * PARTS_IN_FLIGHT, self._mine)] if at >= 2 * PARTS_IN_FLIGHT else []
         kept = self._desk.ask(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.without,
                               want=[(self._key(at, member), self._ranks[member]) for member in others],
                               rank=self._ranks[self._mine], limit_s=limit_s)
@@ -365,7 +365,7 @@ Keyed by the name of a group's first world, which is equal on all ranks, also on
 END_S = 5.0
 
 
-def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
+def init_world(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
           held: str = "", patience_s: float = 0.0) -> None:
     """Makes torch's default group. `home`: numbers of the ranks on this machine, whose own groups use the backend `inside`.
     `without`: scripts' collectives leave out ranks that are gone. `held`: until `release` they fail with that line.
@@ -378,7 +378,7 @@ def begin(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeou
                  WorldStore(desk, timeout_s, rank), without, held, patience_s), rank)
 
 
-def begin_again(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
+def change_members(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
     """Makes the default group of the remaining ranks in a new view. Other groups of the former world become unusable."""
     former, default = _worlds[-1], dist.group.WORLD
     for group in [group for group in _groups if group is default]:
@@ -411,7 +411,7 @@ def release() -> None:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def run_locally() -> Iterator[None]:
     """Collectives on hold succeed locally meanwhile, as if all ranks had this rank's data."""
     groups = [group for group in _groups if group.held]
     for group in groups:
@@ -423,7 +423,7 @@ def alone() -> Iterator[None]:
             group.alone = False
 
 
-def allow(group: Any, timeout: datetime.timedelta) -> None:
+def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
     """Sets the timeout of collectives that begin in the group from now on."""
     if isinstance(group, RelayedGroup):
         group.allow(timeout.total_seconds())
@@ -436,21 +436,21 @@ def desk() -> Desk:
     return _worlds[-1].desk
 
 
-def strict(group: Any) -> Any:
+def make_strict(group: Any) -> Any:
     """Marks a group of commlayer's own: its collectives include all members or fail, and are never on hold."""
     if isinstance(group, RelayedGroup):
         group.without, group.held = False, ""
     return group
 
 
-def relayed() -> bool:
+def is_relayed() -> bool:
     """Whether torch's world is of this kind, so that its ranks do not reach each other."""
     return dist.is_initialized() and dist.get_backend() == NAME
 
 
 def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
     """The backend for a group of these ranks, where `wanted` is requested. Sockets are used only within one machine."""
-    if not relayed():
+    if not is_relayed():
         return wanted
     world = _worlds[-1]
     at_home = {world.ids[rank] for rank in ranks} <= world.home
@@ -485,7 +485,7 @@ ANY = -1
 _Store: Any = distributed_c10d.Store
 
 
-class Found(Protocol):
+class KvReplyLike(Protocol):
     @property
     def found(self) -> tuple[bytes | None, ...]: ...
 
@@ -505,7 +505,7 @@ class Desk(Protocol):
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
         view: int = 0, rank: int = ANY, limit_s: float = 0.0,
-    ) -> Found: ...
+    ) -> KvReplyLike: ...
 
     def close(self) -> None: ...
 

@@ -49,15 +49,15 @@ class AdmissionState(Record, frozen=True):
 
     closed_reason: str = ""
     """Why it admits no home; "" if it does."""
-    there: int = 0
+    size: int = 0
     """How many workers it has now."""
     generation: int = 0
     """Of its view."""
     full: bool = False
     """It has all its workers, and admits a home when one is gone."""
-    wait: str = ""
+    retry_reason: str = ""
     """Why a home should ask again later: a temporary reason to admit none."""
-    all_here: bool = False
+    all_present: bool = False
     """No worker is known to be gone."""
 
 
@@ -106,14 +106,15 @@ def register(state: Sites, asked: RegisterSite, now: float, door: AdmissionState
         return state, SiteReply(error=RESTARTED)
     if asked.home in state.here:
         state = mark_seen(state, asked.home, now)
-    elif state.begun and door is not None and (door.wait or (door.shut and door.all_here and asked.waited_s < grace_s)):
-        return state, SiteReply(missing=door.wait or door.shut)
+    elif state.begun and door is not None and (
+            door.retry_reason or (door.closed_reason and door.all_present and asked.waited_s < grace_s)):
+        return state, SiteReply(missing=door.retry_reason or door.closed_reason)
     elif problem := _problem(state, asked, door):
         return state, SiteReply(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
     elif state.begun:
         assert door is not None
         number = state.workers + state.numbers
-        home = Site(asked, now, number, number, door.there + asked.workers)
+        home = Site(asked, now, number, number, door.size + asked.workers)
         state = msgspec.structs.replace(state, here={**state.here, asked.home: home}, numbers=state.numbers + asked.workers)
     else:
         state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Site(asked, now)}))
@@ -246,8 +247,8 @@ def _late(state: Sites, asked: RegisterSite, door: AdmissionState) -> str:
     """As `_problem`, for a home that comes while the job runs."""
     if why := closed_reason(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
-    if asked.workers > state.workers - door.there:
-        return coded("E-WORKERS", f"brings {asked.workers} workers, and {state.workers - door.there} of the job's "
+    if asked.workers > state.workers - door.size:
+        return coded("E-WORKERS", f"brings {asked.workers} workers, and {state.workers - door.size} of the job's "
                      f"{state.workers} are missing: start this home with fewer")
     if state.workers + state.numbers + asked.workers > SERVER_BASE:
         return coded("E-JOB-FULL", "the job has had too many workers")
@@ -256,7 +257,7 @@ def _late(state: Sites, asked: RegisterSite, door: AdmissionState) -> str:
 
 def closed_reason(state: Sites, door: AdmissionState) -> str:
     """Why a running job admits no home; "" if it does."""
-    return door.shut or ("" if state.met else RESTARTED)
+    return door.closed_reason or ("" if state.met else RESTARTED)
 
 
 def _count(state: Sites) -> int:

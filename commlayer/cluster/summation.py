@@ -31,35 +31,35 @@ class Summation:
 
     def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
         """`ops`: by bucket. `senders`: by bucket, the members that contribute to it, in the order in which they are added."""
-        self._keep: Keep | None = None
+        self._keep: WriteEntry | None = None
         self.peer = SERVER_BASE + server
         self.generation = generation
         self.fenced = 0
         """Messages of earlier views. None of them changed anything."""
-        self.cells = {bucket: Cell(bucket, o, senders[bucket]) for bucket, o in ops.items()}
+        self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     # ---- journal
 
-    def remember(self, keep: Keep | None) -> None:
+    def remember(self, keep: WriteEntry | None) -> None:
         """Writes all state with `keep` now, and then every change before the replies that depend on it. None: stops that."""
         self._keep = keep
         for cell in self.cells.values():
             with cell.lock:
                 self._remember(cell)
 
-    def _remember(self, cell: Cell) -> None:
+    def _remember(self, cell: BucketSum) -> None:
         if self._keep is None:
             return
         cell.sum_again()
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.step if cell.open else cell.awaited
-        memory = Memory(step, cell.round, cell.open, cell.told, header, bytes(body))
-        self._keep(cell.bucket, words_of(memory), cell.ops.remember())
+        memory = SumEntry(step, cell.round, cell.open, cell.told, header, bytes(body))
+        self._keep(cell.bucket, encode_entry(memory), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
         """Restores what an earlier process journaled. If this raises CorruptFrame or ValueError, call `forget`."""
-        cell, journaled = self.cells[bucket], read(words)
+        cell, journaled = self.cells[bucket], decode_entry(words)
         kept = memoryview(journaled.memory.body)
         if journaled.result is not None:
             if not journaled.result.flags & Flag.ABANDON:
@@ -127,7 +127,7 @@ class Summation:
         self.fenced += 1
         return True
 
-    def _cell(self, message: Message) -> Cell:
+    def _cell(self, message: Message) -> BucketSum:
         """Checks sender, generation and bucket, which every message must have right. Returns the bucket's sum."""
         h = message.header
         if h.sender != message.peer:
@@ -139,7 +139,7 @@ class Summation:
             raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
         return cell
 
-    def _fits(self, cell: Cell, message: Message, now: float) -> None:
+    def _fits(self, cell: BucketSum, message: Message, now: float) -> None:
         h, ops = message.header, cell.ops
         if message.peer not in cell.members:
             raise _breach(message, "is no member of this bucket's sum")
@@ -157,7 +157,7 @@ class Summation:
         if len(message.body) > bound:
             raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
 
-    def _admit(self, cell: Cell, message: Message) -> None:
+    def _admit(self, cell: BucketSum, message: Message) -> None:
         """Checks that a contribution belongs to the sum under way. Between steps it begins the next one."""
         h = message.header
         if cell.recalled:
@@ -174,7 +174,7 @@ class Summation:
         # Members differ in their step when one has restored another checkpoint or has switched to another view.
         raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", "E-STEPS-DIFFER")
 
-    def _catch_up(self, cell: Cell, h: Header) -> None:
+    def _catch_up(self, cell: BucketSum, h: Header) -> None:
         """After a restart, the first contribution shows whether the journal holds every reply that was sent."""
         cell.recalled = False
         step = cell.step if cell.open else cell.awaited
@@ -186,7 +186,7 @@ class Summation:
                 cell.forget_results()
             cell.begin(h.step, h.round)
 
-    def _advance(self, cell: Cell, release: Callable[[Message], None]) -> list[Reply]:
+    def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all."""
         ops, r = cell.ops, cell.round
         lean = cell.lean if self._keep is None else None
@@ -223,7 +223,7 @@ class Summation:
                 release(message)
         if cell.next < len(cell.members):
             return []
-        mismatch = self._misjudged(cell)
+        mismatch = self._weights_differ(cell)
         if lean and not (cell.abandoned or mismatch):
             replies = self._emit(cell)
             cell.held = sum_of
@@ -235,7 +235,7 @@ class Summation:
             return self._abandon(cell)
         return self._again(cell) if mismatch else self._emit(cell)
 
-    def _add(self, cell: Cell, message: Message) -> None:
+    def _add(self, cell: BucketSum, message: Message) -> None:
         h = message.header
         try:
             if cell.ops.means:
@@ -249,19 +249,19 @@ class Summation:
         cell.weight += h.weight
         cell.used |= h.used
 
-    def _abandon(self, cell: Cell) -> list[Reply]:
+    def _abandon(self, cell: BucketSum) -> list[Reply]:
         cell.ops.skip()
         replies = self._reply(cell, Flag.ABANDON, memoryview(cell.abandoned))
         cell.idle(cell.step + 1)
         self._remember(cell)
         return replies
 
-    def _misjudged(self, cell: Cell) -> bool:
+    def _weights_differ(self, cell: BucketSum) -> bool:
         """Whether a member coded its part for another total weight. Its residual would then be applied with a wrong factor."""
         total = as_float32(cell.weight)
         return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
 
-    def _again(self, cell: Cell) -> list[Reply]:
+    def _again(self, cell: BucketSum) -> list[Reply]:
         """Asks all members to code the step again with the correct total weight. No result has been sent yet."""
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
@@ -271,7 +271,7 @@ class Summation:
         self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]
 
-    def _emit(self, cell: Cell) -> list[Reply]:
+    def _emit(self, cell: BucketSum) -> list[Reply]:
         ops, step, r = cell.ops, cell.step, cell.round
         out = cell.out(step, r)
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
@@ -282,7 +282,7 @@ class Summation:
         self._remember(cell)
         return replies
 
-    def _reply(self, cell: Cell, flags: int, body: memoryview) -> list[Reply]:
+    def _reply(self, cell: BucketSum, flags: int, body: memoryview) -> list[Reply]:
         """Returns the result for each member, and keeps it for members that ask again."""
         header = self._header(cell, flags)
         cell.results[(cell.step, cell.round)] = header, body
@@ -290,7 +290,7 @@ class Summation:
             del cell.results[old]
         return [Reply(member, header, body) for member in cell.members]
 
-    def _header(self, cell: Cell, flags: int) -> Header:
+    def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
                       sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
 
@@ -305,7 +305,7 @@ class Summation:
             self._remember(cell)
 
     def end(self, step: int, undone: Mapping[int, int]) -> None:
-        """Ends the view in the middle of that step: see Cell.end. Later messages of the view change nothing."""
+        """Ends the view in the middle of that step: see BucketSum.end. Later messages of the view change nothing."""
         for cell in self.cells.values():
             with cell.lock:
                 cell.end(step, undone.get(cell.bucket, 0))
@@ -367,7 +367,7 @@ class Summation:
                 return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
             return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
 
-    def _between(self, cell: Cell, message: Message) -> None:
+    def _between(self, cell: BucketSum, message: Message) -> None:
         if cell.open:
             raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
 
@@ -395,7 +395,7 @@ OVERHEAD_NBYTES = 512
 """Cost of a message in addition to its body."""
 MOST_REASON_NBYTES = 256
 """Longest reason for aborting a step."""
-Keep = Callable[[int, bytes, bytes], None]
+WriteEntry = Callable[[int, bytes, bytes], None]
 """Writes the metadata and state of a bucket's sum; both are durable when it returns."""
 
 
@@ -415,19 +415,19 @@ class Stall(NamedTuple):
     since: float
 
 
-class Cell:
+class BucketSum:
     """One bucket: the sum under way or the last finished step, and the results that are kept."""
 
-    def __init__(self, bucket: int, ops: Lasting, members: tuple[int, ...]) -> None:
+    def __init__(self, bucket: int, ops: JournaledOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round; a result stays valid until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.lean: GivesBack | None = None
+        self.lean: RecomputableOps | None = None
         """Set to `ops` if payloads are kept between steps instead of their sum, to save memory."""
-        if isinstance(ops, GivesBack) and ops.worth_giving_back(len(members)):
+        if isinstance(ops, RecomputableOps) and ops.worth_giving_back(len(members)):
             self.lean = ops
         self.held: list[Message] = []
         """The payloads of the last result, in the order in which they were added, if the sum's memory was given back."""
@@ -508,11 +508,11 @@ class Cell:
 # An entry is written before the server sends something that depends on it: a result, a request to code again, or a state.
 # Members repeat everything after that, since they have no reply to it yet.
 
-WORDS_NBYTES = 1024
+ENTRY_HEADER_NBYTES = 1024
 """Upper bound of an entry's metadata without the result."""
 
 
-class Memory(Record, frozen=True):
+class SumEntry(Record, frozen=True):
     """State of one bucket's sum: the next step and round, and the last result. Headers are tuples."""
 
     step: int | None
@@ -524,23 +524,23 @@ class Memory(Record, frozen=True):
     body: bytes = b""
 
 
-class Recalled(NamedTuple):
+class DecodedEntry(NamedTuple):
     """The same with decoded headers."""
 
-    memory: Memory
+    memory: SumEntry
     told: Header | None
     result: Header | None
 
 
-def words_of(memory: Memory) -> bytes:
+def encode_entry(memory: SumEntry) -> bytes:
     return msgspec.msgpack.encode(memory)
 
 
-def read(words: bytes) -> Recalled:
+def decode_entry(words: bytes) -> DecodedEntry:
     """CorruptFrame if the entry is malformed."""
     try:
-        memory = msgspec.msgpack.decode(words, type=Memory)
-        return Recalled(memory, *(None if row is None else _header(row) for row in (memory.told, memory.result)))
+        memory = msgspec.msgpack.decode(words, type=SumEntry)
+        return DecodedEntry(memory, *(None if row is None else _header(row) for row in (memory.told, memory.result)))
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise CorruptFrame(f"an entry of the journal is malformed: {error}") from None
 
@@ -592,7 +592,7 @@ class Ops(Protocol):
 
 
 @runtime_checkable
-class GivesBack(Protocol):
+class RecomputableOps(Protocol):
     """Ops whose sums can be computed again from the payloads."""
 
     def worth_giving_back(self, members: int) -> bool:
@@ -605,7 +605,7 @@ class GivesBack(Protocol):
         ...
 
 
-class Lasting(Ops, Protocol):
+class JournaledOps(Ops, Protocol):
     """Ops whose state can be journaled."""
 
     @property

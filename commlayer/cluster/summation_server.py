@@ -19,11 +19,11 @@ from commlayer import planner, records
 from commlayer.cluster import messages
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.epoch_change import ViewChange, amiss, read_change, wire_generation
-from commlayer.cluster.grpc_server import GrpcPort, stream_port
+from commlayer.cluster.epoch_change import EpochChange, change_problem, read_change, wire_generation
+from commlayer.cluster.grpc_server import GrpcPort, open_stream_port
 from commlayer.cluster.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
-from commlayer.cluster.server_journal import About, ServerJournal
-from commlayer.cluster.summation import WORDS_NBYTES, Reply, Stall, Summation
+from commlayer.cluster.server_journal import ServerIdentity, ServerJournal
+from commlayer.cluster.summation import ENTRY_HEADER_NBYTES, Reply, Stall, Summation
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.errors import (
@@ -42,7 +42,7 @@ from commlayer.errors import (
 )
 from commlayer.records import MALFORMED, Plan, Record, View
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.handshake import Hello, Later, same_job
+from commlayer.transport.handshake import Hello, RetryLater, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import (
     NUMBERED,
@@ -66,9 +66,9 @@ MAX_PROBE_NBYTES = 16 << 20
 """Of all replies to probes that are being sent to one member."""
 MAX_PROBES = 1024
 """Replies to probes that are being sent to one member. A member may probe again before this end notes that a reply is out."""
-FAREWELL_S = 2.0
+FAILURE_NOTICE_S = 2.0
 """After a failure of the server: how long its reason may take to reach the members before their connections end."""
-MOST_REASON = 300
+MAX_REASON_CHARS = 300
 """Longest reason for a drop, in characters. Every heartbeat to the coordinator lists all dropped members."""
 
 
@@ -109,7 +109,7 @@ def read_stalled(message: Message) -> Stalled:
         raise CorruptFrame(f"STALLED is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
 
 
-Regroup = Callable[[ViewChange, int, int], Callable[[], Summation]]
+CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]
 """Checks a view change, given with its generation and sender; may block. Returns a function that makes the new members'
 Summation, to be called after the end of the former one. Raises CorruptFrame if the sender broke the protocol, ValueError if the
 change cannot be served."""
@@ -121,7 +121,7 @@ class SumServer:
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
-        pace: Callable[[float], None] = lambda _: None, regroup: Regroup | None = None,
+        pace: Callable[[float], None] = lambda _: None, regroup: CheckChange | None = None,
         out: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
@@ -279,7 +279,7 @@ class SumServer:
         self._told.clear()
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
-    def _move(self, message: Message, regroup: Regroup) -> Reply:
+    def _move(self, message: Message, regroup: CheckChange) -> Reply:
         """Switches to other members in the middle of a step. The change is checked before any sum ends."""
         h, problem = message.header, ""
         change = read_change(message)
@@ -294,7 +294,7 @@ class SumServer:
             problem = f"generation {h.generation} has ended"
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
-    def _give_way(self, change: ViewChange, generation: int, make: Callable[[], Summation]) -> None:
+    def _give_way(self, change: EpochChange, generation: int, make: Callable[[], Summation]) -> None:
         with self._switching:
             if generation > self._core.generation:
                 self._core.end(change.step, change.undone)
@@ -319,7 +319,7 @@ class SumServer:
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator learns it by heartbeat, the other members by the stall
         report of the sum that waits for it."""
-        member, why = self._numbers[error.peer], short_line(coded(error.code, error.what), MOST_REASON)
+        member, why = self._numbers[error.peer], short_line(coded(error.code, error.what), MAX_REASON_CHARS)
         with self._dropping:
             if member in self._dropped:
                 return
@@ -344,7 +344,7 @@ class SumServer:
     def _watch(self) -> None:
         while not self._closing.wait(TICK_S):
             if self._failed is not None:
-                if time.monotonic() - self._failed_s >= FAREWELL_S:
+                if time.monotonic() - self._failed_s >= FAILURE_NOTICE_S:
                     self._transport.abort(self._failed)
                     return
                 continue
@@ -386,17 +386,17 @@ log = logging.getLogger("commlayer")
 
 READY_S = 9.0
 """How long a handshake waits for this server to get its plan; less than the handshake's own deadline."""
-NOTICE_HEARTBEATS, LOOK_S = 3, 0.02
+NOTICE_HEARTBEATS, POLL_VIEW_S = 3, 0.02
 """How many heartbeats to wait for the coordinator's newest view when a worker reports it first, and how often to check."""
-MOST_TOLD = 64
+MAX_REPORTED = 64
 """Most dropped workers named in a heartbeat, which must stay small. The others are named after the first ones are gone."""
-MOST_OVERDUE = 4096
+MAX_OVERDUE = 4096
 """If more workers than this are missing, heartbeats name none of them, and all workers stop at their deadline."""
 STALL_S = 4.0
 """How long a sum waits before the waiting members are sent the missing ones."""
 
 
-class Serving:
+class DataServer:
     """Listens from construction on, so that the address is known before joining. Admits workers after start()."""
 
     def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
@@ -438,7 +438,7 @@ class Serving:
             self.streams = coordinator.address
         else:
             try:
-                self._streams = stream_port(keys, bind, port, self._transport.take, self._audit.refused)
+                self._streams = open_stream_port(keys, bind, port, self._transport.take, self._audit.refused)
             except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
@@ -449,7 +449,7 @@ class Serving:
 
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
-            return Later("has no plan yet: its coordinator still waits for others")
+            return RetryLater("has no plan yet: its coordinator still waits for others")
         if self._away:
             return self._away
         if self._unfit:
@@ -491,10 +491,10 @@ class Serving:
                                  out=self._out)
         self._ready.set()
 
-    def _former(self, view: View, server: int) -> About | None:
+    def _former(self, view: View, server: int) -> ServerIdentity | None:
         """What the journal says about an earlier process of this server in this job; None if there was none."""
         former = None if self.journal is None else self.journal.found
-        if former is None or (_alike(former.view, view) and former.number == server):
+        if former is None or (_is_same_job(former.view, view) and former.number == server):
             return former
         assert self.journal is not None
         self.journal.ignore("it is of another job, or of another server of this one")
@@ -522,8 +522,8 @@ class Serving:
         """Starts journaling, if there is a journal."""
         if self.journal is None:
             return
-        about = About(self._token, server, self.address, view, plan, core.generation, self.streams)
-        sizes = {b: ops.memory_nbytes + ops.bound + WORDS_NBYTES for b, ops in self._ops.items()}
+        about = ServerIdentity(self._token, server, self.address, view, plan, core.generation, self.streams)
+        sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
         if (keep := self.journal.begin(about, sizes)) is not None:
             core.remember(keep)
             if not self.journal.publish():
@@ -541,7 +541,7 @@ class Serving:
     def dropped(self) -> tuple[messages.PeerExit, ...]:
         """Reports members that broke the protocol, for the heartbeat."""
         dropped = {} if self._server is None else self._server.dropped()
-        return tuple(messages.PeerExit(peer_name(member), why) for member, why in list(dropped.items())[:MOST_TOLD])
+        return tuple(messages.PeerExit(peer_name(member), why) for member, why in list(dropped.items())[:MAX_REPORTED])
 
     def overdue(self) -> messages.Overdue | None:
         """Reports sums that wait, for the heartbeat."""
@@ -553,27 +553,28 @@ class Serving:
         if overdue is None:
             return None
         step, missing = overdue
-        return messages.Overdue(step, missing if len(missing) <= MOST_OVERDUE else (), limit_s)
+        return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers switch to. ValueError if it cannot be served; nothing has changed then."""
         assert self._view is not None
         return self._go_over(plan, generation, self._view)
 
-    def _regroup(self, newest: Callable[[], View], change: ViewChange, generation: int, sender: int) -> Callable[[], Summation]:
+    def _regroup(self, newest: Callable[[], View], change: EpochChange, generation: int, sender: int) -> Callable[[],
+                                                                                                                  Summation]:
         """Checks a change of members against the coordinator's newest view. Returns a function that makes the new sums, and
         changes nothing itself."""
         assert self._view is not None
         if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
             raise InvalidInput("E-EPOCH-ENDED",
                                f"view {change.view.generation} has ended: view {self._view.generation} is in force")
-        if why := amiss(change, generation, sender, self._view):
+        if why := change_problem(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
         # Checked now, because after the former sums have ended an error could not be undone.
         expected_nbytes(_checked_plan(change.plan, change.view), self._hello.rank - SERVER_BASE)
         until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
         while newest().generation < change.view.generation and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_VIEW_S)
         known = newest()
         if known.generation == change.view.generation and known != change.view:
             raise CorruptFrame(f"PLAN of other members: its view {known.generation} is not the coordinator's",
@@ -583,7 +584,7 @@ class Serving:
                                f"view {change.view.generation} is not the coordinator's newest, which is {known.generation}")
         return functools.partial(self._goes_on, change, generation)
 
-    def _goes_on(self, change: ViewChange, generation: int) -> Summation:
+    def _goes_on(self, change: EpochChange, generation: int) -> Summation:
         """Makes the new members' sums. Residuals are scaled, since they now count in the mean of another number of members."""
         # The view first: from now on a worker with a new rank is checked against its certificate in that view.
         former, self._view = self._members, change.view
@@ -634,7 +635,7 @@ class Serving:
         """`flush_s`: how long queued messages may take to reach the workers. `over`: the coordinator has ended the job. If it
         has not and there is a journal, workers keep reconnecting until a restarted server resumes."""
         if self.journal is not None and not over:
-            self._away, reason = Later("is being started again"), CommError("was stopped, and its journal is kept")
+            self._away, reason = RetryLater("is being started again"), CommError("was stopped, and its journal is kept")
         if self._server is not None:
             self._server.close(reason, flush_s)
         else:
@@ -646,7 +647,7 @@ class Serving:
         self._audit.close()
 
 
-def _alike(one: View, other: View) -> bool:
+def _is_same_job(one: View, other: View) -> bool:
     """Whether both views are of one job, even if some of its workers have left."""
     return (one.servers, one.plan) == (other.servers, other.plan) and \
         bool({*one.members} & {*other.members})

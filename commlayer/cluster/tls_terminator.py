@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from commlayer.config import join_host
 from commlayer.errors import CommError, RecordError, coded
-from commlayer.transport.connection import drop, tune, watch
-from commlayer.transport.handshake import HURRY_S, Hall
-from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.connection import close_channel, track, tune_socket
+from commlayer.transport.handshake import EVICT_AFTER_S, PendingHandshakes
+from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.tls import CONTROL, LINGER_S, TlsSocket
 
 HANDSHAKE_S = 5.0
@@ -32,30 +32,30 @@ KEEPALIVE_S, SILENT_S = 10, 60.0
 CONNECT_S = 5.0
 
 
-class Known(NamedTuple):
+class TlsConnection(NamedTuple):
     """An authenticated connection."""
 
-    certified: Certified
+    certified: PeerCertificate
     sock: TlsSocket
     where: str
     """Certificate name and address of the other end, for logs. gRPC sees only this end's loopback address."""
 
 
-class Front:
+class TlsTerminator:
     """Listens from construction on; forwards after start(). `refused` is called with the address of a refused peer and why."""
 
     def __init__(self, keys: Keys, host: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._refused = keys, refused
-        self._hall = Hall(hurry_s=2 * HURRY_S)
+        self._hall = PendingHandshakes(hurry_s=2 * EVICT_AFTER_S)
         self._lock = threading.Lock()
-        self._known: dict[str, Known] = {}  # by gRPC's name of the connection
+        self._known: dict[str, TlsConnection] = {}  # by gRPC's name of the connection
         self._unheard: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._most = MOST_EACH
         self._target = ("127.0.0.1", 0)
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = watch(socket.create_server((host, port), family=family, backlog=128))
+        self._listener = track(socket.create_server((host, port), family=family, backlog=128))
         self.port = int(self._listener.getsockname()[1])
 
     def start(self, target: int) -> None:
@@ -67,7 +67,7 @@ class Front:
         """Raises the limit of connections per certificate; never lowers it."""
         self._most = max(self._most, most)
 
-    def caller(self, peer: str) -> Certified | None:
+    def caller(self, peer: str) -> PeerCertificate | None:
         """The certificate of the connection that gRPC calls `peer`; None if unknown or revoked by `unheard`."""
         with self._lock:
             known = None if peer in self._unheard else self._known.get(peer)
@@ -90,14 +90,14 @@ class Front:
         with self._lock:
             known = self._known.get(peer)
         if known:
-            _end(known.sock)
+            _shut_down(known.sock)
 
-    def drop(self, serials: frozenset[int]) -> list[Certified]:
+    def drop(self, serials: frozenset[int]) -> list[PeerCertificate]:
         """Closes all connections with these certificates and returns the certificates."""
         with self._lock:
             over = [one for one in self._known.values() if one.certified.serial in serials]
         for one in over:
-            _end(one.sock)
+            _shut_down(one.sock)
         return list(dict.fromkeys(one.certified for one in over))
 
     def close(self) -> None:
@@ -105,10 +105,10 @@ class Front:
             self._closed = True
             socks = [one.sock for one in self._known.values()]
         self._hall.close()
-        _end(self._listener)
-        drop(self._listener)
+        _shut_down(self._listener)
+        close_channel(self._listener)
         for sock in socks:
-            _end(sock)
+            _shut_down(sock)
 
     def _accept(self) -> None:
         while self._hall.room():
@@ -123,9 +123,9 @@ class Front:
                 tls = TlsSocket(sock, self._keys, CONTROL, server=True)
             except (RecordError, OSError) as error:
                 self._refused(join_host(*address[:2]), str(error))
-                drop(sock)
+                close_channel(sock)
                 continue
-            watch(tls)
+            track(tls)
             self._hall.enter(tls)
             where = join_host(*address[:2])
             threading.Thread(target=self._greet, args=(tls, where), name=f"control {where}", daemon=True).start()
@@ -142,12 +142,12 @@ class Front:
             if over:
                 reason = coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {most} control connections already")
                 self._refused(where, reason)
-                _say(sock, reason)
+                _send_reason(sock, reason)
                 return
             sock.settimeout(None)
-            tune(sock, KEEPALIVE_S, SILENT_S)
+            tune_socket(sock, KEEPALIVE_S, SILENT_S)
             self._hall.leave(sock)
-            self._pass_on(Known(certified, sock, where))
+            self._pass_on(TlsConnection(certified, sock, where))
         except CommError as error:
             self._refused(where, self._hall.why(sock, error))
         except OSError:
@@ -157,13 +157,13 @@ class Front:
                 with self._lock:
                     self._counts[certified.name] -= 1
             self._hall.leave(sock)
-            drop(sock)
+            close_channel(sock)
 
-    def _pass_on(self, known: Known) -> None:
+    def _pass_on(self, known: TlsConnection) -> None:
         """Forwards both directions until either end closes."""
         certified, sock, _ = known
         with socket.create_connection(self._target, CONNECT_S) as inner:
-            watch(inner)
+            track(inner)
             inner.settimeout(None)
             inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -174,7 +174,7 @@ class Front:
                 closed = self._closed
             # The list may have changed after the handshake, when drop() did not know this connection yet.
             if closed or certified.serial in self._keys.revoked():
-                _end(sock)
+                _shut_down(sock)
             back = threading.Thread(target=_pump, args=(inner, sock), name=f"control to {certified.name}", daemon=True)
             back.start()
             try:
@@ -184,7 +184,7 @@ class Front:
                 with self._lock:
                     del self._known[name]
                     self._unheard.discard(name)
-                drop(inner)
+                close_channel(inner)
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
@@ -193,11 +193,11 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError, CommError):
         while n := source.recv_into(piece):
             sink.sendall(piece[:n])
-    _end(source)
-    _end(sink)
+    _shut_down(source)
+    _shut_down(sink)
 
 
-def _say(sock: TlsSocket, reason: str) -> None:
+def _send_reason(sock: TlsSocket, reason: str) -> None:
     """Sends the reason, then drains input for a while: closing with unread bytes would reset the connection and lose it."""
     until, unread = time.monotonic() + LINGER_S, bytearray(1024)
     with contextlib.suppress(OSError, CommError):
@@ -208,7 +208,7 @@ def _say(sock: TlsSocket, reason: str) -> None:
             pass
 
 
-def _end(sock: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -12,9 +12,9 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.cluster import client, messages
-from commlayer.cluster.child_processes import Embedded
-from commlayer.cluster.client import Membership, OnView, check, fingerprint, tls_credentials
-from commlayer.cluster.epoch_change import ViewChange
+from commlayer.cluster.child_processes import EmbeddedServer
+from commlayer.cluster.client import Membership, OnView, diagnose, fingerprint, tls_credentials
+from commlayer.cluster.epoch_change import EpochChange
 from commlayer.cluster.summation_server import Stalled, follow_stalls
 from commlayer.config import Config, check_plain_text, host_port, reconnect_window_s, unheard_s
 from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
@@ -25,8 +25,8 @@ from commlayer.transport.grpc_stream import GrpcStream
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
-from commlayer.transport.reconnect import Resumed, Waits
-from commlayer.transport.secret import nonce
+from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.secret import new_nonce
 from commlayer.transport.shaped_links import shaped_by
 
 Fail = Callable[[CommError], None]
@@ -60,7 +60,7 @@ class Uplink:
         self.staying: tuple[str, ...] = ()
         """After close(): workers that were still in the job."""
         self.transport: Transport
-        self.resumed: Resumed | None = None
+        self.resumed: ReconnectingTransport | None = None
         """The same object as `transport`, with the state of its reconnects."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
@@ -74,14 +74,14 @@ class Uplink:
         self._membership = membership = client.join(
             address, request, self._config, self._judged, on_silence=self._silent, on_left=self._gone, keep=True)
         self.address, self._regroups = address, request.regroups
-        hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=nonce())
+        hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=new_nonce())
         window_s = reconnect_window_s(self._config)
         carrier = StreamTransport(hello, settings=Settings(
             secret=self._config.token, user_timeout_s=unheard_s(self._config), keys=keys, resume=window_s > 0))
         self.pace, self.recycle = carrier.pace, carrier.pool.give
-        self.transport = transport = Resumed(
+        self.transport = transport = ReconnectingTransport(
             shaped_by(self._config.shape, carrier, membership.view), carrier,
-            Waits(window_s, refused_is_over=self.embedded), self.recycle)
+            ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
         self.resumed = transport
 
         def limit_kept(nbytes: int) -> None:
@@ -94,7 +94,7 @@ class Uplink:
         def dial(deadline: float) -> None:
             for server in membership.view.servers:
                 # The last process to join has little of the deadline left, so each connection gets at least 10 s.
-                to_it = dialler(carrier, server, address, self._config, keys)
+                to_it = make_dial(carrier, server, address, self._config, keys)
                 transport.connect(SERVER_BASE + server.id, to_it, max(deadline, time.monotonic() + 10.0))
 
         self._dial = dial
@@ -268,7 +268,7 @@ class Uplink:
         if answer:
             raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
 
-    def send_view(self, server: int, change: ViewChange, generation: int) -> None:
+    def send_view(self, server: int, change: EpochChange, generation: int) -> None:
         """Switches the server to that view, in the middle of a step. CommError with the server's reason if it cannot."""
         header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
         answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
@@ -327,12 +327,12 @@ Dial = Callable[[float], None]
 """Connects before the given deadline."""
 
 
-def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
+def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
     """Returns a function that connects to that server. With carrier "auto" it tries TCP, then gRPC, and later calls use the one
     that worked. `joined`: the address by which this process reached the coordinator."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
     plain = _checked(server.address, f"address of {name}", config)
-    where, alone = streams_at(server, joined), streams_alone(server, joined)
+    where, alone = streams_at(server, joined), only_streams(server, joined)
     streams = _checked(where, f"address of {name} for gRPC", config) if where else None
     carrier = "grpc" if alone and config.carrier == "auto" else config.carrier
 
@@ -344,7 +344,7 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
                 offered = "takes gRPC streams alone" if streams else "takes no gRPC streams"
                 raise Refused(f"{offered} (setting carrier): set it alike here and there, or leave it out", peer=name,
                               code="E-SETTING")
-            over_grpc(transport, peer, streams, keys, deadline)
+            dial_grpc(transport, peer, streams, keys, deadline)
             log.info("%s: over gRPC at %s", name, where)
             return
         try:
@@ -360,7 +360,7 @@ def dialler(transport: StreamTransport, server: ServerInfo, joined: str, config:
             return
         assert streams is not None
         try:
-            over_grpc(transport, peer, streams, keys, deadline)
+            dial_grpc(transport, peer, streams, keys, deadline)
         except CommError as error:
             also = "" if error.what == first.what else f"; nor over gRPC: {error.what}"
             raise first.located(what=first.what + also) from first
@@ -376,25 +376,25 @@ def streams_at(server: ServerInfo, joined: str) -> str:
     return joined if server.beside and server.streams else server.streams
 
 
-def streams_alone(server: ServerInfo, joined: str) -> bool:
+def only_streams(server: ServerInfo, joined: str) -> bool:
     """Whether the server accepts only gRPC streams."""
     return bool(server.streams) and server.address in (server.streams, streams_at(server, joined))
 
 
-def over_grpc(transport: StreamTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
+def dial_grpc(transport: StreamTransport, peer: int, address: Address, keys: Keys | None, deadline: float) -> None:
     """Connects to that peer over a gRPC stream."""
     if keys is not None:
         # checks the revocation list, which gRPC does not do
-        check(settings.join_host(*address), keys, deadline, peer_name(peer))
-    transport.dial_over(lambda until: stream_to(address, keys, until), peer, deadline)
+        diagnose(settings.join_host(*address), keys, deadline, peer_name(peer))
+    transport.dial_over(lambda until: open_stream(address, keys, until), peer, deadline)
 
 
-def stream_to(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
+def open_stream(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
     """Opens a stream that the server has accepted, before the handshake. CommError with the address if it fails."""
     options = [*grpc_stream.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
     opened = functools.partial(grpc_stream.open_channel, settings.join_host(*address), options, tls_credentials(keys),
                                on_loop=True)
-    return grpc_stream.dialled(opened, *address, deadline, fingerprint(keys))
+    return grpc_stream.dial(opened, *address, deadline, fingerprint(keys))
 
 
 def _checked(address: str, name: str, config: Config) -> Address:
@@ -407,12 +407,12 @@ def _checked(address: str, name: str, config: Config) -> Address:
     return host, port
 
 
-SAID_S = 5.0
+NOTE_AFTER_S = 5.0
 """After this time a warning names the workers that the process waits for."""
 
 
-def end(
-    link: Uplink | None, children: Sequence[Embedded], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
+def leave_job(
+    link: Uplink | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
 ) -> None:
     """Without a `reason` the process leaves in order: what it has sent arrives, and its servers outlive the last worker, for
     `stay_s` at most. With a `reason` the servers stay for `notice_s`, so that the others learn the reason.
@@ -423,7 +423,7 @@ def end(
     if not delivered:
         until = time.monotonic() + notice_s  # without a coordinator it cannot know whether others still need it
     try:
-        if children and delivered and not reason and not children[0].over(min(SAID_S, stay_s)):
+        if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
             names = ", ".join(link.staying) if link is not None and link.staying else "others"
             log.warning("this process has ended, but it hosts a server that %s may still need: it stays until they have ended, "
                         "for %.0f s at most (deadline_s)", names, stay_s)

@@ -303,7 +303,7 @@ def compare_nodes(
 
     with ExitStack() as stack:
         # Without TLS the store is as safe a channel for the secret as the job's own connections.
-        token = secret.new() if number == 0 and not config.token else ""
+        token = secret.new_secret() if number == 0 and not config.token else ""
         rows = share(msgspec.json.encode(Introduction(node, token)), JOB)
         deadline = time.monotonic() + limit_s(nodes)
         introductions = [_introduction(row, other) for other, row in enumerate(rows)]

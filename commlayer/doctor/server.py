@@ -14,7 +14,7 @@ from msgspec import structs
 
 from commlayer.autotune.measure import link_rates
 from commlayer.cluster import messages, uplink
-from commlayer.cluster.client import CoordinatorChannel, check
+from commlayer.cluster.client import CoordinatorChannel, diagnose
 from commlayer.cluster.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.config import Config, host_port
 from commlayer.doctor import network
@@ -48,14 +48,15 @@ def check_server(f: Server, *, keys: bool) -> Iterator[Finding]:
     if differ:
         yield fail("server", f"{intro}; here it is {f.version}: other {' and '.join(differ)}",
                    "install the same version on all machines")
-    elif info.begun and info.free:
-        yield ok("server", f"{intro}: its job is running; {info.free} of its {info.workers} places are free (commlayer launch)")
+    elif info.begun and info.free_seats:
+        yield ok("server",
+                 f"{intro}: its job is running; {info.free_seats} of its {info.workers} places are free (commlayer launch)")
     elif info.begun and info.full:
         yield warn("server", f"{intro}: its job is running with all {info.workers} workers",
                    "wait until a worker has left; a lost worker keeps its place for reconnect_s")
     elif info.begun:
         yield warn("server", f"{intro}: its job is running with {info.workers} workers",
-                   f"it admits no more workers ({info.shut}): wait for its end, or start another job")
+                   f"it admits no more workers ({info.closed_reason}): wait for its end, or start another job")
     else:
         of = f"{info.seated} of {info.workers} workers" if info.workers else f"{info.seated} workers"
         yield ok("server", f"{intro}: {of} and {len(info.servers)} server{'s' if len(info.servers) != 1 else ''} are connected")
@@ -206,7 +207,7 @@ class Link(Record, frozen=True):
 def open_channel(config: Config) -> CoordinatorChannel:
     """Raises CommError or RecordError if the coordinator cannot be reached or refuses."""
     keys = Keys(config.keys) if config.keys else None
-    check(config.join, keys, time.monotonic() + CALL_S)
+    diagnose(config.join, keys, time.monotonic() + CALL_S)
     return CoordinatorChannel(config.join, config.token, keys)
 
 
@@ -233,7 +234,7 @@ def query_server(config: Config, version: str, wire: int) -> Server:
 
 
 def _path(one: ServerInfo, config: Config, keys: Keys | None) -> ServerPath:
-    where, alone = uplink.streams_at(one, config.join), uplink.streams_alone(one, config.join)
+    where, alone = uplink.streams_at(one, config.join), uplink.only_streams(one, config.join)
     tcp = None if alone or config.carrier == "grpc" else dial_tls(one.address, keys, tls.DATA)
     needed = where and config.carrier != "tcp" and (tcp is None or tcp.answer != "open")
     return ServerPath(one.address, tcp, where, _streams(where, keys) if needed else "")
@@ -243,8 +244,8 @@ def _streams(address: str, keys: Keys | None) -> str:
     deadline = time.monotonic() + CALL_S
     try:
         if keys is not None:
-            check(address, keys, deadline, f"server {address}")
-        uplink.stream_to(host_port(address), keys, deadline).close()
+            diagnose(address, keys, deadline, f"server {address}")
+        uplink.open_stream(host_port(address), keys, deadline).close()
     except CommError as error:
         return error.what
     return "open"

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from commlayer import records
-from commlayer.cluster.collectives import gather, gather_bytes, together
+from commlayer.cluster.collectives import all_or_none, gather, gather_bytes
 from commlayer.cluster.messages import named_at
 from commlayer.compressors import restore, snapshot
 from commlayer.engine import checkpoint_files, shared_buffers
@@ -93,13 +93,13 @@ def _save(connection: Connection, directory: Path) -> None:
     worker, uplink = connection.worker, connection.uplink  # `bring_in` may have changed them
     assert worker is not None
     files: _Files = {}
-    with together(connection.groups, "save_residuals()"):
+    with all_or_none(connection.groups, "save_residuals()"):
         with checkpoint_files.writing(directory):  # first: the calls below undo what the last step did not apply
             highest = max(checkpoint_files.numbers(directory), default=0)
             directory.mkdir(parents=True, exist_ok=True)
         worker.drain()
         undone = worker.undone()
-    with together(connection.groups, "save_residuals()"):
+    with all_or_none(connection.groups, "save_residuals()"):
         for server in _servers_of(connection):
             assert uplink is not None
             tensors: dict[str, torch.Tensor] = {}
@@ -116,11 +116,11 @@ def _save(connection: Connection, directory: Path) -> None:
     folder, first = checkpoint_files.folder_of(directory, number), connection.rank == 0
     try:
         # No rank may continue yet: frames of the next step would change state that other ranks still fetch.
-        with together(connection.groups, "save_residuals()"):
+        with all_or_none(connection.groups, "save_residuals()"):
             files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
             with checkpoint_files.writing(directory):
                 checkpoint_files.write(folder, files, mark, records.encode(worker.plan) if first else b"")
-        with together(connection.groups, "save_residuals()"):
+        with all_or_none(connection.groups, "save_residuals()"):
             if first:
                 with checkpoint_files.writing(directory):
                     checkpoint_files.seal(folder, mark)
@@ -171,7 +171,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
     rank = connection.rank
     for act in connection.bring_in:
         act()
-    with together(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
+    with all_or_none(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
         mine = msgspec.json.encode(checkpoint_files.held(directory, rank))
     rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
     for held in [held for held in rows[0] if not held.fault][:1]:
@@ -184,7 +184,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
     worker = connection.worker
     assert worker is not None
     states: _Files = {}
-    with together(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
+    with all_or_none(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
         worker.drain()
         mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
@@ -196,7 +196,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_f
 def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> None:
     worker, uplink = connection.worker, connection.uplink
     assert worker is not None
-    with together(connection.groups, "load_residuals()"):  # no rank may push before every server has its state back
+    with all_or_none(connection.groups, "load_residuals()"):  # no rank may push before every server has its state back
         for server in _servers_of(connection):
             assert uplink is not None
             for bucket in _summed_by(worker.plan, server):
@@ -210,7 +210,7 @@ def _take_plan(connection: Connection, folder: Path) -> None:
     if not connection.terms.auto:
         return
     saved: Plan | None = None
-    with together(connection.groups, "load_residuals()"), checkpoint_files.reading(folder.parent):
+    with all_or_none(connection.groups, "load_residuals()"), checkpoint_files.reading(folder.parent):
         file = folder / checkpoint_files.PLAN
         if connection.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")

@@ -18,11 +18,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from commlayer.cluster import site_process_group
-from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.server_codecs import expected_nbytes
-from commlayer.cluster.uplink import Uplink
-from commlayer.cluster.uplink import end as end_part
+from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import codec_of
 from commlayer.engine.fault import FaultVerdict
 from commlayer.engine.local_steps import LocalSteps
@@ -151,7 +150,7 @@ class Connection:
         self.rows: RowChannel | None = None
         """Exchanges rows between the observers (observers.py) of all ranks, in the same order on each."""
         self.uplink: Uplink | None = None
-        self.embedded: list[Embedded] = []
+        self.embedded: list[EmbeddedServer] = []
         self.plan: Plan | None = None
         self.worker: Worker | None = None
         self.waits = Waits()
@@ -390,7 +389,7 @@ class Connection:
         if (reason or error_text) and self.rows is not None:
             self.rows.forget()
         exchanges = -1 if self.worker is None else self.worker.step
-        end_part(self.uplink, self.embedded, reason or error_text, exchanges, stay_s=self.waits.stay_s,
+        leave_job(self.uplink, self.embedded, reason or error_text, exchanges, stay_s=self.waits.stay_s,
                  notice_s=self.waits.notice_s)
         for end in self.on_close:
             end()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.cluster.process_groups import Pending, named
+from commlayer.cluster.process_groups import PendingCollective, torch_errors
 from commlayer.engine.connection import Connection
 from commlayer.engine.hooks import uncompiled
 from commlayer.errors import CommError
@@ -73,9 +73,9 @@ class DDPBuffers:
             by_kind[buffer.dtype, buffer.device].append(buffer.detach())
         for same in by_kind.values():
             flat = _flatten_dense_tensors(same)
-            with named(WHAT):
+            with torch_errors(WHAT):
                 work = dist.broadcast(flat.view(torch.uint8), self._ranks[0], group=self._group, async_op=True)
-            Pending(work, WHAT, on_device=flat.is_cuda).wait(time.monotonic() + self._deadline_s, failed)
+            PendingCollective(work, WHAT, on_device=flat.is_cuda).wait(time.monotonic() + self._deadline_s, failed)
             if dist.get_rank() != self._ranks[0]:
                 for buffer, values in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
                     buffer.data.copy_(values)  # `.data`, as in DDP, so that autograd does not count a change

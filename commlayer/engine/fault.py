@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from commlayer.cluster.client import first_cause
-from commlayer.cluster.process_groups import GROUP
+from commlayer.cluster.client import root_cause
+from commlayer.cluster.process_groups import ANY_PEER
 from commlayer.cluster.uplink import Uplink
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.protocol import peer_name
@@ -30,14 +30,14 @@ class FaultVerdict:
         """
         if link is None or not isinstance(error, CommError):
             return error
-        if error.peer == GROUP:
+        if error.peer == ANY_PEER:
             self._heard.wait(verdict_s)
         elif error.peer.startswith("server"):
             self._heard.wait(notice_s)
         if self.error is not None:
             # The reported peer may have met the same loss first, and have left because of it.
-            return self.error if error.peer in ("", GROUP) else first_cause((self.error, error))
-        if error.peer == GROUP and link.embedded and not link.coordinated:
+            return self.error if error.peer in ("", ANY_PEER) else root_cause((self.error, error))
+        if error.peer == ANY_PEER and link.embedded and not link.coordinated:
             silent = f"the coordinator {link.address} that it hosts no longer answers"
             return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
         return link.named(error)

@@ -34,12 +34,12 @@ OWN = (None, "", "env://")
 def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     """Creates torch's default group. `inside`: the backend for groups within this machine. `timeout_s`: deadline_s if 0."""
     from commlayer.cluster import site_process_group
-    from commlayer.cluster.site_client import Desk
+    from commlayer.cluster.site_client import KvClient
 
     config = read_config()  # from the environment, in which the launcher stores the settings used with the coordinator
     leave = config.min_workers > 0
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
-    site_process_group.begin(Desk(config.join, config, launch.home), launch.rank, launch.world,
+    site_process_group.init_world(KvClient(config.join, config, launch.home), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
                      without=leave, held=AHEAD if launch.joins >= 0 else "", patience_s=judged_s(config) if leave else 0.0)
 
@@ -130,7 +130,7 @@ def _ddp_alone() -> None:
 
     @functools.wraps(known)
     def made(*args: Any, **more: Any) -> None:
-        with site_process_group.alone():
+        with site_process_group.run_locally():
             known(*args, **more)
 
     DistributedDataParallel.__init__ = made  # type: ignore[method-assign]

@@ -34,8 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 from commlayer import records
 from commlayer.cluster import process_groups, site_process_group
 from commlayer.cluster.collectives import Groups
-from commlayer.cluster.epoch_change import ViewChange, wire_generation
-from commlayer.cluster.site_client import Desk
+from commlayer.cluster.epoch_change import EpochChange, wire_generation
+from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
@@ -208,7 +208,7 @@ class Regrouping:
             ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
         plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
         generation = wire_generation(view)
-        change = ViewChange(view, old.step, old.unheard(), records.encode(plan))
+        change = EpochChange(view, old.step, old.unheard(), records.encode(plan))
         for server in agreement.told_by(made.id, former, view):
             self._send(made.uplink, server.id, change, generation)
         mine = words[place]
@@ -237,7 +237,7 @@ class Regrouping:
             act()
         self._say(former, view, time.monotonic() - begin)
 
-    def _send(self, uplink: Uplink, server: int, change: ViewChange, generation: int) -> None:
+    def _send(self, uplink: Uplink, server: int, change: EpochChange, generation: int) -> None:
         """Servers accept only the coordinator's newest view, which they may receive before this rank does."""
         try:
             uplink.send_view(server, change, generation)
@@ -265,8 +265,8 @@ def new_world(made: Connection, config: Config, home: str, view: View) -> None:
     former = made.groups
     assert former is not None
     former.close()
-    site_process_group.begin_again(Desk(config.join, config, home), ids, ids.index(made.id), view.generation)
-    process_groups.begin_anew()
+    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(made.id), view.generation)
+    process_groups.reset_counts()
     made.groups = Groups(1, config.deadline_s, former.device)
     made.rank, made.world = made.groups.rank, made.groups.world
     if made.rows is not None:

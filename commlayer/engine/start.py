@@ -12,7 +12,7 @@ import torch
 
 from commlayer import records
 from commlayer.cluster import messages, uplink
-from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.compressors import kernels
 from commlayer.config import Config, codec_threads, is_loopback, notice_s, reconnect_window_s, verdict_s
@@ -193,8 +193,8 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
 
     def first() -> bytes:
         number = mine.pop(0) if mine and not alone else None
-        guarded = msgspec.structs.replace(config, token=config.token or secret.new())
-        child = Embedded.start(guarded, workers=made.world, servers=plan.servers, number=number)
+        guarded = msgspec.structs.replace(config, token=config.token or secret.new_secret())
+        child = EmbeddedServer.start(guarded, workers=made.world, servers=plan.servers, number=number)
         made.embedded.append(child)
         # The group's store is plain text. With keys, each rank reads the secret from its key folder instead.
         return f"{child.control} {'' if config.keys else guarded.token}".encode()
@@ -206,7 +206,7 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
     config = msgspec.structs.replace(config, token=token)
 
     def start(number: int) -> None:
-        made.embedded.append(Embedded.start(config, join=address, number=number))
+        made.embedded.append(EmbeddedServer.start(config, join=address, number=number))
 
     if mine:
         with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from commlayer.cluster.site_process_group import AHEAD, PART_NBYTES
+from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.engine.agreement import Word, name_of
 from commlayer.engine.view_words import ViewWords
 from commlayer.records import View
@@ -53,8 +53,8 @@ class Relay:
         windows, data = self._windows(nbytes), bytearray()
         for window in range(windows):
             parts = self._parts(window, nbytes)
-            for first in range(0, len(parts), AHEAD):
-                want = [(self._name(part), self.giver) for part in parts[first : first + AHEAD]]
+            for first in range(0, len(parts), PARTS_IN_FLIGHT):
+                want = [(self._name(part), self.giver) for part in parts[first : first + PARTS_IN_FLIGHT]]
                 for row in self._read(want):
                     data += row
             self._meet(window)

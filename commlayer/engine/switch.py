@@ -8,7 +8,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import records
-from commlayer.cluster.collectives import Groups, gather, together
+from commlayer.cluster.collectives import Groups, all_or_none, gather
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.agreed_plan import Offer, bytes_of, check_plan, plan_in
 from commlayer.engine.connection import Connection
@@ -110,7 +110,7 @@ def _go_over(
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     servers = len(link.view.servers)
-    with together(groups, "switch()"):
+    with all_or_none(groups, "switch()"):
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: for {agreed.servers} servers, the job has {servers}")
         if by_itself and made.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
@@ -132,7 +132,7 @@ def _go_over(
         if old.plan.steps_locally:
             groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
         sent = True
-        with together(groups, "switch()"):
+        with all_or_none(groups, "switch()"):
             for server in range(servers):
                 if server % made.world == made.rank:
                     mine = {b.id: undone[b.id] for b in old.plan.buckets if b.server == server and b.id in undone}
@@ -168,7 +168,7 @@ class _Stand(NamedTuple):
 def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server in flight."""
     local, stepped = made.local, made.stepped
-    with together(groups, "switch()", len(_Stand._fields)) as exchange:
+    with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
         if not old.begins() and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",

@@ -13,14 +13,14 @@ from commlayer.errors import CorruptFrame
 from commlayer.transport.framing import Frame
 from commlayer.transport.protocol import Flag, Header
 
-MOST_PARTS = 0xFFFF
-UNDER_WAY_NBYTES = 512
+MAX_PARTS = 0xFFFF
+OVERHEAD_NBYTES = 512
 """Charged for each unfinished body in addition to its size."""
 
 
-def cut(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
+def split_parts(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
     """Parts of equal size, at most part_nbytes unless that needs more than MOST_PARTS; only the last may be smaller."""
-    parts = min(MOST_PARTS, max(1, -(-nbytes // part_nbytes)))
+    parts = min(MAX_PARTS, max(1, -(-nbytes // part_nbytes)))
     size = max(1, -(-nbytes // parts))
     return [(start, min(start + size, nbytes)) for start in range(0, max(nbytes, 1), size)]
 
@@ -65,9 +65,9 @@ class Assembly:
         total = header.parts * nbytes
         if nbytes == 0 or total - nbytes >= self._max_nbytes():
             raise _breach(header, f"of {nbytes} bytes announces a body of more than {self._max_nbytes()}, or an empty one")
-        if self._held + total + UNDER_WAY_NBYTES > self._kept():
+        if self._held + total + OVERHEAD_NBYTES > self._kept():
             raise _breach(header, f"begins more bodies than the {self._kept()} bytes that are allowed under way")
-        self._held += total + UNDER_WAY_NBYTES
+        self._held += total + OVERHEAD_NBYTES
         self._stack.append(_Body(header, self._take(total), nbytes))
 
     def whole(self, frame: Frame) -> Frame | None:
@@ -80,7 +80,7 @@ class Assembly:
         if body.next < body.header.parts:
             return None
         self._stack.pop()
-        self._held -= len(body.room) + UNDER_WAY_NBYTES
+        self._held -= len(body.room) + OVERHEAD_NBYTES
         return self._as_given(Frame(body.header._replace(parts=1), body.room[: body.filled]))
 
     def _as_given(self, frame: Frame) -> Frame:
@@ -88,7 +88,7 @@ class Assembly:
         if not h.flags & Flag.WITHOUT_ZEROS:
             return frame
         try:
-            body = put_back(body, self._max_nbytes(), self._take)
+            body = restore_zeros(body, self._max_nbytes(), self._take)
         except CorruptFrame as error:
             raise CorruptFrame(error.what, step=h.step, bucket=h.bucket) from None
         return Frame(h._replace(flags=h.flags & ~Flag.WITHOUT_ZEROS), body)
@@ -111,32 +111,32 @@ def _breach(header: Header, what: str) -> CorruptFrame:
 
 CHUNK_NBYTES = 32
 """16 halves: an embedding row has several chunks. The bitmap is 1/256 of the body."""
-LEAST_NBYTES = 4 << 10
+MIN_NBYTES = 4 << 10
 """Smaller bodies fit in few packets, so that leaving zeros out gains little."""
-MOST_NBYTES = 0xFFFFFFFF
-LOOKS = 64
+MAX_NBYTES = 0xFFFFFFFF
+SAMPLES = 64
 """Chunks in the sample. The whole body is examined only if half of the sample is zero."""
 
-FIRST_LOOKS = 8
+FIRST_SAMPLES = 8
 """Chunks examined before that without numpy, whose calls cost more: nearly all bodies have no zero chunk."""
 
 _ZEROS = bytes(CHUNK_NBYTES)
 _SIZE = struct.Struct("<I")
 
 
-def left_out(body: memoryview) -> bytes | None:
+def drop_zeros(body: memoryview) -> bytes | None:
     """The body without its zero chunks, or None if that would exceed three quarters of it."""
     nbytes = len(body)
-    if not LEAST_NBYTES <= nbytes <= MOST_NBYTES:
+    if not MIN_NBYTES <= nbytes <= MAX_NBYTES:
         return None
     full, rest = divmod(nbytes, CHUNK_NBYTES)
-    step = CHUNK_NBYTES * ((full // FIRST_LOOKS) | 1)
+    step = CHUNK_NBYTES * ((full // FIRST_SAMPLES) | 1)
     if not any(body[at : at + CHUNK_NBYTES] == _ZEROS for at in range(0, full * CHUNK_NBYTES, step)):
         return None
     import numpy as np
 
     rows = np.frombuffer(body, np.uint64, full * CHUNK_NBYTES // 8).reshape(full, -1)
-    sample = rows[:: (full // LOOKS) | 1]  # an odd stride does not hit the same column of every matrix row
+    sample = rows[:: (full // SAMPLES) | 1]  # an odd stride does not hit the same column of every matrix row
     if 2 * np.count_nonzero(sample.any(axis=1)) > len(sample):
         return None
     nonzero = np.empty(full + bool(rest), np.bool_)
@@ -153,7 +153,7 @@ def left_out(body: memoryview) -> bytes | None:
     return b"".join((_SIZE.pack(nbytes), bitmap.data, chunks.view(np.uint8).data, last if any(last) else b""))
 
 
-def put_back(body: memoryview, max_nbytes: int, allocate: Callable[[int], memoryview]) -> memoryview:
+def restore_zeros(body: memoryview, max_nbytes: int, allocate: Callable[[int], memoryview]) -> memoryview:
     """The whole body, in memory from `allocate`. Raises CorruptFrame before it allocates.
 
     A chunk named in the bitmap may still be zero: senders need not find all zeros.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import flow_control, framing, mailbox
-from commlayer.transport.chunking import Assembly, cut, left_out
+from commlayer.transport.chunking import Assembly, drop_zeros, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow_control import Credit, Pacer
 from commlayer.transport.framing import Frame, Reader
@@ -24,9 +24,9 @@ from commlayer.transport.protocol import (
     Header,
     Kind,
     Message,
-    certified_of,
+    peer_certificate,
     peer_name,
-    tells_ends,
+    reports_peer_close,
 )
 
 INLINE_NBYTES = 64 << 10
@@ -40,18 +40,18 @@ _sockets: set[socket.socket] = set()
 """All open sockets. A forked child (DataLoader worker) closes its copies; otherwise a dead trainer would seem connected."""
 
 
-def watch(sock: socket.socket) -> socket.socket:
+def track(sock: socket.socket) -> socket.socket:
     _sockets.add(sock)
     return sock
 
 
-def drop(channel: ByteChannel) -> None:
+def close_channel(channel: ByteChannel) -> None:
     if isinstance(channel, socket.socket):
         _sockets.discard(channel)
     channel.close()
 
 
-def tune(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
+def tune_socket(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
     """Disables Nagle's algorithm and lets the kernel end silent connections: see `Settings` in stream_transport.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -88,7 +88,7 @@ class _Outgoing:
         self.operation, self.header = operation, header
         self._body = memoryview(body).cast("B")
         self._wire_header = header
-        if header.kind in MAY_LACK_ZEROS and (short := left_out(self._body)) is not None:
+        if header.kind in MAY_LACK_ZEROS and (short := drop_zeros(self._body)) is not None:
             self._body = memoryview(short)
             self._wire_header = header._replace(flags=header.flags | Flag.WITHOUT_ZEROS)
         self._packed = framing.pack(self._wire_header, len(self._body))
@@ -108,7 +108,7 @@ class _Outgoing:
     def cut(self, part_nbytes: int) -> None:
         """Called before every part; only the call before the first part has an effect."""
         if self._next == 0 and self._left is None:
-            self._parts = cut(len(self._body), part_nbytes)
+            self._parts = split_parts(len(self._body), part_nbytes)
 
     def part_nbytes(self) -> int:
         start, stop = self._parts[self._next]
@@ -154,9 +154,9 @@ class Connection:
         """Whether the connection was lost without a BYE, abort or close(), and may be re-established."""
         self.by_peer = False
         """Whether the peer's machine ended it, so that the peer's process may have died. Always False for a gRPC stream."""
-        self._tells_ends = tells_ends(sock)
+        self._tells_ends = reports_peer_close(sock)
         self._resumes = resumes
-        self.certified = certified_of(sock)
+        self.certified = peer_certificate(sock)
         self._name = f" ({self.certified.name})" if self.certified else ""
         near = _on_one_machine(sock)
         self._paced = (pacer, sock) if not near and isinstance(sock, socket.socket) else None
@@ -256,11 +256,11 @@ class Connection:
 
     def _hold_s(self) -> float:
         """How long the most urgent frame should wait until earlier bytes have drained. Called under the lock."""
-        if self._credit is None or self._queue[0][-1].nbytes <= flow_control.LEAST_NBYTES:
+        if self._credit is None or self._queue[0][-1].nbytes <= flow_control.MIN_PART_NBYTES:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
             try:
-                self._credit.see(now, flow_control.look(self._sock))
+                self._credit.see(now, flow_control.sample_link(self._sock))
                 flow_control.bound_unsent(self._sock, self._credit.part_nbytes)
                 if self._paced is not None:
                     pacer, sock = self._paced
@@ -316,7 +316,7 @@ class Connection:
         except CommError as error:
             named = error.located(what=error.what + self._name, peer=peer_name(self.peer))
             self.end(named, broken=isinstance(error, Damaged))
-            mailbox.bare(error)  # `error` may be the reason that is kept after this thread ends
+            mailbox.clear_traceback(error)  # `error` may be the reason that is kept after this thread ends
         except OSError as error:
             self.end(self._lost(error), broken=True)
         except Exception as error:
@@ -371,7 +371,7 @@ class Connection:
             if self._paced is not None:
                 pacer, sock = self._paced
                 pacer.lift(sock)
-            drop(self._sock)
+            close_channel(self._sock)
 
     def join(self, deadline: float) -> bool:
         """Whether both threads have ended by `deadline` (time.monotonic())."""

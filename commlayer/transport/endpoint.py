@@ -13,20 +13,30 @@ from typing import NamedTuple
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import handshake as greeting
-from commlayer.transport.connection import Connection, drop, tune, watch
+from commlayer.transport.connection import Connection, close_channel, track, tune_socket
 from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
-from commlayer.transport.handshake import HURRY_S, Admit, Hall, Hello, Later, Probe, same_job
+from commlayer.transport.handshake import EVICT_AFTER_S, Admit, Hello, PendingHandshakes, RetryLater, SilentConnection, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.mailbox import Mailbox
-from commlayer.transport.protocol import ByteChannel, Handle, Header, Key, Kind, Message, binding_of, certified_of, peer_name
+from commlayer.transport.protocol import (
+    ByteChannel,
+    Handle,
+    Header,
+    Key,
+    Kind,
+    Message,
+    binding_of,
+    peer_certificate,
+    peer_name,
+)
 
 Address = tuple[str, int]
-FORMER_S = 0.5
+FORMER_END_S = 0.5
 """How long a new connection waits until the peer's former connection has ended; its end may still be in transit."""
-MOST_EACH = 1024
+MAX_CONNECTIONS_EACH = 1024
 """Connections per certificate, each of a different worker: all machines of a cluster may share one certificate."""
-REVOKED_S = 1.0
+REVOCATION_CHECK_S = 1.0
 """Interval between reads of the revocation list. A revoked connection ends within twice this time."""
 Refusal = Callable[[str, str], None]
 Broken = Callable[[int, CommError], None]
@@ -34,8 +44,9 @@ Open = Callable[[float], ByteChannel]
 """Opens a channel before the given deadline, or raises CommError; the caller adds the peer's name."""
 
 
-def note_refusal(where: str, why: str) -> None:
-    (mailbox.log.info if isinstance(why, Probe) else mailbox.log.warning)("connection from %s dropped: %s", where, why)
+def log_refusal(where: str, why: str) -> None:
+    (mailbox.log.info if isinstance(why, SilentConnection) else mailbox.log.warning)("connection from %s dropped: %s", where,
+                                                                                     why)
 
 
 class Settings(NamedTuple):
@@ -55,7 +66,7 @@ class Settings(NamedTuple):
     """The job's secret. A peer that cannot prove the same secret is refused, in both directions."""
     keys: Keys | None = None
     """If set, all connections use mutual TLS; otherwise they are plain text."""
-    refused: Refusal = note_refusal
+    refused: Refusal = log_refusal
     """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
     """How long a dialer may take to authenticate; shorter when many dial at once."""
@@ -74,10 +85,10 @@ class StreamTransport:
     """
 
     def __init__(
-        self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings(), pool: Pool | None = None,
+        self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings(), pool: BufferPool | None = None,
     ) -> None:
         self.hello = hello
-        self.pool = pool or Pool()
+        self.pool = pool or BufferPool()
         self._admit, self._settings = admit, settings
         self._pacer = Pacer()
         self._mailbox = Mailbox(settings.max_kept_nbytes)
@@ -87,7 +98,7 @@ class StreamTransport:
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         # A TLS handshake takes one more round trip.
-        self._hall = Hall(hurry_s=2 * HURRY_S if settings.keys else HURRY_S)
+        self._hall = PendingHandshakes(hurry_s=2 * EVICT_AFTER_S if settings.keys else EVICT_AFTER_S)
         self._closed = threading.Event()
         self._missed: set[int] = set()  # peers whose machine ended the connection and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions ended by this end, and why
@@ -110,7 +121,7 @@ class StreamTransport:
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Starts accepting connections. Returns the bound address; with port 0 the system chooses the port."""
-        sock = watch(listening(host, port))
+        sock = track(open_listener(host, port))
         with self._lock:
             self._listeners.append(sock)
         threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
@@ -133,12 +144,13 @@ class StreamTransport:
             except CommError as error:
                 raise error.located(peer=error.peer or peer_name(peer)) from None
             reader = self._reader()
-            greeting.greet(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by)
+            greeting.dial_handshake(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock),
+                                    answer_by)
             self._mailbox.admit(peer)
             self._connect(sock, peer, reader, b"")
         except BaseException:
             if sock is not None:
-                drop(sock)
+                close_channel(sock)
             with self._lock:
                 self._taken.discard(peer)
                 self._lock.notify_all()
@@ -147,7 +159,7 @@ class StreamTransport:
     def _reached(self, who: str, address: Address, deadline: float) -> socket.socket:
         (host, port), begin = address, time.monotonic()
         try:
-            sock = watch(socket.create_connection(address, max(0.001, deadline - begin)))
+            sock = track(socket.create_connection(address, max(0.001, deadline - begin)))
         except TimeoutError:
             raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
                                    "that it runs, and the firewalls between", peer=who) from None
@@ -158,7 +170,7 @@ class StreamTransport:
             self._tune(sock)
             return self._secured(sock, deadline, f"{who} at {host}:{port}")
         except BaseException:
-            drop(sock)
+            close_channel(sock)
             raise
 
     def take(self, channel: ByteChannel, where: str) -> bool:
@@ -171,7 +183,7 @@ class StreamTransport:
 
     def _reserve(self, peer: int) -> None:
         with self._lock:
-            if not self._lock.wait_for(lambda: peer not in self._taken, FORMER_S):
+            if not self._lock.wait_for(lambda: peer not in self._taken, FORMER_END_S):
                 raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(peer)} is connected already")
             self._taken.add(peer)
 
@@ -192,9 +204,9 @@ class StreamTransport:
                     sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
                 except (RecordError, OSError) as error:
                     self._settings.refused(where, str(error))
-                    drop(sock)
+                    close_channel(sock)
                     continue
-            watch(sock)
+            track(sock)
             self._hall.enter(sock)
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
@@ -208,23 +220,23 @@ class StreamTransport:
                 self._tune(sock)
             if isinstance(sock, tls.TlsSocket):
                 sock.handshake(hello_deadline)
-            if (certified := certified_of(sock)) is not None:
+            if (certified := peer_certificate(sock)) is not None:
                 who = where = f"{certified.name} at {where}"
-            hello, proof = greeting.meet(
+            hello, proof = greeting.accept_handshake(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._hall.leave(sock)
             reason = self._crowded(sock) or self._judge(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
-            greeting.welcome(sock, self.rank, reason, proof, where, deadline)
+            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline)
             if peer is None:
                 self._settings.refused(where, reason)
-                drop(sock)
+                close_channel(sock)
             else:
                 self._connect(sock, peer, reader, hello.session)
         except (CommError, OSError) as error:
             self._settings.refused(where, self._hall.why(sock, error))
-            drop(sock)
+            close_channel(sock)
             if peer is not None:
                 if not self._settings.resume:
                     self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
@@ -235,12 +247,12 @@ class StreamTransport:
             self._hall.leave(sock)
 
     def _crowded(self, sock: ByteChannel) -> str:
-        certified = certified_of(sock)
+        certified = peer_certificate(sock)
         with self._lock:
-            full = sum(c.certified == certified for c in self._connections.values()) >= MOST_EACH
+            full = sum(c.certified == certified for c in self._connections.values()) >= MAX_CONNECTIONS_EACH
         if certified is None or not full:
             return ""
-        return coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {MOST_EACH} data connections already")
+        return coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {MAX_CONNECTIONS_EACH} data connections already")
 
     def _judge(self, hello: Hello, name: str) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
@@ -254,8 +266,9 @@ class StreamTransport:
         if former is not None and self._settings.resume and hello.session and former.session == hello.session:
             former.end(PeerLost("came back on another connection", peer=peer_name(hello.rank)), broken=True)
         with self._lock:
-            if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_S):
-                reason = Later(coded("E-RANK", f"{peer_name(hello.rank)} is connected already: give each process its own rank "
+            if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
+                reason = RetryLater(coded("E-RANK",
+                                          f"{peer_name(hello.rank)} is connected already: give each process its own rank "
                                      "or end the old one"))
             if not reason and hello.rank == self.rank:
                 reason = coded("E-RANK", f"{peer_name(self.rank)} is this end itself: give each process its own rank")
@@ -269,12 +282,12 @@ class StreamTransport:
         if self._settings.keys is None:
             return sock
         secured = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=False)
-        watch(secured)
-        drop(sock)  # `secured` owns the descriptor now
+        track(secured)
+        close_channel(sock)  # `secured` owns the descriptor now
         try:
             secured.handshake(deadline)
         except CommError as error:
-            drop(secured)
+            close_channel(secured)
             raise error.located(peer=who) from None
         return secured
 
@@ -286,7 +299,7 @@ class StreamTransport:
             threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
 
     def _drop_revoked(self, keys: Keys) -> None:
-        while not self._closed.wait(REVOKED_S):
+        while not self._closed.wait(REVOCATION_CHECK_S):
             revoked = keys.revoked()
             with self._lock:
                 over = [c for c in self._connections.values() if c.certified is not None and c.certified.serial in revoked]
@@ -301,7 +314,7 @@ class StreamTransport:
         return Reader(greeting.MAX_NBYTES, self.pool.take)
 
     def _tune(self, sock: socket.socket) -> None:
-        tune(sock, self._settings.keepalive_s, self._settings.user_timeout_s)
+        tune_socket(sock, self._settings.keepalive_s, self._settings.user_timeout_s)
         if self._settings.buffer_nbytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
@@ -383,8 +396,8 @@ class StreamTransport:
             connections = list(self._connections.values())
         self._hall.close()
         for listener in listeners:
-            wake(listener)
-            drop(listener)
+            interrupt_accept(listener)
+            close_channel(listener)
         reason = CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
         self._mailbox.abort(reason)
         deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
@@ -400,7 +413,7 @@ class StreamTransport:
             connection.join(time.monotonic() + 1.0)
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Port 0 lets the system choose one. Raises InvalidInput with a remedy."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -409,7 +422,7 @@ def listening(host: str, port: int) -> socket.socket:
         raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
 
 
-def wake(listener: socket.socket) -> None:
+def interrupt_accept(listener: socket.socket) -> None:
     """Makes the thread blocked in accept() return."""
     try:
         listener.shutdown(socket.SHUT_RDWR)
@@ -435,7 +448,7 @@ MIN_NBYTES = 64 << 10
 """The allocator is faster for smaller buffers."""
 
 
-class Pool:
+class BufferPool:
     """Buffers by size class, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
 
     def __init__(self, cap_nbytes: int = 256 << 20) -> None:

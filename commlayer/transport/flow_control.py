@@ -20,15 +20,15 @@ from commlayer.transport.protocol import ByteChannel
 
 PART_S = 0.004
 """The link sends one part in about this time, which is therefore the longest wait of an urgent frame."""
-LEAST_NBYTES, FIRST_NBYTES, MOST_NBYTES = 8 << 10, 64 << 10, 4 << 20
+MIN_PART_NBYTES, FIRST_PART_NBYTES, MAX_PART_NBYTES = 8 << 10, 64 << 10, 4 << 20
 """Size of a part: minimum, initial, maximum."""
 WINDOW_S = 0.05
 """Interval between readings of tcp_info; at least two round trips."""
 WINDOWS = 16
 """The rate is the highest of this many readings."""
-GROWTH, PATIENCE = 1.25, 3
-"""There is no limit while the rate grows. Growth has ended after PATIENCE readings without a factor of GROWTH."""
-QUEUE_S, MOST_QUEUE_S = 0.01, 0.1
+GROWTH, SETTLE_READINGS = 1.25, 3
+"""There is no limit while the rate grows. Growth has ended after SETTLE_READINGS readings without a factor of GROWTH."""
+QUEUE_S, MAX_QUEUE_S = 0.01, 0.1
 """Queue beyond the rate-delay product, in seconds: minimum and maximum. It grows for a sender thread that wakes late."""
 QUEUE_SHARE = 1 / 3
 """Minimum queue as a share of the round trip, so that a link that has become faster is noticed."""
@@ -39,7 +39,7 @@ _INFO = struct.Struct("=148xI8xQ")
 """Fields of tcp_info: shortest round trip in microseconds, delivery rate in bytes per second."""
 
 
-class Seen(NamedTuple):
+class LinkSample(NamedTuple):
     """The kernel's measurements of a connection."""
 
     rate: float
@@ -52,7 +52,7 @@ class Credit:
     """The credit of one connection. The caller passes the time and the kernel's measurements."""
 
     def __init__(self) -> None:
-        self.part_nbytes = FIRST_NBYTES
+        self.part_nbytes = FIRST_PART_NBYTES
         self.due_s = 0.0
         """Earliest time at which a new `see` is useful."""
         self._rates: deque[float] = deque(maxlen=WINDOWS)
@@ -60,7 +60,7 @@ class Credit:
         self._round_trip_s = 0.0
         self._queue_s, self._full = QUEUE_S, False
 
-    def see(self, now: float, seen: Seen) -> None:
+    def see(self, now: float, seen: LinkSample) -> None:
         self._round_trip_s = seen.round_trip_s
         self.due_s = now + max(WINDOW_S, 2 * seen.round_trip_s)
         self._rates.append(seen.rate)
@@ -69,11 +69,11 @@ class Credit:
         else:
             self._without += 1
             self._best = max(self._rates)
-        self.part_nbytes = int(min(MOST_NBYTES, max(LEAST_NBYTES, self._best * PART_S)))
+        self.part_nbytes = int(min(MAX_PART_NBYTES, max(MIN_PART_NBYTES, self._best * PART_S)))
 
     @property
     def settled(self) -> bool:
-        return self._without >= PATIENCE
+        return self._without >= SETTLE_READINGS
 
     @property
     def nbytes(self) -> float:
@@ -95,7 +95,7 @@ class Credit:
         if over > 0:
             self._full, self._queue_s = True, max(QUEUE_S, EARLIER * self._queue_s)
         elif self._full and waiting_nbytes < self._best * self._round_trip_s:
-            self._full, self._queue_s = False, min(MOST_QUEUE_S, LATER * self._queue_s)  # the link was idle
+            self._full, self._queue_s = False, min(MAX_QUEUE_S, LATER * self._queue_s)  # the link was idle
         return max(0.0, over / self._best)
 
     def idle(self) -> None:
@@ -115,17 +115,17 @@ def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_PARTS * part_nbytes)
 
 
-class Telling(Protocol):
+class MeasuredChannel(Protocol):
     """A channel that measures its own rate."""
 
-    def seen(self) -> Seen: ...
+    def seen(self) -> LinkSample: ...
 
 
-def look(sock: ByteChannel) -> Seen:
+def sample_link(sock: ByteChannel) -> LinkSample:
     if not isinstance(sock, socket.socket):
-        return cast(Telling, sock).seen()
+        return cast(MeasuredChannel, sock).seen()
     round_trip_us, rate = _INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    return Seen(rate, round_trip_us * 1e-6)
+    return LinkSample(rate, round_trip_us * 1e-6)
 
 
 def waiting_nbytes(sock: ByteChannel) -> int:
@@ -146,19 +146,19 @@ def waiting_nbytes(sock: ByteChannel) -> int:
 # BBR starts at 2.89 times the rate it knows, until a round with enough data brings no increase. A credit leaves no round enough
 # data, so BBR kept that factor. Over 100 Mb/s and 150 ms its bursts lost a quarter of the rate in a third of all runs.
 
-MUCH_NBYTES = 16 << 10
+BUSY_NBYTES = 16 << 10
 """Bytes in the kernel or in flight above which a connection counts as busy; any queue holds less."""
 SLACK = 1.1
 """Rates are measured over about a second: a few losses are better than a link that is never filled."""
 SO_MAX_PACING_RATE = 47
 """A Linux constant without a name in Python."""
-UNLIMITED, LEAST, MOST = -1, 1 << 12, 2**31 - 1
+UNLIMITED, MIN_RATE, MAX_RATE = -1, 1 << 12, 2**31 - 1
 """Bytes per second, as the kernel takes them; 0 would stop a connection."""
 SLOW_BPS = 20e6
 """On slower links connections switch away from BBR. Every ten seconds BBR probes for the shortest round trip; a burst here
 lasts few round trips, over which BBR forgets the rate and takes seconds to recover."""
-LEFT, TAKEN = (b"bbr",), (b"cubic", b"reno")
-"""Congestion controls, as the kernel spells them; of TAKEN the first that this process may use."""
+BBR, INSTEAD_OF_BBR = (b"bbr",), (b"cubic", b"reno")
+"""Congestion controls, as the kernel spells them; of INSTEAD_OF_BBR the first that this process may use."""
 NAME_NBYTES = 16
 
 
@@ -184,7 +184,7 @@ class Pacer:
         """Called before a frame is sent."""
         if 0.0 < self._bps < SLOW_BPS and sock not in self._calmed:
             self._calmed.add(sock)
-            _calm(sock)
+            _leave_bbr(sock)
 
     def begins(self, sock: socket.socket) -> None:
         """Called before a large frame is sent: divides the link among the busy connections."""
@@ -192,7 +192,7 @@ class Pacer:
             return
         with self._lock:
             self._shares.setdefault(sock, UNLIMITED)
-            busy = [one for one in self._shares if one is sock or waiting_nbytes(one) > MUCH_NBYTES]
+            busy = [one for one in self._shares if one is sock or waiting_nbytes(one) > BUSY_NBYTES]
             share = _bytes_s(SLACK * self._bps / 8 / len(busy))
             for one in busy:
                 self._shares[one] = share
@@ -228,14 +228,14 @@ class Pacer:
 
 
 def _bytes_s(rate: float) -> int:
-    return min(MOST, max(LEAST, int(rate)))
+    return min(MAX_RATE, max(MIN_RATE, int(rate)))
 
 
-def _calm(sock: socket.socket) -> None:
+def _leave_bbr(sock: socket.socket) -> None:
     """Switches the connection from BBR permanently."""
-    for name in TAKEN:
+    for name in INSTEAD_OF_BBR:
         try:
-            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in LEFT:
+            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in BBR:
                 return
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
         except OSError:

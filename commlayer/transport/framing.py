@@ -22,7 +22,7 @@ _LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
 _CRC = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 _CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
-_STRANGERS = (
+_OTHER_PROTOCOLS = (
     (b"CML", "a commlayer of another wire format", "E-VERSION"),
     (b"HTTP", "an HTTP server", "E-ADDRESS"),
     (b"PRI ", "a gRPC or HTTP/2 client", "E-ADDRESS"),
@@ -122,12 +122,12 @@ _MAY_LACK_ZEROS = " and ".join(KIND_NAMES[kind] for kind in sorted(MAY_LACK_ZERO
 def _check_magic(data: memoryview, *, begun: bool) -> None:
     if data[:4] != MAGIC:
         start = bytes(data[:4])
-        who, code = next((who, code) for magic, who, code in _STRANGERS if start.startswith(magic))
+        who, code = next((who, code) for magic, who, code in _OTHER_PROTOCOLS if start.startswith(magic))
         line = f"wrong magic {start!r}, expected {MAGIC!r}: the other end is probably {who}"
         raise Damaged(line) if begun else CorruptFrame(line, code=code)
 
 
-def fresh(nbytes: int) -> memoryview:
+def allocate_bytes(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes))
 
 
@@ -138,7 +138,7 @@ class Reader:
     bytes in memory. After an error a Reader stays in ERROR and raises the same error again.
     """
 
-    def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = fresh) -> None:
+    def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = allocate_bytes) -> None:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
         """Returns the memory for a body. May raise CorruptFrame before any memory is allocated."""

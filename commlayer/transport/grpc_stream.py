@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from commlayer import config as settings
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, one_line
-from commlayer.transport.flow_control import Seen
-from commlayer.transport.key_folder import Certified
+from commlayer.transport.flow_control import LinkSample
+from commlayer.transport.key_folder import PeerCertificate
 
 settings.quiet_grpc()
 import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
@@ -32,7 +32,7 @@ FRAME_OPTION = ("grpc.http2.max_frame_size", 2 * MESSAGE_NBYTES)
 """For both ends: each message is one HTTP/2 frame. With the default of 16 KiB the throughput was two thirds."""
 IDLE_S = 20.0
 """After this silence an empty message is sent, because proxies end streams that are silent for a minute."""
-GONE = "the gRPC stream has ended"
+ENDED = "the gRPC stream has ended"
 
 
 class GrpcStream:
@@ -43,7 +43,8 @@ class GrpcStream:
 
     def __init__(
         self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[Any]],
-        finish: Callable[[], Awaitable[Any]], cancel: Callable[[], Any], *, channel: bytes = b"", peer: Certified | None = None,
+        finish: Callable[[], Awaitable[Any]], cancel: Callable[[], Any], *, channel: bytes = b"",
+        peer: PeerCertificate | None = None,
     ) -> None:
         """Called on the loop, as are `finish`, which ends the writing side, and `cancel`, which ends the call."""
         self.channel, self.peer = channel, peer
@@ -98,7 +99,7 @@ class GrpcStream:
                 raise BlockingIOError(errno.EAGAIN, "a whole message waits to go out")
             self._wait(lambda: self._nbytes < MESSAGE_NBYTES or self._broken is not None)
             if self._broken is not None or self._over or self._finishing:
-                raise self._broken or BrokenPipeError(errno.EPIPE, GONE)
+                raise self._broken or BrokenPipeError(errno.EPIPE, ENDED)
             piece = _joined(buffers, MESSAGE_NBYTES - self._nbytes)
             self._pieces.append(piece)
             self._nbytes += len(piece)
@@ -138,13 +139,13 @@ class GrpcStream:
 
     # ---- replaces the kernel's tcp_info of a socket
 
-    def seen(self) -> Seen:
+    def seen(self) -> LinkSample:
         """The rate is bytes accepted by gRPC per second of writing. The round trip is unknown."""
         with self._changed:
             if self._wrote_in_s > 0:
                 self._rate = self._wrote_nbytes / self._wrote_in_s
             self._wrote_nbytes, self._wrote_in_s = 0, 0.0
-            return Seen(self._rate, 0.0)
+            return LinkSample(self._rate, 0.0)
 
     # ---- on the event loop; these coroutines end with the call
 
@@ -157,7 +158,7 @@ class GrpcStream:
         """Releases the call and its connection, also if a reference to the stream remains."""
         self._silence.cancel()
         self._cancel()
-        self._read = self._finish = self._write = self._cancel = _gone
+        self._read = self._finish = self._write = self._cancel = _raise_ended
 
     def _ask(self) -> None:
         if not (self._reading or self._ended):
@@ -203,7 +204,7 @@ class GrpcStream:
             await self._write(data)
         except (Exception, asyncio.CancelledError) as error:
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else ""
-            broken = BrokenPipeError(errno.EPIPE, details or GONE)
+            broken = BrokenPipeError(errno.EPIPE, details or ENDED)
         with self._changed:
             self._broken, self._wrote_s = broken, time.monotonic()
             self._wrote_nbytes += len(data)
@@ -223,8 +224,8 @@ class GrpcStream:
         await self._writes()
 
 
-async def _gone(*_: Any) -> None:
-    raise BrokenPipeError(errno.EPIPE, GONE)
+async def _raise_ended(*_: Any) -> None:
+    raise BrokenPipeError(errno.EPIPE, ENDED)
 
 
 def _joined(buffers: Any, nbytes: int) -> bytes:
@@ -262,7 +263,7 @@ def open_channel(
 
 
 SERVICE, METHOD = "commlayer.Data", "Frames"
-TAKEN = ("commlayer-frames", "1")
+ACCEPTED = ("commlayer-frames", "1")
 """The server's initial metadata. A client that writes before it would not receive the reason of a refusal."""
 OPTIONS = [
     FRAME_OPTION,
@@ -272,17 +273,17 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """Options of a client's channel."""
-AGAIN_S = 0.1
+RETRY_S = 0.1
 """Pause after RESOURCE_EXHAUSTED: pending handshakes end soon."""
-Take = Callable[[GrpcStream, str], bool]
+AcceptStream = Callable[[GrpcStream, str], bool]
 """Accepts a stream that was opened from an address. Returns False if too many are pending; LookupError if none are accepted."""
 
-_dialled: set[tuple[str, int]] = set()
+_dialed: set[tuple[str, int]] = set()
 """Addresses that this process has dialed. A forked child (a DataLoader worker) closes its copies of their sockets; gRPC
 does not expose them, so the child finds them by address. Otherwise peers would see a dead trainer as connected."""
 
 
-def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.GenericRpcHandler:
+def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | None]) -> grpc.GenericRpcHandler:
     """The server's handler. `certified` maps gRPC's peer name to a certificate, or raises PermissionError if one is missing."""
 
     async def frames(_: Any, context: Any) -> None:
@@ -308,7 +309,7 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
             if not room:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
-            await context.send_initial_metadata((TAKEN,))
+            await context.send_initial_metadata((ACCEPTED,))
             answered.set()
             await over.wait()  # or cancelled: the peer is gone
         finally:
@@ -318,7 +319,7 @@ def handler(take: Take, certified: Callable[[str], Certified | None]) -> grpc.Ge
     return grpc.method_handlers_generic_handler(SERVICE, calls)
 
 
-def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, channel: bytes = b"") -> GrpcStream:
+def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, channel: bytes = b"") -> GrpcStream:
     """Dials over the grpc.aio channel that `opened` returns. Raises PeerLost or DeadlineExceeded with the address."""
     begin, where = time.monotonic(), f"{host}:{port} over gRPC"
 
@@ -328,7 +329,7 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
         try:
             async with asyncio.timeout(max(0.001, deadline - time.monotonic())):
                 await call.wait_for_connection()
-                if TAKEN not in ((key, value) for key, value in await call.initial_metadata()):
+                if ACCEPTED not in ((key, value) for key, value in await call.initial_metadata()):
                     await call.read()  # raises the server's reason
                     raise Refused(f"{where} answers, and is no server of commlayer's: check the address", code="E-ADDRESS")
         except BaseException:
@@ -344,11 +345,11 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
         return stream
 
     with contextlib.suppress(OSError):
-        _dialled.update(info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
+        _dialed.update(info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
     refusal: CommError | None = None
     while True:
         try:
-            stream: GrpcStream = run(made(), deadline - begin + 5.0)
+            stream: GrpcStream = run_on_loop(made(), deadline - begin + 5.0)
             return stream
         except TimeoutError:
             # A reason from the server is more useful than the timeout of a later attempt.
@@ -357,9 +358,9 @@ def dialled(opened: Callable[[], Any], host: str, port: int, deadline: float, ch
                 "between") from None
         except grpc.aio.AioRpcError as error:
             refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + AGAIN_S > deadline:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + RETRY_S > deadline:
                 raise refusal from None
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def _refusal(error: Any, where: str) -> CommError:
@@ -373,18 +374,18 @@ def _refusal(error: Any, where: str) -> CommError:
 
 def _close_copies() -> None:
     """Runs in a forked child, where gRPC is not used: its fork support is off."""
-    for name in os.listdir("/proc/self/fd") if _dialled and os.path.isdir("/proc/self/fd") else ():
+    for name in os.listdir("/proc/self/fd") if _dialed and os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError, ValueError):
             copy = socket.socket(fileno=int(name))
             address = None
             with contextlib.suppress(OSError):
                 address = copy.getpeername()
             # gRPC uses IPv6 sockets for IPv4 as well.
-            if isinstance(address, tuple) and (address[0].removeprefix("::ffff:"), address[1]) in _dialled:
+            if isinstance(address, tuple) and (address[0].removeprefix("::ffff:"), address[1]) in _dialed:
                 copy.close()
             else:
                 copy.detach()
-    _dialled.clear()
+    _dialed.clear()
 
 
 os.register_at_fork(after_in_child=_close_copies)
@@ -398,7 +399,7 @@ _lock = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 
 
-def running() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if not _loops:
             # Not epoll: forked children would share it and remove its entries when they exit.
@@ -408,9 +409,9 @@ def running() -> asyncio.AbstractEventLoop:
         return _loops[0]
 
 
-def run(what: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+def run_on_loop(what: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     """Runs a coroutine and returns its result. Must not be called on the loop itself."""
-    return asyncio.run_coroutine_threadsafe(what, running()).result(timeout_s)
+    return asyncio.run_coroutine_threadsafe(what, event_loop()).result(timeout_s)
 
 
 os.register_at_fork(after_in_child=_loops.clear)  # the thread exists only in the parent

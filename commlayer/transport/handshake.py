@@ -22,7 +22,7 @@ from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
-from commlayer.transport.secret import nonce, proof, proves, unproved
+from commlayer.transport.secret import make_proof, new_nonce, verify, wrong_secret
 
 MAX_NBYTES = 4096
 """Limit of a handshake frame: an unauthenticated peer cannot cause a larger allocation."""
@@ -67,14 +67,14 @@ class Welcome(Record, frozen=True):
     """Whether the reason is temporary, so that dialing again may succeed."""
 
 
-UNPROVED = "does not prove that it knows the job's secret"
+NOT_AUTHENTICATED = "does not prove that it knows the job's secret"
 
 
-class Later(str):
+class RetryLater(str):
     """A temporary reason returned by an Admit."""
 
 
-class Met(NamedTuple):
+class AuthenticatedDialer(NamedTuple):
     """A dialer that has proved the secret, and this end's proof for it."""
 
     hello: Hello
@@ -101,44 +101,46 @@ def same_job(mine: Hello) -> Admit:
     return admit
 
 
-def greet(
+def dial_handshake(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
     answer_by: float = math.inf,
 ) -> None:
     """The dialer's side. Raises Refused with the acceptor's reason. `channel` binds the proof to this channel. `answer_by`
     limits the wait for the CHALLENGE; the WELCOME may take longer, since it may wait for a plan."""
     who = peer_name(peer)
-    mine = msgspec.structs.replace(mine, nonce=nonce())
+    mine = msgspec.structs.replace(mine, nonce=new_nonce())
     hello_bytes = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
     theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who).nonce
-    _write(sock, Kind.PROOF, mine.rank, Proof(proof(secret, b"dial", theirs, hello_bytes, *_bound(channel))), who, deadline)
+    _write(sock, Kind.PROOF, mine.rank, Proof(make_proof(secret, b"dial", theirs, hello_bytes, *_bound(channel))), who,
+           deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
-    if welcome.error == UNPROVED:
-        raise Refused(unproved(secret), peer=who, code="E-SECRET")
-    if not proves(welcome.proof, secret, b"accept", theirs, hello_bytes, *_bound(channel)):
-        raise Refused(f"{UNPROVED}, so it is not of this job: check the address", peer=who, code="E-ADDRESS")
+    if welcome.error == NOT_AUTHENTICATED:
+        raise Refused(wrong_secret(secret), peer=who, code="E-SECRET")
+    if not verify(welcome.proof, secret, b"accept", theirs, hello_bytes, *_bound(channel)):
+        raise Refused(f"{NOT_AUTHENTICATED}, so it is not of this job: check the address", peer=who, code="E-ADDRESS")
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
         raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who, code="E-ADDRESS")
 
 
-def meet(
+def accept_handshake(
     sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
-) -> Met:
-    """The acceptor's side; the caller then calls `welcome`. A dialer without the secret is refused and this raises Refused."""
+) -> AuthenticatedDialer:
+    """The acceptor's side; the caller then calls `send_welcome`. A dialer without the secret is refused and this raises
+    Refused."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
     hello_bytes, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
         raise CorruptFrame(f"says it is peer {hello.rank}, allowed 0 to 65535", peer=who)
-    mine = nonce()
+    mine = new_nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
     answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
-    if not proves(answer, secret, b"dial", mine, hello_bytes, *_bound(channel)):
-        welcome(sock, rank, UNPROVED, b"", who, deadline)
-        raise Refused(UNPROVED, peer=who, code="E-SECRET")
-    return Met(hello, proof(secret, b"accept", mine, hello_bytes, *_bound(channel)))
+    if not verify(answer, secret, b"dial", mine, hello_bytes, *_bound(channel)):
+        send_welcome(sock, rank, NOT_AUTHENTICATED, b"", who, deadline)
+        raise Refused(NOT_AUTHENTICATED, peer=who, code="E-SECRET")
+    return AuthenticatedDialer(hello, make_proof(secret, b"accept", mine, hello_bytes, *_bound(channel)))
 
 
 def _bound(channel: bytes) -> tuple[bytes, ...]:
@@ -146,8 +148,8 @@ def _bound(channel: bytes) -> tuple[bytes, ...]:
     return (channel,) if channel else ()
 
 
-def welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
-    _write(sock, Kind.WELCOME, rank, Welcome(rank, str(error), proof, isinstance(error, Later)), who, deadline)
+def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
+    _write(sock, Kind.WELCOME, rank, Welcome(rank, str(error), proof, isinstance(error, RetryLater)), who, deadline)
 
 
 def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:
@@ -200,20 +202,20 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
         raise CorruptFrame(f"{kind.__name__.lower()} is malformed: {one_line(error)}", peer=who) from None
 
 
-MOST = 64
+MAX_PENDING = 64
 """Concurrent handshakes; more wait in the kernel's backlog."""
-HURRY_S = 0.5
+EVICT_AFTER_S = 0.5
 """When the limit is reached, handshakes older than this are evicted: a normal one needs two round trips."""
 
 
-class Probe(str):
+class SilentConnection(str):
     """The reason for a dropped connection that sent nothing and showed no credential, as a port scan or health check does."""
 
 
-class Hall:
+class PendingHandshakes:
     """The pending handshakes. Thread-safe."""
 
-    def __init__(self, most: int = MOST, hurry_s: float = HURRY_S) -> None:
+    def __init__(self, most: int = MAX_PENDING, hurry_s: float = EVICT_AFTER_S) -> None:
         self._most, self._hurry_s = most, hurry_s
         self._work = threading.Condition()
         self._here: dict[ByteChannel, float] = {}  # start times, oldest first
@@ -258,7 +260,7 @@ class Hall:
     def why(self, sock: ByteChannel, error: Exception) -> str:
         """The reason for a failed handshake. A connection evicted for its silence is no Probe, because this end closed it."""
         with self._work:
-            return Probe(error.what) if isinstance(error, Unsaid) and sock in self._here else str(error)
+            return SilentConnection(error.what) if isinstance(error, Unsaid) and sock in self._here else str(error)
 
     def close(self) -> None:
         """Ends all pending handshakes."""

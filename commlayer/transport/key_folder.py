@@ -27,11 +27,11 @@ SERVICE = "commlayer"
 """A name in the certificates of all nodes that accept connections: addresses decide which node is reached."""
 PROTOCOLS = "commlayer-data", "h2"
 """ALPN names of the two kinds of connection, so that one is never taken for the other."""
-ANEW = "copy it anew from the folder where `commlayer keys` made it"
+COPY_AGAIN = "copy it anew from the folder where `commlayer keys` made it"
 Stamp = tuple[int, int, int]
 
 
-class Certified(NamedTuple):
+class PeerCertificate(NamedTuple):
     """The owner of a certificate."""
 
     name: str
@@ -41,7 +41,7 @@ class Certified(NamedTuple):
     """Whether the certificate is valid for dialers only, so that a server cannot use it."""
 
 
-class Listed(NamedTuple):
+class RevocationList(NamedTuple):
     """A revocation list that this CA signed."""
 
     data: bytes
@@ -68,7 +68,7 @@ class Keys:
         except (OSError, ValueError) as error:
             raise RecordError("E-KEYS",
                               f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
-                              f"{ANEW}") from None
+                              f"{COPY_AGAIN}") from None
         self._contexts = self._made(self._listed)  # reports files that do not match now instead of at the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
@@ -84,7 +84,7 @@ class Keys:
                 remedy = "`commlayer keys init` and `commlayer keys add NAME` make a folder for each node"
             raise RecordError("E-KEYS", f"keys: {path} cannot be read: {error.strerror}; {remedy}") from None
 
-    def _own(self) -> Certified:
+    def _own(self) -> PeerCertificate:
         # Imported here and below: the import takes 0.1 s, and a job on loopback does not need it.
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import Encoding
@@ -93,7 +93,8 @@ class Keys:
             try:
                 mine = x509.load_pem_x509_certificate(data)
             except ValueError:
-                raise RecordError("E-KEYS", f"keys: {path} is no certificate: it is damaged, or another file; {ANEW}") from None
+                raise RecordError("E-KEYS",
+                                  f"keys: {path} is no certificate: it is damaged, or another file; {COPY_AGAIN}") from None
         name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
         now = datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
@@ -101,7 +102,7 @@ class Keys:
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
                               f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
                               "--again`")
-        own = certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+        own = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
         self.dials_only = own.dials_only
         return own
 
@@ -125,7 +126,7 @@ class Keys:
 
     @property
     def list_number(self) -> int:
-        """Number of the active list: see Listed."""
+        """Number of the active list: see RevocationList."""
         with self._lock:
             return self._listed.number
 
@@ -135,7 +136,7 @@ class Keys:
         with self._lock:
             return self._contexts[server, protocol]
 
-    def _list(self) -> Listed:
+    def _list(self) -> RevocationList:
         """Reads the list from its file. Raises OSError or ValueError if it is invalid."""
         from cryptography import x509
 
@@ -146,15 +147,15 @@ class Keys:
             if not crl.is_signature_valid(authority):
                 raise InvalidInput("E-KEYS", "it is not signed by the job's CA")
             number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-            return Listed(data, number, frozenset(one.serial_number for one in crl))
+            return RevocationList(data, number, frozenset(one.serial_number for one in crl))
         except Exception as error:  # any error of the parser: threads that read the list must go on
             raise InvalidInput("E-KEYS", str(error) or type(error).__name__) from None
 
-    def _made(self, listed: Listed) -> dict[tuple[bool, str], ssl.SSLContext]:
+    def _made(self, listed: RevocationList) -> dict[tuple[bool, str], ssl.SSLContext]:
         return {(server, protocol): self._context(protocol, server, listed)
                 for protocol in PROTOCOLS for server in (False, True)}
 
-    def _context(self, protocol: str, server: bool, listed: Listed) -> ssl.SSLContext:
+    def _context(self, protocol: str, server: bool, listed: RevocationList) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # nodes are identified by names that DNS does not have
@@ -184,23 +185,23 @@ def _file(data: bytes) -> Iterator[str]:
         yield f"/dev/fd/{file.fileno()}"
 
 
-def certified(der: bytes, name: str, serial: int) -> Certified:
+def certificate_of(der: bytes, name: str, serial: int) -> PeerCertificate:
     from cryptography import x509
 
     dials_only = False
     with contextlib.suppress(x509.ExtensionNotFound):  # a certificate made by other tools: OpenSSL accepts it for both ends
         purposes = x509.load_der_x509_certificate(der).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         dials_only = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes
-    return Certified(name, serial, hashlib.sha256(der).digest(), dials_only)
+    return PeerCertificate(name, serial, hashlib.sha256(der).digest(), dials_only)
 
 
-def of_peer(tls: ssl.SSLObject) -> Certified:
+def of_peer(tls: ssl.SSLObject) -> PeerCertificate:
     """The certificate of the other end, already verified."""
     der = tls.getpeercert(binary_form=True)
     fields: Any = tls.getpeercert()
     assert der is not None
     subject = {key: value for part in fields["subject"] for key, value in part}
-    return certified(der, subject.get("commonName", "?"), int(fields["serialNumber"], 16))
+    return certificate_of(der, subject.get("commonName", "?"), int(fields["serialNumber"], 16))
 
 
 def _stamp(path: Path) -> Stamp | None:

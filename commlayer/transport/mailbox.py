@@ -121,7 +121,7 @@ def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
         log.exception("a callback failed; callbacks must not raise, the link with %s goes on", _name(operation.peer))
 
 
-def bare(error: CommError) -> CommError:
+def clear_traceback(error: CommError) -> CommError:
     """Clears the traceback and context of an error that is kept: its frames would keep bodies and connections alive."""
     error.__traceback__ = error.__context__ = None
     return error
@@ -179,7 +179,7 @@ class Mailbox:
     def end(self, reason: CommError, peer: int) -> None:
         """Ends a peer. Messages that have arrived can still be received; other receives fail. The first reason stays."""
         with self._lock:
-            reason = self._failed.setdefault(peer, bare(reason))
+            reason = self._failed.setdefault(peer, clear_traceback(reason))
             operations = self._unpost(peer)
         for operation in operations:
             operation.fail(reason)
@@ -187,7 +187,7 @@ class Mailbox:
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         """Like `end`, for one peer or for all, and drops the messages that have arrived."""
         with self._lock:
-            reason = self._failed.setdefault(peer, bare(reason))
+            reason = self._failed.setdefault(peer, clear_traceback(reason))
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
                 self._forget(seq)
             operations = self._unpost(peer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from commlayer.errors import CommError
 
 if TYPE_CHECKING:
-    from commlayer.transport.key_folder import Certified
+    from commlayer.transport.key_folder import PeerCertificate
 
 
 SERVER_BASE = 0x8000
@@ -219,13 +219,13 @@ def binding_of(channel: ByteChannel) -> bytes:
     return bound
 
 
-def tells_ends(channel: ByteChannel) -> bool:
+def reports_peer_close(channel: ByteChannel) -> bool:
     """Whether an end of stream without BYE shows that the peer's machine ended it. If False, the link may have been cut."""
     value: bool = getattr(channel, "tells_ends", True)
     return value
 
 
-def certified_of(channel: ByteChannel) -> Certified | None:
+def peer_certificate(channel: ByteChannel) -> PeerCertificate | None:
     """The certificate that the peer has shown, if any."""
-    peer: Certified | None = getattr(channel, "peer", None)
+    peer: PeerCertificate | None = getattr(channel, "peer", None)
     return peer

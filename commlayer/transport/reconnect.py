@@ -31,13 +31,13 @@ from commlayer.transport.protocol import (
     peer_name,
 )
 
-FIRST_S, MOST_S = 0.05, 3.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 3.0
 """Shortest and longest pause between two attempts."""
-HELD_S = 10.0
+STABLE_S = 10.0
 """A connection that lasted this long was good, even if no message arrived on it."""
-FIRST_TRIES = 8
+CONNECT_TRIES = 8
 """Attempts for the first connection, whose handshake may break as well."""
-TRY_S = 10.0
+DIAL_LIMIT_S = 10.0
 """Limit of one attempt: an unreachable host gives no answer at all."""
 
 Dial = Callable[[float], None]
@@ -50,21 +50,21 @@ class Carrier(Protocol):
     broken: Callable[[int, CommError], None]
 
 
-class Waits(NamedTuple):
+class ReconnectPolicy(NamedTuple):
     """How long to wait for a broken connection, and whether a refused port means that the peer has ended."""
 
     window_s: float
     refused_is_over: bool = False
 
 
-def nobody_listens(error: BaseException | None) -> bool:
+def is_refused(error: BaseException | None) -> bool:
     """Whether the machine answered that no process listens on that port."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__context__
     return error is not None
 
 
-class _Asked:
+class _InFlight:
     """The state of a request in flight: the operation its caller holds, and its latest send."""
 
     def __init__(self, operation: Operation) -> None:
@@ -78,7 +78,7 @@ class _Link:
     def __init__(self, dial: Dial) -> None:
         self.dial = dial
         self.order = threading.RLock()
-        self.unanswered: Unanswered[_Asked] = Unanswered()
+        self.unanswered: InFlightRequests[_InFlight] = InFlightRequests()
         self.state = threading.Lock()
         self.up, self.mending, self.broken_anew = True, False, False
         self.since: float | None = None
@@ -88,10 +88,10 @@ class _Link:
         self.pause_s = 0.0
 
 
-class Resumed(Wrapper):
+class ReconnectingTransport(Wrapper):
     """A Transport for the peers that were connected with `connect`. Messages that expect no answer pass through unchanged."""
 
-    def __init__(self, inner: Transport, carrier: Carrier, waits: Waits,
+    def __init__(self, inner: Transport, carrier: Carrier, waits: ReconnectPolicy,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
         """`carrier` is the lowest transport below `inner`, or `inner` itself. `recycle` takes bodies of dropped messages."""
         super().__init__(inner)
@@ -116,23 +116,23 @@ class Resumed(Wrapper):
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
         """Connects to `peer` for the first time. `dial` is kept for reconnects."""
         self._links[peer] = _Link(dial)
-        for attempts_left in reversed(range(FIRST_TRIES)):
+        for attempts_left in reversed(range(CONNECT_TRIES)):
             try:
                 dial(deadline)
                 break
             except (PeerLost, Damaged, NotYet) as error:
-                if not attempts_left or nobody_listens(error):
+                if not attempts_left or is_refused(error):
                     raise
-            self._closing.wait(FIRST_S)
+            self._closing.wait(MIN_PAUSE_S)
         self._listen(peer)
 
     # ---- sending
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)
-        if link is None or header.kind not in KEPT:
+        if link is None or header.kind not in REPLAYED:
             return self._inner.send(peer, header, body)
-        tracked = _Asked(mailbox.sending(peer, header))
+        tracked = _InFlight(mailbox.sending(peer, header))
         with link.order:
             if (error := self._mailbox.failure(peer)) is None:
                 request = link.unanswered.ask(header, body, tracked)
@@ -147,7 +147,7 @@ class Resumed(Wrapper):
             tracked.sending.on_done(lambda handle: self._sent(request, handle))
         return tracked.operation
 
-    def _sent(self, request: Request[_Asked], handle: Handle) -> None:
+    def _sent(self, request: Request[_InFlight], handle: Handle) -> None:
         if handle.error() is None:  # otherwise it is sent again, or fails with the peer
             mailbox.sent(request.tag.operation, request.header)
 
@@ -243,7 +243,7 @@ class Resumed(Wrapper):
     def _mend(self, peer: int, link: _Link, error: CommError) -> None:
         begin, last = time.monotonic(), error
         with link.state:
-            if link.since is None or begin - link.back > HELD_S:
+            if link.since is None or begin - link.back > STABLE_S:
                 link.since, link.pause_s = begin, 0.0
             until = link.since + self._waits.window_s
         self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", without_code(error),
@@ -256,9 +256,9 @@ class Resumed(Wrapper):
             if link.pause_s:
                 # spreads the workers of a server, which all reconnect at once
                 self._closing.wait(link.pause_s * random.uniform(0.5, 1.0))
-            link.pause_s = min(max(FIRST_S, 2 * link.pause_s), MOST_S)  # reset when a message arrives
+            link.pause_s = min(max(MIN_PAUSE_S, 2 * link.pause_s), MAX_PAUSE_S)  # reset when a message arrives
             try:
-                link.dial(min(until, time.monotonic() + TRY_S))
+                link.dial(min(until, time.monotonic() + DIAL_LIMIT_S))
             except CommError as failure:
                 last = failure
                 if self._final(failure):
@@ -278,7 +278,7 @@ class Resumed(Wrapper):
         """Whether another attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
-        return self._waits.refused_is_over and nobody_listens(error)
+        return self._waits.refused_is_over and is_refused(error)
 
     def _ask_again(self, peer: int, link: _Link) -> tuple[int, int]:
         with link.order:
@@ -335,7 +335,7 @@ class Resumed(Wrapper):
 # Bodies are not copied: the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the
 # same bytes, and keeping it costs no extra memory.
 
-KEPT = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
+REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 """Kinds that are replayed."""
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
 _ANSWERS = frozenset(ANSWERED_BY.values())
@@ -355,7 +355,7 @@ def is_answer(header: Header) -> bool:
     return header.kind in _ANSWERS
 
 
-class Unanswered(Generic[T]):
+class InFlightRequests(Generic[T]):
     """The in-flight requests of one end to one peer. At most one request at a time expects a given answer's key."""
 
     def __init__(self) -> None:

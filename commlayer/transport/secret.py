@@ -13,17 +13,17 @@ REMEDY = ("set COMMLAYER_TOKEN, or COMMLAYER_TOKEN_FILE to a file that holds it 
           "secret on `commlayer serve` and on every worker; or set COMMLAYER_KEYS on each to keys of one CA, which hold it")
 
 
-def nonce() -> bytes:
+def new_nonce() -> bytes:
     """Random, so that no proof is valid twice."""
     return secrets.token_bytes(NONCE_NBYTES)
 
 
-def new() -> str:
+def new_secret() -> str:
     """A secret for one job."""
     return secrets.token_hex(32)
 
 
-def proof(secret: str, *parts: bytes) -> bytes:
+def make_proof(secret: str, *parts: bytes) -> bytes:
     """Proves knowledge of the secret for these parts in this order. The first part names the purpose."""
     mac = hmac.new(secret.encode(), digestmod=hashlib.sha256)
     for part in parts:
@@ -31,12 +31,12 @@ def proof(secret: str, *parts: bytes) -> bytes:
     return mac.digest()
 
 
-def proves(given: bytes, secret: str, *parts: bytes) -> bool:
+def verify(given: bytes, secret: str, *parts: bytes) -> bool:
     """Whether `given` is that proof, in constant time."""
-    return hmac.compare_digest(given, proof(secret, *parts))
+    return hmac.compare_digest(given, make_proof(secret, *parts))
 
 
-def unproved(secret: str) -> str:
+def wrong_secret(secret: str) -> str:
     """The error line, with the remedy, for a process that was refused and holds `secret`, or none."""
     held = "has another secret than the job" if secret else "has no secret, and the job has one"
     return f"this process {held}: {REMEDY}"
@@ -49,21 +49,21 @@ def unproved(secret: str) -> str:
 # cannot use the proof. The proof of the reply covers the call's proof.
 
 CHALLENGE = "Challenge"
-FRESH = 3
+CHALLENGE_RETRIES = 3
 """How often a refused call is repeated with a new challenge, since the connection may have been replaced in the meantime."""
 Call = Callable[[str, bytes, float], bytes]
 """Method, body, timeout in seconds: returns the reply."""
 
 
-class Unproved(Exception):
+class AuthenticationFailed(Exception):
     """The other end does not know the secret, or knows another one."""
 
 
-class Judge:
+class CallVerifier:
     """The coordinator's end."""
 
     def __init__(self, secret: str) -> None:
-        self._secret, self._key = secret, nonce()
+        self._secret, self._key = secret, new_nonce()
 
     def challenge(self, peer: str) -> bytes:
         """The challenge of the connection that the transport calls `peer`."""
@@ -72,16 +72,16 @@ class Judge:
     def opened(self, peer: str, method: str, data: bytes, channel: bytes = b"") -> bytes:
         """Verifies a call and returns its body, or raises Unproved. `channel`: fingerprint of the caller's certificate."""
         given, body = data[:PROOF_NBYTES], data[PROOF_NBYTES:]
-        if not proves(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *_bound(channel)):
-            raise Unproved
+        if not verify(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *_bound(channel)):
+            raise AuthenticationFailed
         return body
 
     def sealed(self, data: bytes, answer: bytes) -> bytes:
         """The reply to the call `data`, with its proof."""
-        return proof(self._secret, b"answer", data[:PROOF_NBYTES], answer) + answer
+        return make_proof(self._secret, b"answer", data[:PROOF_NBYTES], answer) + answer
 
 
-class Asker:
+class CallAuthenticator:
     """A client's end of one channel. `refused`: whether an error of `call` means that the proof was refused."""
 
     def __init__(self, secret: str, call: Call, refused: Callable[[Exception], bool], channel: bytes = b"") -> None:
@@ -95,12 +95,12 @@ class Asker:
         same, the secret is wrong.
         """
         challenge, refused, why = self._challenge, b"", None
-        for _ in range(1 + FRESH):
+        for _ in range(1 + CHALLENGE_RETRIES):
             if not challenge:
                 challenge = self._challenge = self._call(CHALLENGE, b"", timeout_s)
             if challenge == refused:
                 break
-            mine = proof(self._secret, b"ask", method.encode(), challenge, body, *_bound(self._channel))
+            mine = make_proof(self._secret, b"ask", method.encode(), challenge, body, *_bound(self._channel))
             try:
                 data = self._call(method, mine + body, timeout_s)
             except Exception as error:
@@ -109,10 +109,10 @@ class Asker:
                 challenge, refused, why = b"", challenge, error
                 continue
             answer = data[PROOF_NBYTES:]
-            if not proves(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
-                raise Unproved
+            if not verify(data[:PROOF_NBYTES], self._secret, b"answer", mine, answer):
+                raise AuthenticationFailed
             return answer
-        raise Unproved from why
+        raise AuthenticationFailed from why
 
 
 def _bound(channel: bytes) -> tuple[bytes, ...]:

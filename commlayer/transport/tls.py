@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
-from commlayer.transport.key_folder import PROTOCOLS, Certified, Keys, of_peer
+from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, of_peer
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
@@ -62,7 +62,7 @@ class TlsSocket(socket.socket):
         family, kind, proto = sock.family, sock.type, sock.proto
         super().__init__(family, kind, proto, fileno=sock.detach())
         self.settimeout(None)
-        self.peer: Certified | None = None
+        self.peer: PeerCertificate | None = None
         self._keys, self._protocol, self._server = keys, protocol, server
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = keys.context(protocol, server=server).wrap_bio(self._in, self._out, server_side=server)
@@ -76,7 +76,7 @@ class TlsSocket(socket.socket):
 
     # ---- handshake
 
-    def handshake(self, deadline: float) -> Certified:
+    def handshake(self, deadline: float) -> PeerCertificate:
         """Returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged, without the peer's name.
         """
         try:

@@ -22,14 +22,14 @@ from support.meshes import WIRES, exchange_pair, keys, soon
 from commlayer import records
 from commlayer.cluster import client, grpc_server, messages, uplink
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import Serving
+from commlayer.cluster.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
 from commlayer.transport import grpc_stream
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.handshake import MOST, Hello
+from commlayer.transport.handshake import MAX_PENDING, Hello
 from commlayer.transport.protocol import SERVER_BASE
 
 JOB = Job((TensorInfo("weight", (100,)),))
@@ -49,7 +49,7 @@ class Server:
         self.opened, self.beside, self.config = opened, beside, quick(**fields)
         self.coordinator = Coordinator(self.config, servers=1)
         opened.callback(self.coordinator.close)
-        self.serving = Serving("127.0.0.1", 0, self.config, self.coordinator if beside else None)
+        self.serving = DataServer("127.0.0.1", 0, self.config, self.coordinator if beside else None)
         opened.callback(self.serving.close)
 
     def worker(self, *, joined: str = "", data: str = "", **fields: Any) -> uplink.Uplink:
@@ -201,7 +201,7 @@ def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.Exit
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises(Refused, match="server 0: takes no gRPC .*E-ADDRESS"):
-        uplink.over_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
+        uplink.dial_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
 
 
 def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
@@ -214,7 +214,7 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     host, port = end.listen()
     there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
     with pytest.raises(Refused, match="server 0: not today.*E-REFUSED"):
-        uplink.dialler(worker, there, "", quick(), None)(soon())
+        uplink.make_dial(worker, there, "", quick(), None)(soon())
     assert seen == ["job"]
 
 
@@ -228,7 +228,7 @@ def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitS
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
-    dial = uplink.dialler(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
+    dial = uplink.make_dial(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
     dial(soon())
     assert exchange_pair(worker, end)
     end.close()
@@ -289,12 +289,12 @@ def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: 
             raise LookupError("nobody is here")
         return room
 
-    port = grpc_server.stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
+    port = grpc_server.open_stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
     opened.callback(port.close)
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     with pytest.raises((PeerLost, Refused)):
-        uplink.over_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
+        uplink.dial_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
     until = soon()
     while not all(stream._over for stream in came):
         threading.Event().wait(0.01)
@@ -311,11 +311,11 @@ def test_who_is_refused_until_time_is_over_hears_why(monkeypatch: pytest.MonkeyP
         dialling.close()
         raise next(answers)
 
-    monkeypatch.setattr(grpc_stream, "run", run)
+    monkeypatch.setattr(grpc_stream, "run_on_loop", run)
     with pytest.raises(PeerLost, match="come again.*E-PEER-LOST"):
-        grpc_stream.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+        grpc_stream.dial(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
     with pytest.raises(DeadlineExceeded, match="127.0.0.1:1 .*E-DEADLINE"):
-        grpc_stream.dialled(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
+        grpc_stream.dial(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
 
 
 def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
@@ -323,7 +323,7 @@ def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack)
     end = WIRES["grpc"].end(Hello("test", SERVER_BASE))
     opened.callback(end.close)
     address = end.listen()
-    for _ in range(MOST):
+    for _ in range(MAX_PENDING):
         opened.callback(WIRES["grpc"].raw(address).close)
     before = threading.active_count()
     worker = WIRES["grpc"].end(Hello("test", 0))

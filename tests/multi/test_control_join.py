@@ -19,7 +19,7 @@ from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F4
 from commlayer.cluster import client, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.site_client import Attendance
+from commlayer.cluster.site_client import SiteLease
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, Refused, cause_of
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
@@ -55,7 +55,7 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
 def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RESOLVE_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
-    attendance = Attendance(address, config, messages.site_request(1, messages.ANY), lambda _: None)
+    attendance = SiteLease(address, config, messages.site_request(1, messages.ANY), lambda _: None)
     meet = {"home": lambda: attendance.meet(60.0),
             "worker": lambda: client.join(address, messages.worker_request("job", 0, 1), config, Failures())}[who]
     with pytest.raises(CommError, match=r"'no-such-host\.invalid'.*E-ADDRESS") as told:
@@ -157,7 +157,7 @@ def test_the_data_port_says_that_it_is_none_for_control_calls(caplog: pytest.Log
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings())
     opened.append(server)
     address = "{}:{}".format(*server.listen())
-    attendance = Attendance(address, quick(), messages.site_request(1), lambda _: None)
+    attendance = SiteLease(address, quick(), messages.site_request(1), lambda _: None)
     with caplog.at_level(logging.WARNING, "commlayer"):
         for asks in (lambda: client.join(address, messages.worker_request("job", 0, 1), quick(), Failures()),
                      lambda: attendance.meet(WAIT_S)):
@@ -341,7 +341,7 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     left = because_of(named, "worker 0")
     tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
     for heard, first in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
-        assert client.first_cause(heard) is first
+        assert client.root_cause(heard) is first
 
 
 @pytest.mark.parametrize(("error", "said"), [

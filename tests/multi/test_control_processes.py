@@ -15,7 +15,7 @@ import pytest
 from support.coordinators import WAIT_S, Failures, Process, all_opened, quick  # noqa: F401  (a fixture)
 
 from commlayer.cluster import child_processes, client, messages, uplink
-from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.errors import CommError
 
@@ -65,7 +65,7 @@ def test_a_killed_or_stopped_worker_is_named_to_every_survivor(opened: list[Any]
 def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     config = quick()
-    child = Embedded.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
+    child = EmbeddedServer.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
     told: queue.Queue[float] = queue.Queue()
     real, failures = uplink.Uplink._silent, Failures()
 
@@ -143,7 +143,7 @@ def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
 
 def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> None:
     config = quick()
-    server = Embedded.start(config, workers=1, servers=0, number=None)
+    server = EmbeddedServer.start(config, workers=1, servers=0, number=None)
     member = client.join(server.control, messages.worker_request("job", 0, 1), config, Failures())
     member.leave()
     assert server.over(WAIT_S)
@@ -152,14 +152,14 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
 
 
 def test_an_embedded_coordinator_is_closed_though_nobody_came() -> None:
-    server = Embedded.start(quick(), workers=2, servers=0, number=None)
+    server = EmbeddedServer.start(quick(), workers=2, servers=0, number=None)
     server.close()
     assert server._process.returncode == 0
 
 
 def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlayer.cluster.child_processes.GRACE_S", 0.2)
-    server = Embedded.start(quick(), workers=1, servers=0, number=None)
+    server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     assert server._process.returncode == -signal.SIGKILL
@@ -180,7 +180,7 @@ def test_an_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinato
 
 
 def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
-    server = Embedded.start(quick(), workers=1, servers=0, number=None)
+    server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     try:
         assert os.getsid(server.pid) != os.getsid(0)
     finally:
@@ -188,7 +188,7 @@ def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
 
 
 def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
-    server = Embedded.start(quick(), workers=1, servers=0, number=None)
+    server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     try:
         child = os.fork()
         if child == 0:
@@ -207,7 +207,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CommError, match=f"embedded server: .*127.0.0.1:{port} .*E-ADDRESS") as caught:
-            Embedded.start(quick(port=port), workers=1, servers=0, number=None)
+            EmbeddedServer.start(quick(port=port), workers=1, servers=0, number=None)
     assert "Traceback" not in str(caught.value)
 
 
@@ -215,4 +215,4 @@ def test_a_server_that_hangs_at_its_start_meets_the_deadline(monkeypatch: pytest
     monkeypatch.setattr("commlayer.cluster.child_processes.RUN", "import time; time.sleep(1000)")
     monkeypatch.setattr("commlayer.cluster.child_processes.GRACE_S", 0.2)
     with pytest.raises(CommError, match=r"embedded server: .*0\.3 s.*E-DEADLINE"):
-        Embedded.start(quick(join_deadline_s=0.3), workers=1)
+        EmbeddedServer.start(quick(join_deadline_s=0.3), workers=1)

@@ -18,9 +18,9 @@ from support.meshes import FAR
 
 from commlayer import records
 from commlayer.cluster import client, messages, uplink
-from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import Serving, Stalled
+from commlayer.cluster.summation_server import DataServer, Stalled
 from commlayer.config import host_port
 from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
@@ -34,7 +34,7 @@ PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_pe
 BUCKET = PLAN.buckets[0]
 
 
-def view_of(plan: bytes, serving: Serving, world: int = 2) -> View:
+def view_of(plan: bytes, serving: DataServer, world: int = 2) -> View:
     members = tuple(Member(rank, rank, "host") for rank in range(world))
     return View(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
 
@@ -62,7 +62,7 @@ UNFIT = [
 @pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
 def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
                                                                                 line: str, opened: list[Any]) -> None:
-    serving = Serving("127.0.0.1", 0, quick())
+    serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     with pytest.raises(InvalidInput) as caught:
         serving.start(view_of(plan, serving), plan, 0)
@@ -77,7 +77,7 @@ def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers
 
 
 def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
-    serving = Serving("127.0.0.1", 0, quick())
+    serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     plan = records.encode(PLAN)
     serving.start(view_of(plan, serving), plan, 0)
@@ -123,7 +123,7 @@ class Pair:
 
     def __init__(self, opened: list[Any], plan: Plan = PLAN, deadline_s: float = 0.1, host: str = "127.0.0.1") -> None:
         config = quick(deadline_s=deadline_s, dead_after_s=WAIT_S)  # nobody dies here, however late a heartbeat is
-        coordinator, self.serving, ended = Coordinator(config, servers=1), Serving(host, 0, config), threading.Event()
+        coordinator, self.serving, ended = Coordinator(config, servers=1), DataServer(host, 0, config), threading.Event()
         opened.extend((coordinator, self.serving))
         with ThreadPoolExecutor(3) as pool:
             seat = pool.submit(client.join, coordinator.address, messages.server_request(self.serving.address), config,
@@ -207,5 +207,5 @@ def test_a_server_that_training_starts_for_another_coordinator_takes_any_port(mo
     monkeypatch.setattr(subprocess, "Popen", look)
     for join in ("", "127.0.0.1:7000"):
         with pytest.raises(OSError, match="^$"):
-            Embedded.start(quick(port=7000), join=join)
+            EmbeddedServer.start(quick(port=7000), join=join)
     assert [env["COMMLAYER_PORT"] for env in environments] == ["7000", "0"]

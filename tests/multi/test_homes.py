@@ -21,8 +21,8 @@ from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from commlayer.cluster import client, kv_store, messages, site_client, sites
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.kv_store import QuotaOwner
-from commlayer.cluster.site_client import Attendance, Desk
-from commlayer.cluster.site_process_group import AHEAD, PART_NBYTES, RelayedGroup, WorldStore
+from commlayer.cluster.site_client import KvClient, SiteLease
+from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup, WorldStore
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 
 HOMES = 3
@@ -132,9 +132,9 @@ def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why
 def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
     state, _ = come(sites.Sites(1), asked("a"))
     state = msgspec.structs.replace(state, begun=True)
-    for door, waited_s, waits in ((sites.AdmissionState("full", 1, wait="one is silent"), 99.0, True),
-                                  (sites.AdmissionState("full", 1, all_here=True), 2.0, True),
-                                  (sites.AdmissionState("full", 1, all_here=True), 3.0, False),
+    for door, waited_s, waits in ((sites.AdmissionState("full", 1, retry_reason="one is silent"), 99.0, True),
+                                  (sites.AdmissionState("full", 1, all_present=True), 2.0, True),
+                                  (sites.AdmissionState("full", 1, all_present=True), 3.0, False),
                                   (sites.AdmissionState("over"), 0.0, False)):
         after, reply = sites.register(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
         assert (after, bool(reply.missing), bool(reply.error), reply.first) == (state, waits, not waits, messages.ANY)
@@ -195,14 +195,14 @@ def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatc
 # ---- over sockets
 
 
-def met(opened: list[Any], workers: int = HOMES) -> list[tuple[Desk, int]]:
+def met(opened: list[Any], workers: int = HOMES) -> list[tuple[KvClient, int]]:
     coordinator = Coordinator(quick(), workers=workers)
     opened.append(coordinator)
 
-    def one(name: str) -> tuple[Desk, int]:
-        attendance = Attendance(coordinator.address, quick(), asked(name), lambda _: None)
+    def one(name: str) -> tuple[KvClient, int]:
+        attendance = SiteLease(coordinator.address, quick(), asked(name), lambda _: None)
         seat = attendance.meet(20.0)
-        desk = Desk(coordinator.address, quick(), attendance.request.home)
+        desk = KvClient(coordinator.address, quick(), attendance.request.home)
         opened.extend((_Leaving(attendance), desk))
         return desk, seat.first
 
@@ -211,14 +211,14 @@ def met(opened: list[Any], workers: int = HOMES) -> list[tuple[Desk, int]]:
 
 
 class _Leaving:
-    def __init__(self, attendance: Attendance) -> None:
+    def __init__(self, attendance: SiteLease) -> None:
         self._attendance = attendance
 
     def close(self) -> None:
         self._attendance.close("the test is over")
 
 
-def together(desks: list[tuple[Desk, int]], act: Callable[[RelayedGroup, int], Any], timeout_s: float = 20.0) -> list[Any]:
+def together(desks: list[tuple[KvClient, int]], act: Callable[[RelayedGroup, int], Any], timeout_s: float = 20.0) -> list[Any]:
     """What comes of it in each home, in a group of all."""
     groups = [RelayedGroup(desk, "test", range(len(desks)), rank, timeout_s) for desk, rank in desks]
     try:
@@ -262,20 +262,20 @@ def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> No
 
 
 def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(opened: list[Any]) -> None:
-    parts = 5 * AHEAD
+    parts = 5 * PARTS_IN_FLIGHT
     numel = parts * PART_NBYTES // 8 - 3
 
     def act(group: RelayedGroup, rank: int) -> bool:
         state = torch.arange(numel) if rank == 0 else torch.zeros(numel, dtype=torch.int64)
         group.broadcast([state], options(rootRank=0)).wait()
-        for _ in range(2 * AHEAD):  # what comes behind lets go of it
+        for _ in range(2 * PARTS_IN_FLIGHT):  # what comes behind lets go of it
             group.barrier().wait()
         return torch.equal(state, torch.arange(numel))
 
     desks = met(opened)
     assert together(desks, act) == [True] * HOMES
     kept = opened[0]._gathering._store.nbytes
-    assert kept < HOMES * 2 * AHEAD * 1024, "a few empty parts"
+    assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 
 def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
@@ -360,13 +360,13 @@ def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[An
 def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(opened: list[Any]) -> None:
     said: list[str] = []
     with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:9\b.*\b0\.3 s\b.*E-DEADLINE"):
-        Attendance("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0)
+        SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0)
     assert said == ["waits for the coordinator at 127.0.0.1:9 to answer, for 0.3 s at most"]
     coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
     opened.append(coordinator)
     with pytest.raises(Refused, match="E-SECRET"):
-        Attendance(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0)
-    alone = Attendance(coordinator.address, quick(token="secret-of-the-job"), asked("a"), said.append)
+        SiteLease(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0)
+    alone = SiteLease(coordinator.address, quick(token="secret-of-the-job"), asked("a"), said.append)
     with pytest.raises(DeadlineExceeded, match=r"1 of 2 workers .*\(a\) .*0\.1 s.*--wait.*E-DEADLINE"):
         alone.meet(0.1)
     alone.close("it gave up")
@@ -377,7 +377,7 @@ def test_a_home_of_another_version_is_refused_before_its_script_starts(opened: l
     opened.append(coordinator)
     another = msgspec.structs.replace(asked("a"), version="0.0")
     with pytest.raises(Refused, match=r"home a \(pid \d+\): .*0\.0\b.*E-VERSION"):
-        Attendance(coordinator.address, quick(), another, lambda _: None).meet(5.0)
+        SiteLease(coordinator.address, quick(), another, lambda _: None).meet(5.0)
 
 
 def test_keys_that_do_not_fit_are_a_line(
@@ -387,12 +387,12 @@ def test_keys_that_do_not_fit_are_a_line(
     opened.append(coordinator)
     for keys, code in ((folders.foreign, "E-CERTIFICATE-CA"), (folders.revoked, "E-CERTIFICATE-REVOKED"), ("", "E-TLS")):
         held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
-        refused = Attendance(coordinator.address, held, asked("a"), lambda _: None)
+        refused = SiteLease(coordinator.address, held, asked("a"), lambda _: None)
         with pytest.raises(Refused, match=code):
             refused.meet(5.0)
         refused.close("it was refused")
     assert "ssl" not in capfd.readouterr().err, "gRPC writes of TLS what no user can read"
-    good = Attendance(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
+    good = SiteLease(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
     assert good.meet(5.0).first == 0
     good.close("the test is over")
 
@@ -407,8 +407,8 @@ def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> N
 def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
     coordinator = Coordinator(quick(), workers=1)
     config = quick(port=int(coordinator.address.rpartition(":")[2]))
-    attendance = Attendance(coordinator.address, config, asked("a"), lambda _: None)
-    desk = Desk(coordinator.address, config, attendance.request.home)
+    attendance = SiteLease(coordinator.address, config, asked("a"), lambda _: None)
+    desk = KvClient(coordinator.address, config, attendance.request.home)
     try:
         attendance.meet(10.0)
         desk.ask(time.monotonic() + 10.0, put=[("key", b"value")])

@@ -19,7 +19,7 @@ from commlayer.cluster.audit import Audit
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.rendezvous_service import RendezvousService
-from commlayer.cluster.site_client import Attendance, Desk
+from commlayer.cluster.site_client import KvClient, SiteLease
 from commlayer.cluster.site_process_group import PART_NBYTES
 from commlayer.errors import CommError, CorruptFrame, PeerLost
 
@@ -27,21 +27,21 @@ PART = bytes(PART_NBYTES)
 
 
 class _Leaving:
-    def __init__(self, attendance: Attendance) -> None:
+    def __init__(self, attendance: SiteLease) -> None:
         self._attendance = attendance
 
     def close(self) -> None:
         self._attendance.close("the test is over")
 
 
-def met(opened: list[Any], workers: int, **settings: Any) -> tuple[Coordinator, list[Desk]]:
+def met(opened: list[Any], workers: int, **settings: Any) -> tuple[Coordinator, list[KvClient]]:
     """A coordinator, and a desk of each home, by rank."""
     coordinator = Coordinator(quick(**settings), workers=workers)
     opened.append(coordinator)
 
-    def one(name: str) -> tuple[int, Desk]:
-        attendance = Attendance(coordinator.address, quick(), messages.site_request(1, name=name), lambda _: None)
-        seat, desk = attendance.meet(WAIT_S), Desk(coordinator.address, quick(), attendance.request.home)
+    def one(name: str) -> tuple[int, KvClient]:
+        attendance = SiteLease(coordinator.address, quick(), messages.site_request(1, name=name), lambda _: None)
+        seat, desk = attendance.meet(WAIT_S), KvClient(coordinator.address, quick(), attendance.request.home)
         opened.extend((_Leaving(attendance), desk))
         return seat.first, desk
 
@@ -66,7 +66,7 @@ def until(what: Callable[[], bool]) -> bool:
     return what()
 
 
-def there(desk: Desk, *names: str) -> list[bool]:
+def there(desk: KvClient, *names: str) -> list[bool]:
     found = desk.ask(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).found
     return [value is not None for value in found]
 
@@ -141,27 +141,27 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
 
 def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list[Any]) -> None:
     coordinator, _ = met(opened, 3, min_workers=1)
-    assert (told(coordinator).free, told(coordinator).shut) == (0, ""), "it has not begun"
+    assert (told(coordinator).free_seats, told(coordinator).closed_reason) == (0, ""), "it has not begun"
     members = joined(opened, coordinator, 3)
     said = told(coordinator)
-    assert (said.free, said.full) == (0, True)
-    assert said.shut.startswith("the job runs and has its 3 workers")
+    assert (said.free_seats, said.full) == (0, True)
+    assert said.closed_reason.startswith("the job runs and has its 3 workers")
     members[2].leave("it breaks off")
     said = told(coordinator)
-    assert (said.free, said.full, said.shut) == (1, False, "")
+    assert (said.free_seats, said.full, said.closed_reason) == (1, False, "")
     for member in members[:2]:
         member.leave()
-    assert (told(coordinator).free, told(coordinator).shut) == (0, "the job is over")
+    assert (told(coordinator).free_seats, told(coordinator).closed_reason) == (0, "the job is over")
 
 
 def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
     joined(opened, coordinator, 2, regroups=False)
-    assert "takes no new members, since worker 0, worker 1 cannot" in told(coordinator).shut
+    assert "admits no new members: worker 0, worker 1 cannot" in told(coordinator).closed_reason
     assert not told(coordinator).full
     opened.append(coordinator := Coordinator(quick(), workers=1))
     joined(opened, coordinator, 1)
-    assert "takes no new members" in told(coordinator).shut
+    assert "no new members" in told(coordinator).closed_reason
 
 
 # ---- its part for each
@@ -188,7 +188,7 @@ class Certified:
     def __init__(self, workers: int, *certificates: str) -> None:
         self.view = 1
         self.made = RendezvousService(workers, 10.0, dict, Audit(""), 1,
-                                      door=lambda: sites.AdmissionState(there=1, generation=self.view),
+                                      door=lambda: sites.AdmissionState(size=1, generation=self.view),
                               clock=lambda: self.now)
         self.now = 0.0
         self.homes = [self.come(certificate) for certificate in certificates]

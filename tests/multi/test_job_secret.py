@@ -21,7 +21,7 @@ from support.rank_pool import quick as small
 
 import commlayer
 from commlayer.cluster import client, messages
-from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.config import read_config
 from commlayer.errors import RecordError, Refused
@@ -30,7 +30,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import Asker, Judge, Unproved
+from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, CallVerifier
 
 SECRET = "correct-horse-battery"
 WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"), ("wrong-donkey-battery", "another secret.*COMMLAYER_TOKEN.*E-SECRET")]
@@ -69,36 +69,36 @@ def test_a_join_without_the_secret_takes_no_seat_and_learns_nothing(coordinator:
 
 
 def test_a_proof_is_good_for_one_connection_one_method_and_one_body() -> None:
-    judge, sent = Judge(SECRET), []
+    judge, sent = CallVerifier(SECRET), []
 
     def call(method: str, data: bytes, _: float) -> bytes:
         sent.append((method, data))
         return judge.challenge("here") if method == "Challenge" else judge.sealed(data, judge.opened("here", method, data))
 
-    asker = Asker(SECRET, call, lambda error: isinstance(error, Unproved))
+    asker = CallAuthenticator(SECRET, call, lambda error: isinstance(error, AuthenticationFailed))
     assert asker.ask("Join", b"body", 1.0) == b"body"
     method, data = sent[-1]
     assert judge.opened("here", method, data) == b"body"
     others = [("there", method, data), ("here", "Leave", data), ("here", method, data + b"!"), ("here", method, b"")]
     for peer, name, bytes_ in others:
-        with pytest.raises(Unproved):
+        with pytest.raises(AuthenticationFailed):
             judge.opened(peer, name, bytes_)
     assert all(SECRET.encode() not in data for _, data in sent)
-    judge = Judge(SECRET)  # another connection: a new challenge is fetched by itself
+    judge = CallVerifier(SECRET)  # another connection: a new challenge is fetched by itself
     assert asker.ask("Join", b"again", 1.0) == b"again"
-    judge = Judge("another secret")
-    with pytest.raises(Unproved):
+    judge = CallVerifier("another secret")
+    with pytest.raises(AuthenticationFailed):
         asker.ask("Join", b"body", 1.0)
 
 
-class Spoiled(Asker):
+class Spoiled(CallAuthenticator):
     """Another thread, whose proof for an older connection is refused, resets what this one keeps."""
 
     _challenge = property(lambda self: b"", lambda self, value: None)  # type: ignore[assignment]
 
 
 def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proof_wrong() -> None:
-    judge, connection, anew = Judge(SECRET), ["old"], iter(["new", "newer", "newest"])
+    judge, connection, anew = CallVerifier(SECRET), ["old"], iter(["new", "newer", "newest"])
 
     def call(method: str, data: bytes, _: float) -> bytes:
         if method == "Challenge":
@@ -106,18 +106,19 @@ def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proo
         connection[0] = next(anew, connection[0])
         return judge.sealed(data, judge.opened(connection[0], method, data))
 
-    for kind in (Asker, Spoiled):
-        assert kind(SECRET, call, lambda error: isinstance(error, Unproved)).ask("Join", b"body", 1.0) == b"body"
+    for kind in (CallAuthenticator, Spoiled):
+        assert kind(SECRET, call, lambda error: isinstance(error, AuthenticationFailed)).ask("Join", b"body", 1.0) == b"body"
 
 
 def test_a_coordinator_that_does_not_know_the_secret_is_not_believed() -> None:
-    asker = Asker(SECRET, lambda method, data, _: b"0" * 16 if method == "Challenge" else b"0" * 32 + b"\x80", lambda _: False)
-    with pytest.raises(Unproved):
+    asker = CallAuthenticator(SECRET, lambda method, data, _: b"0" * 16 if method == "Challenge" else b"0" * 32 + b"\x80",
+                              lambda _: False)
+    with pytest.raises(AuthenticationFailed):
         asker.ask("Join", b"", 1.0)
 
 
 def test_large_and_many_calls_of_strangers_cost_the_coordinator_little() -> None:
-    child = Embedded.start(quick(token=SECRET), workers=2, servers=0, number=None)
+    child = EmbeddedServer.start(quick(token=SECRET), workers=2, servers=0, number=None)
     try:
         before = peak_nbytes(child.pid)
         channel = grpc.insecure_channel(child.control, options=[("grpc.max_send_message_length", -1)])
@@ -209,7 +210,7 @@ def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
     for rank in range(2):
         with socket.create_connection(end.listen(), PATIENCE_S) as sock:
             recorded: Any = Recorded(sock)
-            handshake.greet(recorded, Reader(), Hello("jobA", rank), SECRET, SERVER_BASE, soon())
+            handshake.dial_handshake(recorded, Reader(), Hello("jobA", rank), SECRET, SERVER_BASE, soon())
             assert SECRET.encode() not in recorded.bytes
             seen.append(bytes(recorded.bytes[-40:]))  # of WELCOME, whose body ends with the acceptor's proof
     assert seen[0] != seen[1]
@@ -239,7 +240,7 @@ def test_silent_connections_hold_nobody_up() -> None:
 
 
 def test_an_embedded_child_has_it_neither_on_its_command_line_nor_in_its_environment() -> None:
-    child = Embedded.start(quick(token=SECRET), workers=2, servers=0, number=None)
+    child = EmbeddedServer.start(quick(token=SECRET), workers=2, servers=0, number=None)
     try:
         for what in ("cmdline", "environ"):
             assert SECRET.encode() not in Path(f"/proc/{child.pid}/{what}").read_bytes()

@@ -15,12 +15,12 @@ from support.meshes import exchange_pair, soon
 from commlayer.cluster import authority, client, messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.tls_terminator import Front
+from commlayer.cluster.tls_terminator import TlsTerminator
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import tls
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Certified, Keys
+from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import SERVER_BASE
 
 SECRET = "correct-horse-battery"
@@ -127,11 +127,11 @@ def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
 
 def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list comes when the handshake is over, and who is to be dropped has been looked through already."""
-    front = Front(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
+    front = TlsTerminator(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
     inner = socket.create_server(("127.0.0.1", 0))
     handshake = tls.TlsSocket.handshake
 
-    def outrun(sock: tls.TlsSocket, deadline: float) -> Certified:
+    def outrun(sock: tls.TlsSocket, deadline: float) -> PeerCertificate:
         found = handshake(sock, deadline)
         if sock._server:
             authority.revoke(ca.parent, "gpu-1")

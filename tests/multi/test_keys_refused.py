@@ -226,7 +226,7 @@ def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) ->
     sock = Recorded(socket.create_connection(where, WAIT_S), keys, tls.DATA, server=False)
     sock.handshake(soon())
     try:
-        handshake.greet(sock, Reader(), Hello("job", 1), SECRET, SERVER_BASE, soon(),
+        handshake.dial_handshake(sock, Reader(), Hello("job", 1), SECRET, SERVER_BASE, soon(),
                         sock.channel if channel is None else channel)
     except BaseException:
         sock.close()
@@ -248,8 +248,8 @@ def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folder
         heard = bytearray()
         with pytest.raises(EndOfStream):
             read_frames(again, heard)
-        assert handshake.UNPROVED.encode() in heard
-        logged(caplog, handshake.UNPROVED)
+        assert handshake.NOT_AUTHENTICATED.encode() in heard
+        logged(caplog, handshake.NOT_AUTHENTICATED)
         # A proof for another connection, as a member would pass it on that sits between two others.
         for channel in (b"", bytes(64), Keys(folders.second).me.fingerprint + Keys(folders.server).me.fingerprint):
             with pytest.raises(Refused, match="E-SECRET"):

@@ -18,13 +18,13 @@ from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 
 from commlayer.cluster import messages
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import Serving
+from commlayer.cluster.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
 from commlayer.errors import Unsaid
 from commlayer.transport import framing, tls
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.handshake import Hall, Hello, Probe
+from commlayer.transport.handshake import Hello, PendingHandshakes, SilentConnection
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -40,7 +40,7 @@ class Job:
         self.audit = audit
         config = quick(token=SECRET, audit=str(audit), **keys)
         self.coordinator = Coordinator(config, workers=1, servers=1)
-        self.serving = Serving("127.0.0.1", 0, config)
+        self.serving = DataServer("127.0.0.1", 0, config)
         self.mine = quick(token=SECRET, join=self.coordinator.address, **({"keys": str(folders.worker)} if folders else {}))
 
     def lines(self) -> list[dict[str, Any]]:
@@ -110,16 +110,16 @@ def test_who_says_nothing_until_the_deadline_is_refused() -> None:
 
 def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:
     """Its end finds the connection closed as if the other end had done so."""
-    hall, (sock, other) = Hall(most=1, hurry_s=0.0), socket.socketpair()
+    hall, (sock, other) = PendingHandshakes(most=1, hurry_s=0.0), socket.socketpair()
     with sock, other:
         hall.enter(sock)
-        assert isinstance(hall.why(sock, Unsaid()), Probe)
+        assert isinstance(hall.why(sock, Unsaid()), SilentConnection)
         assert hall.room()
         assert type(hall.why(sock, Unsaid())) is str
 
 
 def test_who_says_nothing_until_this_end_closes_is_no_probe() -> None:
-    hall, (sock, other) = Hall(), socket.socketpair()
+    hall, (sock, other) = PendingHandshakes(), socket.socketpair()
     with sock, other:
         hall.enter(sock)
         hall.close()

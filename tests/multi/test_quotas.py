@@ -89,7 +89,7 @@ def test_who_codes_again_since_another_one_changed_its_weight_uses_up_no_quota()
 
 
 def test_data_connections_of_one_certificate_are_capped_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MOST_EACH", 2)
+    monkeypatch.setattr(endpoint, "MAX_CONNECTIONS_EACH", 2)
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
     address = server.listen()
     mine, other = ([StreamTransport(Hello("job", rank), settings=Settings(secret=SECRET, keys=Keys(folder))) for rank in ranks]

@@ -21,7 +21,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.reconnect import Resumed, Waits
+from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 
 WORLD, STEPS = 3, 4
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.1)",
@@ -134,14 +134,14 @@ def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way:
 
 
 def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), **waits: Any,
-         ) -> tuple[StreamTransport, Resumed, Cutter]:
+         ) -> tuple[StreamTransport, ReconnectingTransport, Cutter]:
     """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
     # A length that a flipped bit has made too large is waited for.
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(
         resume=True, refused=lambda *_: None, keys=keys[0], hello_s=1.0 if keys[0] else 5.0))
     cutter = Cutter(server.listen(), [])
     carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
-    worker = Resumed(carrier, carrier, Waits(window_s, **waits))
+    worker = ReconnectingTransport(carrier, carrier, ReconnectPolicy(window_s, **waits))
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
 

@@ -24,8 +24,8 @@ from support.workers import Rig, job, on_ranks, step
 from commlayer import records
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.server_journal import About, ServerJournal
-from commlayer.cluster.summation_server import Serving
+from commlayer.cluster.server_journal import ServerIdentity, ServerJournal
+from commlayer.cluster.summation_server import DataServer
 from commlayer.compressors import codec_of
 from commlayer.config import join_host
 from commlayer.engine.worker import Worker
@@ -178,7 +178,7 @@ def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = join_host(*free.getsockname())
     view = View(1, (Member(0, 0, "host"),), (ServerInfo(0, address),), "digest")
-    assert journal.begin(About("a token", 0, address, view, b"plan", 1), {0: 1000}) is not None
+    assert journal.begin(ServerIdentity("a token", 0, address, view, b"plan", 1), {0: 1000}) is not None
     journal.publish()
     journal.close(over=False)
     command = [*SERVE, "--journal", str(tmp_path), "--join", "127.0.0.1:1"]
@@ -197,7 +197,7 @@ def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
 def test_streams_come_to_the_port_that_they_came_to(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
-        serving = Serving("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
+        serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
         made = plan("int8()")
         view = View(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
                     messages.digest_of(records.encode(made)))

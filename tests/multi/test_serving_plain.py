@@ -15,7 +15,7 @@ from support.coordinators import WAIT_S, quick
 
 from commlayer import records
 from commlayer.cluster import messages, uplink
-from commlayer.cluster.child_processes import Embedded
+from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.server_codecs import CodecOps, ops_of
 from commlayer.compressors import kernels, seed, tensors
 from commlayer.compressors.twoway import codec_of
@@ -204,7 +204,7 @@ def test_an_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
     plan = records.encode(Plan(job.digest(), buckets, servers=1))
     config = quick(backend=backend, token="of-this-test")
     with contextlib.ExitStack() as stack:
-        child = Embedded.start(config, workers=1)
+        child = EmbeddedServer.start(config, workers=1)
         stack.callback(child.close)
         assert loaded(child.pid, "libtorch_cpu") == (backend == "reference"), "by the time that it tells its address"
         link = uplink.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)

@@ -13,8 +13,8 @@ from test_control_serving import JOB, PLAN, changed, view_of
 
 from commlayer import records
 from commlayer.cluster import messages
-from commlayer.cluster.epoch_change import ViewChange, amiss, wire_generation
-from commlayer.cluster.summation_server import Serving
+from commlayer.cluster.epoch_change import EpochChange, change_problem, wire_generation
+from commlayer.cluster.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.errors import CommError
 from commlayer.records import Member, View
@@ -29,7 +29,7 @@ class Asked:
     """A server of three, where worker 0 says that worker 2 is gone. `told`: so does the coordinator."""
 
     def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
-        self.serving = Serving("127.0.0.1", 0, quick(heartbeat_s=0.05))
+        self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
         opened.append(self.serving)
         self.view = view_of(DATA, self.serving, 3)
         self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
@@ -42,7 +42,7 @@ class Asked:
     def answer(self, view: View, plan: bytes = DATA, generation: int = 0) -> str:
         header = Header(Kind.PLAN, generation or wire_generation(view), flags=Flag.ABANDON)
         handle = self._worker.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
-        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(ViewChange(view, 7, {}, plan)))
+        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(EpochChange(view, 7, {}, plan)))
         return bytes(self._worker.wait(handle, soon()).body).decode()
 
     @property
@@ -82,7 +82,7 @@ def test_what_cannot_be_done_is_refused_before_anything_has_ended(
 ])
 def test_who_joins_stands_behind_all_others_whatever_their_numbers(there: tuple[int, ...], then: tuple[int, ...]) -> None:
     view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, there), (2, then)))
-    assert amiss(ViewChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
+    assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
 
 
 WRONG = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.meshes import PATIENCE_S, data, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
-from commlayer.transport.endpoint import MIN_NBYTES, Pool, size_class
+from commlayer.transport.endpoint import MIN_NBYTES, BufferPool, size_class
 from commlayer.transport.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox, Operation
 from commlayer.transport.protocol import Key, Message, key
 
@@ -157,7 +157,7 @@ def test_size_classes_waste_an_eighth_at_most_and_are_their_own_class(nbytes: in
 
 
 def test_a_buffer_given_back_is_used_again_and_the_old_view_is_dead() -> None:
-    pool = Pool()
+    pool = BufferPool()
     first = pool.take(1_000_000)
     buffer = first.obj
     pool.give(first)
@@ -170,7 +170,7 @@ def test_a_buffer_given_back_is_used_again_and_the_old_view_is_dead() -> None:
 
 
 def test_the_pool_keeps_no_more_than_its_cap_and_only_its_own_kind() -> None:
-    pool = Pool(cap_nbytes=1 << 20)
+    pool = BufferPool(cap_nbytes=1 << 20)
     foreign = [memoryview(bytes(1 << 20)), memoryview(bytearray(100_001))]
     for body in [pool.take(1 << 20), pool.take(1 << 20), *foreign, pool.take(5)]:
         pool.give(body)

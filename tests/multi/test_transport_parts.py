@@ -12,9 +12,9 @@ from support.meshes import PATIENCE_S, data, far_pair, frame, raw_peer, soon
 
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.transport import flow_control
-from commlayer.transport.chunking import MOST_PARTS, UNDER_WAY_NBYTES, Assembly, cut
+from commlayer.transport.chunking import MAX_PARTS, OVERHEAD_NBYTES, Assembly, split_parts
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.framing import Frame, Reader, fresh
+from commlayer.transport.framing import Frame, Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header
 
@@ -23,19 +23,19 @@ parted = pytest.mark.skipif(not flow_control.SUPPORTED, reason="bodies are cut o
 
 @pytest.mark.parametrize(("nbytes", "part"), [(0, 8), (1, 8), (8, 8), (9, 8), (100, 7), (1 << 20, 1000), (70_000 * 8, 8)])
 def test_parts_are_of_one_size_and_cover_the_body(nbytes: int, part: int) -> None:
-    parts = cut(nbytes, part)
+    parts = split_parts(nbytes, part)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
     assert parts[-1][1] == nbytes
     sizes = [stop - start for start, stop in parts]
     assert len(set(sizes[:-1])) <= 1
     assert sizes[-1] <= sizes[0]
-    assert len(parts) <= MOST_PARTS
-    assert sizes[0] <= part or nbytes > part * MOST_PARTS
+    assert len(parts) <= MAX_PARTS
+    assert sizes[0] <= part or nbytes > part * MAX_PARTS
 
 
 def in_parts(header: Header, body: bytes, size: int) -> list[bytes]:
     """Frames, as they are on the wire."""
-    parts = cut(len(body), size)
+    parts = split_parts(len(body), size)
     return [frame(header._replace(part=i, parts=len(parts)), body[start:stop]) for i, (start, stop) in enumerate(parts)]
 
 
@@ -49,7 +49,7 @@ class Receiver:
 
     def _take(self, nbytes: int) -> memoryview:
         self.taken.append(nbytes)
-        return fresh(nbytes)
+        return allocate_bytes(nbytes)
 
     def feed(self, *frames: bytes) -> list[Frame]:
         read = (got for one in frames for got in self.reader.feed(one))
@@ -93,11 +93,11 @@ def test_what_breaks_the_rules_of_parts_ends_the_connection(frames: object, word
 
 
 def test_no_more_is_allocated_than_bodies_and_what_is_kept_may_have() -> None:
-    end = Receiver(max_nbytes=1000, kept=2 * (1000 + UNDER_WAY_NBYTES))
+    end = Receiver(max_nbytes=1000, kept=2 * (1000 + OVERHEAD_NBYTES))
     with pytest.raises(CorruptFrame, match=r"part 0 of 1000 of 100 bytes .*\b1000\b.*E-FRAME"):
         end.feed(frame(BULK._replace(part=0, parts=1000), bytes(100)))
     assert end.taken == []
-    end = Receiver(max_nbytes=1000, kept=2 * (1000 + UNDER_WAY_NBYTES))
+    end = Receiver(max_nbytes=1000, kept=2 * (1000 + OVERHEAD_NBYTES))
     begun = [frame(data(0, step=4, order=order)._replace(part=0, parts=10), bytes(100)) for order in (9, 8, 7)]
     assert end.feed(*begun[:2]) == []
     with pytest.raises(CorruptFrame, match=r"part 0 of 10 .*\b3024\b.*E-FRAME"):

@@ -48,7 +48,7 @@ def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = N
 def test_a_refusal_reaches_the_dialler_in_one_line(
     wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endpoint, "FORMER_S", 0.05)
+    monkeypatch.setattr(endpoint, "FORMER_END_S", 0.05)
     first = wire.end(Hello("test", 1))
     first.dial(SERVER_BASE, server.listen(), soon())
     with pytest.raises(Refused, match=reason) as caught:

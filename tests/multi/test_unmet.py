@@ -41,7 +41,7 @@ LIMIT_S = 300.0
 def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
            ) -> list[int]:
     meetings = [PendingWait(rank, waited_s, limit_s) for rank, waited_s in rows]
-    return sorted(epoch_change.awaited(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
+    return sorted(epoch_change.hung_in_store(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
 
 
 ALL = {0: 400.0, 1: 390.0, 3: 380.0}
@@ -108,12 +108,12 @@ def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
     assert blamed(summing(several()), (2, ALL)) == [2]
     assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0}), (-1, {3: 5.0})) == [2]
     assert blamed(summing(several()), (2, {0: 400.0, 3: 390.0}), (1, {0: 400.0, 3: 390.0})) == [1, 2]
-    state = membership.cut(summing(several(least=1)), ["w0", "w3"], "killed")
+    state = membership.evict(summing(several(least=1)), ["w0", "w3"], "killed")
     assert blamed(state, (2, {1: 400.0})) == [2]
 
 
 def test_the_dead_neither_wait_nor_hang() -> None:
-    state = membership.cut(several(), ["w0"], "killed")
+    state = membership.evict(several(), ["w0"], "killed")
     assert blamed(state, (2, {0: 400.0, 1: 390.0})) == []
     assert blamed(state, (2, {1: 400.0, 3: 390.0}), (0, {1: 400.0, 3: 390.0})) == [2]
 
@@ -365,7 +365,7 @@ def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch
 def test_homes_that_others_may_leave_wait_for_the_verdict(
         monkeypatch: pytest.MonkeyPatch, least: int, patience_s: float) -> None:
     given = dict[str, Any]()
-    monkeypatch.setattr(site_process_group, "begin", lambda *_, **how: given.update(how))
+    monkeypatch.setattr(site_process_group, "init_world", lambda *_, **how: given.update(how))
     settings = config.read_config({"min_workers": least, "join": "127.0.0.1:1"}, environ={}, cwd="/nonexistent")
     monkeypatch.setattr(home_process, "read_config", lambda: settings)
     launch = config.read_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})

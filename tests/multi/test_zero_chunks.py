@@ -16,9 +16,9 @@ from support.workers import Rig, job, on_ranks, step
 from commlayer.errors import CorruptFrame
 from commlayer.planner import default_plan
 from commlayer.transport import connection, flow_control
-from commlayer.transport.chunking import CHUNK_NBYTES, LEAST_NBYTES, Assembly, left_out, put_back
+from commlayer.transport.chunking import CHUNK_NBYTES, MIN_NBYTES, Assembly, drop_zeros, restore_zeros
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.framing import Frame, Reader, fresh
+from commlayer.transport.framing import Frame, Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 
@@ -32,17 +32,17 @@ def used_before(nbytes: int) -> memoryview:
 
 def there_and_back(body: bytes) -> bytes | None:
     """What travels, if it is less."""
-    short = left_out(memoryview(body))
+    short = drop_zeros(memoryview(body))
     if short is not None:
         assert 4 * len(short) <= 3 * len(body)
-        assert put_back(memoryview(short), len(body), used_before) == body
+        assert restore_zeros(memoryview(short), len(body), used_before) == body
     return short
 
 
 # ---- there and back
 
 
-SIZES = [LEAST_NBYTES + n for n in (0, 1, 31, 32, 33, 255, 256, 257, 8 * 32 - 1, 5 * 256 + 8)] + [100_003]
+SIZES = [MIN_NBYTES + n for n in (0, 1, 31, 32, 33, 255, 256, 257, 8 * 32 - 1, 5 * 256 + 8)] + [100_003]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -65,7 +65,7 @@ def test_one_byte_takes_its_chunk_along(nbytes: int) -> None:
 @given(
     st.integers(0, 40_000), st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 2000)), max_size=12), st.integers(0, 9),
 )
-@example(LEAST_NBYTES - 1, [], 0)
+@example(MIN_NBYTES - 1, [], 0)
 @settings(max_examples=150, deadline=None)
 def test_any_body_comes_back(nbytes: int, stretches: list[tuple[int, int]], seed: int) -> None:
     body, rng = bytearray(nbytes), random.Random(seed)
@@ -73,21 +73,21 @@ def test_any_body_comes_back(nbytes: int, stretches: list[tuple[int, int]], seed
         stop = min(nbytes, start + length)
         body[start:stop] = rng.randbytes(max(0, stop - start))
     short = there_and_back(bytes(body))
-    if nbytes < LEAST_NBYTES:
+    if nbytes < MIN_NBYTES:
         assert short is None
     elif not stretches:
         assert short is not None
 
 
 @pytest.mark.parametrize("body", [
-    bytes(LEAST_NBYTES - 1),
-    random.Random(1).randbytes(LEAST_NBYTES),
+    bytes(MIN_NBYTES - 1),
+    random.Random(1).randbytes(MIN_NBYTES),
     random.Random(1).randbytes(1 << 20),
     (b"\x01" + bytes(31)) * 1000,
     bytes(40_000) + random.Random(1).randbytes(120_001),
 ], ids=["small", "dense", "large", "a byte in each chunk", "zeros of a quarter"])
 def test_what_would_hardly_be_shorter_stays_as_it_is(body: bytes) -> None:
-    assert left_out(memoryview(body)) is None
+    assert drop_zeros(memoryview(body)) is None
 
 
 def test_where_the_first_look_misleads_nothing_is_lost() -> None:
@@ -106,10 +106,10 @@ def test_where_the_first_look_misleads_nothing_is_lost() -> None:
 def test_a_body_may_begin_anywhere_in_memory() -> None:
     body = bytearray(9001)
     body[5000:5100] = bytes(range(100))
-    short = left_out(memoryview(body)[3:])
+    short = drop_zeros(memoryview(body)[3:])
     assert short is not None
     room = memoryview(bytearray(9001))
-    assert put_back(memoryview(b"..." + short)[3:], CAP_NBYTES, lambda nbytes: room[1 : 1 + nbytes]) == body[3:]
+    assert restore_zeros(memoryview(b"..." + short)[3:], CAP_NBYTES, lambda nbytes: room[1 : 1 + nbytes]) == body[3:]
 
 
 # ---- what is refused
@@ -124,13 +124,13 @@ def damaged(at: int, new: bytes) -> bytes:
 
 
 def test_the_last_chunk_may_be_a_shorter_one() -> None:
-    whole = put_back(memoryview(SHORT), 5000, used_before)
+    whole = restore_zeros(memoryview(SHORT), 5000, used_before)
     assert whole == bytes(range(1, 33)) + bytes(5000 - 40) + bytes(range(33, 41))
-    assert left_out(whole) == SHORT
+    assert drop_zeros(whole) == SHORT
 
 
 def test_a_chunk_that_is_named_may_be_zero() -> None:
-    assert put_back(memoryview(SHORT[:24] + bytes(40)), 5000, used_before) == bytes(5000)
+    assert restore_zeros(memoryview(SHORT[:24] + bytes(40)), 5000, used_before) == bytes(5000)
 
 
 @pytest.mark.parametrize(("body", "line"), [
@@ -157,7 +157,7 @@ def test_damage_is_refused_in_a_line_before_anything_is_allocated(body: bytes, l
         raise AssertionError("allocated")
 
     with pytest.raises(CorruptFrame, match=rf"{line}.*\[E-FRAME\]$"):
-        put_back(memoryview(body), CAP_NBYTES, allocate)
+        restore_zeros(memoryview(body), CAP_NBYTES, allocate)
 
 
 def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> None:
@@ -165,7 +165,7 @@ def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> 
 
     def take(nbytes: int) -> memoryview:
         taken.append(nbytes)
-        return fresh(nbytes)
+        return allocate_bytes(nbytes)
 
     def feed(cap: int) -> Frame | None:
         reader = Reader(cap)
@@ -222,7 +222,7 @@ def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: 
         end.wait(end.recv(5), soon())  # a peer that has been welcomed is known a moment later
         sent = end.send(5, Header(kind, step=3, order=2), body)
         reader, frames, counted = Reader(), list[Frame](), 0
-        assembly = Assembly(fresh, lambda: len(body), lambda: 2 * len(body))
+        assembly = Assembly(allocate_bytes, lambda: len(body), lambda: 2 * len(body))
         reader.place = assembly.place
         whole: Frame | None = None
         while whole is None:
@@ -295,11 +295,11 @@ def test_an_embedding_trains_to_the_same_bits_with_less_on_the_socket(codec: str
     plan = default_plan(of, codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 16)
 
     def counted(body: memoryview) -> bytes | None:
-        short = left_out(body)
+        short = drop_zeros(body)
         shortened.append(len(body) if short is None else -len(short))
         return short
 
-    monkeypatch.setattr(connection, "left_out", counted)
+    monkeypatch.setattr(connection, "drop_zeros", counted)
 
     def trained(hub: Callable[[], Sockets] | None) -> list[list[list[torch.Tensor | None]]]:
         with Rig(2, codec, hub=hub and hub(), of=of, plan=plan) as rig:

@@ -26,8 +26,8 @@ from bench.lab import Lab
 from commlayer.cluster import client, coordinator, messages, server_journal
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.server_journal import Folder
-from commlayer.cluster.summation_server import Serving
+from commlayer.cluster.server_journal import JournalFolder
+from commlayer.cluster.summation_server import DataServer
 from commlayer.doctor import machine, network, security, server
 from commlayer.doctor.report import Finding
 from commlayer.errors import code_of
@@ -103,7 +103,7 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
     """A server whose port for TCP is closed to this machine is reached by streams, and a run can start."""
     config = quick(dead_after_s=LIMIT_S, carrier=carrier)
     with contextlib.closing(Coordinator(config, workers=1, servers=1)) as made, \
-            contextlib.closing(Serving("127.0.0.1", 0, quick(), made)) as serving:
+            contextlib.closing(DataServer("127.0.0.1", 0, quick(), made)) as serving:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             closed = f"127.0.0.1:{sock.getsockname()[1]}"
         with contextlib.closing(CoordinatorChannel(made.address, "", None)) as link:
@@ -119,7 +119,7 @@ def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
     with contextlib.ExitStack() as opened:
         made = opened.enter_context(contextlib.closing(Coordinator(quick(dead_after_s=LIMIT_S), workers=1, servers=3)))
         number = int(made.address.rpartition(":")[2])
-        alike, closed, alone = (opened.enter_context(contextlib.closing(Serving(host, port, quick(carrier=carrier)))) for
+        alike, closed, alone = (opened.enter_context(contextlib.closing(DataServer(host, port, quick(carrier=carrier)))) for
                                 host, port, carrier in (("127.0.0.2", number, "tcp"), ("127.0.0.3", 0, "auto"),
                                                         ("127.0.0.3", 0, "grpc")))
         with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -140,7 +140,7 @@ def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> No
     first = seen()
     assert (first.held, first.left, first.folder.error) == (False, False, "")
     assert not (tmp_path / "job").exists(), "looking makes nothing"
-    folder = Folder(str(tmp_path / "job"))
+    folder = JournalFolder(str(tmp_path / "job"))
     assert seen().held
     folder.close()
     assert not seen().held
@@ -150,14 +150,14 @@ def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> No
 
 
 def test_looking_at_a_journal_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Folder(str(tmp_path)).close()
+    JournalFolder(str(tmp_path)).close()
     with (tmp_path / server_journal.LOCK).open("rb") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         assert not machine.read_journal(tmp_path).held, "who looks, too, is no server"
         monkeypatch.setattr(server_journal, "time", SimpleNamespace(sleep=lambda _: looking.close()))
-        folder = Folder(str(tmp_path))
+        folder = JournalFolder(str(tmp_path))
     with pytest.raises(ValueError, match=r"E-JOURNAL-IN-USE"):
-        Folder(str(tmp_path))
+        JournalFolder(str(tmp_path))
     folder.close()
 
 

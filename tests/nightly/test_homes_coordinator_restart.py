@@ -22,7 +22,7 @@ from commlayer.cluster import client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import KV_NAME, CoordinatorJournal
 from commlayer.cluster.coordinator_journal import KV_NAME as SEATS
-from commlayer.cluster.site_client import Attendance, Desk
+from commlayer.cluster.site_client import KvClient, SiteLease
 
 KILLS = 2
 BEHIND = 3
@@ -184,9 +184,9 @@ class Home:
     """One of a worker. Its own settings wait as long as a test does."""
 
     def __init__(self, address: str, opened: list[Any], config: Any, name: str) -> None:
-        self._attendance = Attendance(address, config, messages.site_request(1, name=name), lambda _: None)
+        self._attendance = SiteLease(address, config, messages.site_request(1, name=name), lambda _: None)
         self.seat = self._attendance.meet(WAIT_S)
-        self._desk = Desk(address, config, self._attendance.request.home)
+        self._desk = KvClient(address, config, self._attendance.request.home)
         self._address, self._config, self._opened = address, config, opened
         opened.append(self)
 

@@ -38,11 +38,11 @@ WORKER = """
 import json, sys, time
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.reconnect import Resumed, Waits
+from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 from commlayer.transport.endpoint import Settings, StreamTransport
 carrier = StreamTransport(Hello("job", 0, session=b"one process here"), settings=Settings(
     resume=True, user_timeout_s=float(sys.argv[1])))
-worker = Resumed(carrier, carrier, Waits(50.0))
+worker = ReconnectingTransport(carrier, carrier, ReconnectPolicy(50.0))
 worker.connect(SERVER_BASE, lambda until: carrier.dial(SERVER_BASE, (sys.argv[2], 7000), until), time.monotonic() + 20)
 for step in range(int(sys.argv[3])):
     push = Header(Kind.PUSH, 1, step, 7, sender=0)

@@ -126,7 +126,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
         phase[0] += 1
 
     with pytest.MonkeyPatch.context() as patch, before_each(record):
-        patch.setattr(checkpoint, "together", counted)
+        patch.setattr(checkpoint, "all_or_none", counted)
         job.session.save_residuals(directory)
     record("end", ())
     return found

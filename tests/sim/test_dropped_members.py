@@ -21,10 +21,10 @@ from test_summation_server import hub, next_stalled, served  # noqa: F401  (hub 
 from commlayer import records
 from commlayer.cluster import client, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.epoch_change import ViewChange, wire_generation
+from commlayer.cluster.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.messages import FINISHED, Heartbeat, PeerExit
 from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import Serving, Stalled
+from commlayer.cluster.summation_server import DataServer, Stalled
 from commlayer.config import host_port
 from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.transport.endpoint import Settings, StreamTransport
@@ -125,7 +125,7 @@ class Served:
     """A server of three that writes an audit log, and the transports of some."""
 
     def __init__(self, things: list[Any], audit: Path) -> None:
-        self.serving = Serving("127.0.0.1", 0, quick(heartbeat_s=0.05, audit=str(audit)))
+        self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05, audit=str(audit)))
         things.append(self.serving)
         self.view, self._things = view_of(DATA, self.serving, 3), things
         self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
@@ -145,7 +145,7 @@ class Served:
 
     def regrouped(self, plan: bytes = DATA) -> int:
         generation = wire_generation(self.next)
-        change = msgspec.msgpack.encode(ViewChange(self.next, 7, {}, plan))
+        change = msgspec.msgpack.encode(EpochChange(self.next, 7, {}, plan))
         assert self.switched(0, Header(Kind.PLAN, generation, flags=Flag.ABANDON), change) == ""
         return generation
 
@@ -186,10 +186,10 @@ def says(teller: str, peer: str, state: Any) -> Any:
 
 
 def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
-    state = epoch_change.regrouped(says("s0", "worker 1", elastic()))
+    state = epoch_change.next_view(says("s0", "worker 1", elastic()))
     assert state.places["w1"].dead == "was dropped (by server 0): noise"
     assert members(state) == (2, [0, 2, 3])
-    assert epoch_change.regrouped(says("s0", "worker 1", state)) == state, "said again it changes nothing"
+    assert epoch_change.next_view(says("s0", "worker 1", state)) == state, "said again it changes nothing"
 
 
 def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
@@ -226,7 +226,7 @@ def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> Non
 
 def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
         folders: Folders, opened: list[Any], tmp_path: Path) -> None:
-    serving = Serving("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
+    serving = DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
     opened.append(serving)
     (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).me.name for f in (folders.worker, folders.second)]
     view = msgspec.structs.replace(view_of(DATA, serving), members=(msgspec.structs.replace(mine, certificate=names[0]), *rest))

@@ -22,7 +22,7 @@ from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Heartbeat, Overdue
 from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import Serving, SumServer
+from commlayer.cluster.summation_server import DataServer, SumServer
 from commlayer.engine.connection import Connection
 from commlayer.engine.regroup import Regrouping
 from commlayer.errors import CorruptFrame
@@ -50,8 +50,9 @@ def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: flo
     """Heartbeats one after the other, by token; no step: nothing waits there."""
     for token, step, missing in said:
         state, _ = membership.heartbeat(state, token, now)
-        state = epoch_change.waited(state, token, None if step is None else Overdue(step, missing, 300.0), now, PATIENCE_S)
-    return epoch_change.regrouped(state)
+        state = epoch_change.record_overdue(state, token, None if step is None else Overdue(step, missing, 300.0), now,
+                                            PATIENCE_S)
+    return epoch_change.next_view(state)
 
 
 def gone(state: State) -> list[int]:
@@ -101,18 +102,18 @@ def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
 
 
 def test_who_died_meanwhile_counts_as_gone_and_not_as_left() -> None:
-    state = membership.cut(several(least=3), ["w0"], "its home was switched off")
+    state = membership.evict(several(least=3), ["w0"], "its home was switched off")
     assert gone(hears(state, ("s0", 7, (0, 2)), ("s0", 7, (0, 2)))) == [0]
 
 
 def test_a_server_that_is_gone_holds_nobody_up() -> None:
-    state = membership.cut(hears(several(), ("s1", 6, ())), ["s1"], "killed")
+    state = membership.evict(hears(several(), ("s1", 6, ())), ["s1"], "killed")
     assert 2 in gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,))))
 
 
 def joining(in_force: int = 1) -> State:
     """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
-    state = hears(membership.cut(several(), ["w3"], "killed"))
+    state = hears(membership.evict(several(), ["w3"], "killed"))
     state = epoch_change.admit(state, worker(4, world=4, regroups=True), 0.0).state
     assert members(state) == (3, [0, 1, 2, 4])
     state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", in_force=3))
@@ -213,7 +214,7 @@ def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> 
 
 def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:
     for steps in (1, 4):
-        serving = Serving("127.0.0.1", 0, quick(deadline_s=0.001))
+        serving = DataServer("127.0.0.1", 0, quick(deadline_s=0.001))
         opened.append(serving)
         data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
         serving.start(view_of(data, serving, 3), data, 0)

@@ -39,7 +39,7 @@ def without(state: State, *ranks: int) -> State:
     for token, p in state.places.items():
         if not (p.join.kind == "worker" and p.rank in ranks):
             state, _ = membership.heartbeat(state, token, DEAD_AFTER_S)
-    return epoch_change.regrouped(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
+    return epoch_change.next_view(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
 
 
 def members(state: State) -> tuple[int, list[int]]:
@@ -57,9 +57,9 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert pulse.view is None, "said once"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", parent="stopped"))
     assert pulse.view is None, "its child does not ask"
-    state = epoch_change.regrouped(membership.leave(state, "w3", "an error"))
+    state = epoch_change.next_view(membership.leave(state, "w3", "an error"))
     assert members(state) == (3, [1, 2])
-    state = epoch_change.regrouped(membership.leave(state, "w1", FINISHED, 7))
+    state = epoch_change.next_view(membership.leave(state, "w1", FINISHED, 7))
     assert members(state) == (3, [1, 2]), "one is not enough"
 
 
@@ -71,7 +71,7 @@ def heard(state: State, *tokens: str, now: float) -> State:
 
 def waits(state: State, now: float = 10.0) -> bool:
     """Whether a home that comes is to ask again, where three seconds are silence."""
-    return bool(epoch_change.door(state, now, 3.0, 60.0).wait)
+    return bool(epoch_change.admission(state, now, 3.0, 60.0).retry_reason)
 
 
 def test_a_home_waits_at_a_full_job_while_a_worker_is_silent() -> None:
@@ -88,7 +88,7 @@ def test_a_home_is_let_in_where_one_of_those_who_are_left_is_heard() -> None:
 
 
 def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
-    ends = epoch_change.regrouped(membership.leave(elastic(2, 2), "w1", "an error"))
+    ends = epoch_change.next_view(membership.leave(elastic(2, 2), "w1", "an error"))
     assert (waits(ends), membership.failure(ends)) == (True, "")
     over = membership.leave(ends, "w0", FINISHED)
     assert (waits(over), membership.failure(over)) == (True, "worker 1: left the job: an error")
@@ -101,7 +101,7 @@ def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_fin
 
 
 def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
-    state = epoch_change.regrouped(membership.leave(elastic(), "w3", FINISHED, 7))
+    state = epoch_change.next_view(membership.leave(elastic(), "w3", FINISHED, 7))
 
     def told(state: State, token: str, **known: int) -> list[str]:
         return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].left]
@@ -117,17 +117,17 @@ def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_witho
 def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
     state, sizes = elastic(), list[tuple[int, int]]()
     first = state.places["w0"].join
-    state = epoch_change.regrouped(membership.leave(state, "w3", FINISHED, 1))
-    for rank in range(4, 4 + 4 * epoch_change.FORMER):
+    state = epoch_change.next_view(membership.leave(state, "w3", FINISHED, 1))
+    for rank in range(4, 4 + 4 * epoch_change.MAX_FORMER):
         request = worker(rank, token=f"w{rank}", world=0, regroups=True, plan=PLAN, alike=first.alike)
         state, seat = epoch_change.admit(state, request, 1.0)
         assert seat.view is not None, seat.error
-        state = epoch_change.regrouped(membership.leave(state, f"w{rank}", FINISHED, 1))
+        state = epoch_change.next_view(membership.leave(state, f"w{rank}", FINISHED, 1))
         newest = members(state)[0]
         for token in ("w0", "w1", "w2"):
             state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=newest, in_force=newest))
         sizes.append((len(pack(pulse)), len(encode_record(CoordinatorRecord("", "", state)))))
-    assert len(state.places) <= 5 + epoch_change.FORMER
+    assert len(state.places) <= 5 + epoch_change.MAX_FORMER
     half = len(sizes) // 2
     assert sizes[-1][0] == sizes[half][0] < 100
     assert sizes[-1][1] < 1.05 * sizes[half][1]
@@ -137,7 +137,7 @@ def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow(
 
 def test_a_plan_is_kept_once_and_with_no_seat() -> None:
     state = elastic()
-    state = epoch_change.regrouped(membership.leave(state, "w3", FINISHED, 1))
+    state = epoch_change.next_view(membership.leave(state, "w3", FINISHED, 1))
     first = state.places["w0"].join
     state, seat = epoch_change.admit(state, worker(4, world=0, regroups=True, plan=PLAN, alike=first.alike), 1.0)
     assert seat.plan == PLAN
@@ -150,7 +150,7 @@ def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
     state = without(elastic(3, 3), 1)
     assert members(state) == (1, [0, 1, 2])
     state, pulse = membership.heartbeat(state, "w0", 12.0)
-    (gone,) = epoch_change.explained(state, pulse).lost
+    (gone,) = epoch_change.explain_end(state, pulse).lost
     assert gone.peer == "worker 1"
     assert gone.reason.endswith("; 2 workers are left, and fewer than 3 do not go on (min_workers): start all again from the "
                                 "last save")
@@ -161,7 +161,7 @@ def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(st
     state = without(state, 0)
     assert members(state) == (1, [0, 1, 2, 3])
     state, pulse = membership.heartbeat(state, "w1", 12.0)
-    (gone,) = epoch_change.explained(state, pulse).lost
+    (gone,) = epoch_change.explain_end(state, pulse).lost
     assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
 
 
@@ -178,11 +178,11 @@ def newcomer(rank: int, **fields: Any) -> Join:
 
 def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> None:
     state = without(elastic(), 0)
-    assert epoch_change.door(state).there == 3
+    assert epoch_change.admission(state).size == 3
     state, seat = epoch_change.admit(state, newcomer(4), 12.0)
     assert (members(state), seat.view, seat.error) == ((3, [1, 2, 3, 4]), state.view, "")
     assert "has its 4 workers" in epoch_change.admit(state, newcomer(5), 12.0).reply.error
-    state = epoch_change.regrouped(membership.leave(state, "w4", "killed, say"))
+    state = epoch_change.next_view(membership.leave(state, "w4", "killed, say"))
     assert members(state) == (4, [1, 2, 3])
 
 
@@ -190,7 +190,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
     (elastic(least=0), msgspec.structs.replace(newcomer(4), regroups=False), "a running job takes no new members"),
-    (elastic(unable=3), newcomer(4), "since worker 3 cannot change with others"),
+    (elastic(unable=3), newcomer(4), "worker 3 cannot continue without others"),
     (ended(), newcomer(4), "the job is over"),
     (without(elastic(), 0), newcomer(0), "takes in homes alone"),
     (without(elastic(), 0), newcomer(4, job="another"), "trains another model than worker"),

@@ -13,7 +13,7 @@ from bench.chaos.simulated_agreement import Agreement
 from bench.chaos.simulated_member import Member
 from commlayer.cluster import epoch_change
 from commlayer.cluster.membership import State
-from commlayer.cluster.summation import Cell
+from commlayer.cluster.summation import BucketSum
 from commlayer.engine import agreement
 from commlayer.engine.agreement import Found, Standing, Word
 from commlayer.records import View
@@ -33,7 +33,7 @@ def test_those_who_are_left_go_on_alike_whoever_dies_when() -> None:
     assert {"rounds whole", "rounds all here", "rounds apart", "rounds broken off", "goings over broken off"} <= counts.keys()
 
 
-FOUND, REGROUPED = agreement.found, epoch_change.regrouped
+FOUND, REGROUPED = agreement.found, epoch_change.next_view
 
 
 def from_ones_own_step(standing: Standing, view: View, step: int, words: list[Word], *said: Any) -> tuple[Standing, Found]:
@@ -62,9 +62,9 @@ def deaf(member: Member) -> None:
     (agreement, "found", at_once, "have the step whole that was abandoned here", 180),
     (agreement, "told_by", lambda *_: [], "server 0 drops", 0),
     (agreement, "missed", lambda *_: False, "further", 0),
-    (Cell, "end", lambda *_: None, "paid", 0),
-    (epoch_change, "regrouped", too_few, "are the least", 0),
-    (epoch_change, "regrouped", lambda state: state, "are left", 0),
+    (BucketSum, "end", lambda *_: None, "paid", 0),
+    (epoch_change, "next_view", too_few, "are the least", 0),
+    (epoch_change, "next_view", lambda state: state, "are left", 0),
     (Member, "_follows", deaf, "further", 236),
 ])
 def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str, seed: int,

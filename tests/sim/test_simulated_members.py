@@ -27,7 +27,7 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
-REGROUPED, TICK, BEAT, PACKED = epoch_change.regrouped, membership.tick, membership.heartbeat, coordinator_journal.encode_record
+REGROUPED, TICK, BEAT, PACKED = epoch_change.next_view, membership.tick, membership.heartbeat, coordinator_journal.encode_record
 
 
 def same_number(state: State) -> State:
@@ -49,7 +49,7 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
 
 
 def hasty(state: State, token: str, said: Any, *_: float) -> State:
-    return state if said is None else membership.cut(state, [t for t, p in state.places.items() if p.rank == 0], "it hangs")
+    return state if said is None else membership.evict(state, [t for t, p in state.places.items() if p.rank == 0], "it hangs")
 
 
 def mute(state: State, *asked: Any) -> Any:
@@ -63,11 +63,11 @@ def too_few(state: State) -> State:
 
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
-    (epoch_change, "regrouped", same_number, "has not heard of view"),
+    (epoch_change, "next_view", same_number, "has not heard of view"),
     (coordinator_journal, "encode_record", forgetful, "has not heard of view"),
-    (epoch_change, "regrouped", too_few, "are the least"),
+    (epoch_change, "next_view", too_few, "are the least"),
     (membership, "tick", impatient, "and is dead"),
-    (epoch_change, "waited", hasty, "has not hung, and is dead"),
+    (epoch_change, "record_overdue", hasty, "has not hung, and is dead"),
     (membership, "heartbeat", mute, "has not heard of view"),
     (coordinator_journal, "journaled_part", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),

@@ -14,7 +14,7 @@ from commlayer.transport.endpoint import Address, Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.reconnect import Resumed, Waits
+from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 from support.meshes import soon
 
 UP, DOWN = 0, 1
@@ -120,7 +120,7 @@ class Breakable:
         self._targets: dict[int, Address] = {}
         self.cutters: dict[tuple[int, int], Cutter] = {}
         self.servers: dict[int, StreamTransport] = {}
-        self.workers: dict[int, Resumed] = {}
+        self.workers: dict[int, ReconnectingTransport] = {}
 
     def transport(self, rank: int) -> Any:
         settings = Settings(resume=True, keys=self._keys.get(rank), refused=lambda *_: None)
@@ -129,7 +129,8 @@ class Breakable:
             self._targets[rank] = made.listen()
             return made
         carrier = StreamTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
-        resumed = self.workers[rank] = Resumed(carrier, carrier, Waits(self._window_s), carrier.pool.give)
+        resumed = self.workers[rank] = ReconnectingTransport(carrier, carrier, ReconnectPolicy(self._window_s),
+                                                             carrier.pool.give)
         for server, target in self._targets.items():
             cutter = self.cutters[rank, server] = Cutter(
                 target, self._cuts.get(rank, []) if server == SERVER_BASE else [], self._host)

@@ -101,9 +101,9 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
         ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
         tell(held=True)
     if how.startswith("embed"):
-        from commlayer.cluster.child_processes import Embedded
+        from commlayer.cluster.child_processes import EmbeddedServer
 
-        embedded = Embedded.start(config, workers=1, servers=0, number=None).pid
+        embedded = EmbeddedServer.start(config, workers=1, servers=0, number=None).pid
         # A DataLoader worker: it holds the pipes of its trainer open and may outlive it.
         forked = os.fork() if how == "embed_and_fork" else -1
         if forked == 0:

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from commlayer.cluster import authority
-from commlayer.transport.key_folder import Certified, certified
+from commlayer.transport.key_folder import PeerCertificate, certificate_of
 
 DAY = datetime.timedelta(days=1)
 
@@ -59,11 +59,11 @@ class Bare:
 
     def __init__(self, trust: Path, folder: Path | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
         self.trust, self.folder, self._newest = trust, folder, newest
-        self.me = Certified("nobody", 0, b"")
+        self.me = PeerCertificate("nobody", 0, b"")
         if folder is not None:
             mine = x509.load_pem_x509_certificate((folder / "node.pem").read_bytes())
             name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
-            self.me = certified(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+            self.me = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
 
     def revoked(self) -> frozenset[int]:
         return frozenset()

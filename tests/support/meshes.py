@@ -18,7 +18,7 @@ import pytest
 
 from commlayer.cluster import uplink
 from commlayer.cluster.client import fingerprint, tls_credentials
-from commlayer.cluster.grpc_server import GrpcPort, stream_port
+from commlayer.cluster.grpc_server import GrpcPort, open_stream_port
 from commlayer.transport import framing, grpc_stream, handshake, tls
 from commlayer.transport.crc import crc32c
 from commlayer.transport.endpoint import Address, Settings, StreamTransport
@@ -81,11 +81,11 @@ class GrpcEnd(StreamTransport):
         self._ports: list[GrpcPort] = []
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        self._ports.append(stream_port(self._settings.keys, host, port, self.take, self._settings.refused))
+        self._ports.append(open_stream_port(self._settings.keys, host, port, self.take, self._settings.refused))
         return host, self._ports[-1].number
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        uplink.over_grpc(self, peer, address, self._settings.keys, deadline)
+        uplink.dial_grpc(self, peer, address, self._settings.keys, deadline)
 
     def close(self, flush_s: float | None = None) -> None:
         super().close(flush_s)
@@ -110,7 +110,7 @@ class Wire(NamedTuple):
             where = f"{address[0]}:{address[1]}"
             opened = functools.partial(grpc_stream.open_channel, where, grpc_stream.OPTIONS, tls_credentials(mine),
                                        on_loop=True)
-            return grpc_stream.dialled(opened, *address, soon(), fingerprint(mine))
+            return grpc_stream.dial(opened, *address, soon(), fingerprint(mine))
         sock = socket.create_connection(address, PATIENCE_S)
         if mine is None:
             return sock
@@ -193,7 +193,7 @@ def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIR
              peer: int = 0x8000) -> ByteChannel:
     """A channel that has been greeted as that worker and may now send what it likes."""
     channel = wire.raw(address)
-    handshake.greet(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
+    handshake.dial_handshake(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
     channel.settimeout(PATIENCE_S)
     return channel
 

@@ -161,7 +161,7 @@ class Servers:
 
     def __init__(self, workers: int, servers: int = 1, **fields: Any) -> None:
         from commlayer.cluster.coordinator import Coordinator
-        from commlayer.cluster.summation_server import Serving
+        from commlayer.cluster.summation_server import DataServer
         from commlayer.config import read_config
 
         self._config = read_config(quick(**fields), environ={}, cwd="/nonexistent")
@@ -169,7 +169,7 @@ class Servers:
         self._failures: list[BaseException] = []
         self._coordinator = Coordinator(self._config, workers=workers, servers=servers, ended=self._ended)
         self.address = self._coordinator.address
-        self.serving = [Serving(self._config.bind, 0, self._config) for _ in range(servers)]
+        self.serving = [DataServer(self._config.bind, 0, self._config) for _ in range(servers)]
         self._threads = [threading.Thread(target=self._serve, args=(s,), daemon=True) for s in self.serving]
         for thread in self._threads:
             thread.start()

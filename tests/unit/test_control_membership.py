@@ -159,9 +159,9 @@ def test_silence_before_the_view_frees_the_seat() -> None:
 
 def test_a_process_that_was_stopped_has_not_heard_anybody_meanwhile() -> None:
     state, _ = after(State(3, 0), worker(0, world=3))
-    assert membership.stood_still_s(state, 100.0) == 0.0
+    assert membership.own_pause_s(state, 100.0) == 0.0
     state = membership.tick(state, 1.0, DEAD_AFTER_S)
-    assert [membership.stood_still_s(state, now) for now in (1.3, 41.0)] == [0.0, 40.0]
+    assert [membership.own_pause_s(state, now) for now in (1.3, 41.0)] == [0.0, 40.0]
 
 
 def test_giving_up_before_the_view_frees_the_seat() -> None:

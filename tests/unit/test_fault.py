@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from commlayer.cluster.process_groups import GROUP
+from commlayer.cluster.process_groups import ANY_PEER
 from commlayer.engine.fault import FaultVerdict
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 
@@ -20,7 +20,7 @@ LINK: Any = object()
 @pytest.mark.parametrize(("met", "told", "named"), [
     (MET, TOLD, MET), (MET, DEAD, DEAD), (TOLD, TOLD, TOLD),
     (MET, PeerLost("left the job: ValueError: no room", peer="worker 2"), None),
-    (DeadlineExceeded("no answer", peer="worker 3"), TOLD, TOLD), (CommError("timed out", peer=GROUP), TOLD, TOLD),
+    (DeadlineExceeded("no answer", peer="worker 3"), TOLD, TOLD), (CommError("timed out", peer=ANY_PEER), TOLD, TOLD),
     (CommError("the session is closed"), TOLD, TOLD), (ValueError("a mistake"), TOLD, None)])
 def test_the_first_cause_is_named(met: Exception, told: CommError, named: CommError | None) -> None:
     verdict = FaultVerdict()

@@ -14,7 +14,7 @@ import torch
 
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.server_journal import About, Entry, Folder, Journal, ServerJournal
+from commlayer.cluster.server_journal import Journal, JournalEntry, JournalFolder, ServerIdentity, ServerJournal
 from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of, seed
 from commlayer.errors import CorruptFrame, RecordError
@@ -32,12 +32,12 @@ CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "random
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Any:
-    made = Folder(str(tmp_path / "journal"))
+    made = JournalFolder(str(tmp_path / "journal"))
     yield made
     made.close()
 
 
-def written(folder: Folder, entries: list[tuple[int, bytes, bytes]]) -> None:
+def written(folder: JournalFolder, entries: list[tuple[int, bytes, bytes]]) -> None:
     journal = Journal(folder, b"about", {1: 100, 2: 50})
     for entry in entries:
         journal.write(*entry)
@@ -45,21 +45,21 @@ def written(folder: Folder, entries: list[tuple[int, bytes, bytes]]) -> None:
     journal.close()
 
 
-def test_the_last_entry_of_each_place_is_found(folder: Folder) -> None:
+def test_the_last_entry_of_each_place_is_found(folder: JournalFolder) -> None:
     assert folder.find() is None
     written(folder, [(1, b"a", b"one"), (2, b"", b""), (1, b"b", b"two"), (1, b"c", b"x" * 99)])
     found = folder.find()
     assert found is not None
     assert (found.about, found.places) == (b"about", (1, 2))
-    assert found.entries == {1: Entry(b"c", b"x" * 99), 2: Entry(b"", b"")}
+    assert found.entries == {1: JournalEntry(b"c", b"x" * 99), 2: JournalEntry(b"", b"")}
     folder.forget()
     assert folder.find() is None
 
 
-def test_every_torn_byte_leaves_the_entry_before_or_none(folder: Folder) -> None:
+def test_every_torn_byte_leaves_the_entry_before_or_none(folder: JournalFolder) -> None:
     written(folder, [(1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s")])
     whole = folder.file.read_bytes()
-    allowed = [Entry(b"new", b"later"), Entry(b"old", b"state")]
+    allowed = [JournalEntry(b"new", b"later"), JournalEntry(b"old", b"state")]
     seen = set()
     for at in range(len(whole)):
         broken = bytearray(whole)
@@ -73,7 +73,7 @@ def test_every_torn_byte_leaves_the_entry_before_or_none(folder: Folder) -> None
         assert found is not None
         assert found.entries[1] in allowed
         seen.add(found.entries[1].words.decode())
-        assert found.entries.get(2) in (None, Entry(b"w", b"s"))
+        assert found.entries.get(2) in (None, JournalEntry(b"w", b"s"))
     assert seen == {"nothing", "new", "old"}
     for cut in range(0, len(whole), 7):
         folder.file.write_bytes(whole[:cut])
@@ -81,29 +81,29 @@ def test_every_torn_byte_leaves_the_entry_before_or_none(folder: Folder) -> None
             folder.find()
 
 
-def test_a_journal_that_was_not_finished_is_not_found(folder: Folder) -> None:
+def test_a_journal_that_was_not_finished_is_not_found(folder: JournalFolder) -> None:
     written(folder, [(1, b"first", b"")])
     unfinished = Journal(folder, b"another", {1: 10})
     unfinished.write(1, b"second", b"")
     found = folder.find()
     assert found is not None
-    assert found.entries == {1: Entry(b"first", b"")}
+    assert found.entries == {1: JournalEntry(b"first", b"")}
     unfinished.close()
     assert [path.name for path in sorted(folder.path.iterdir())] == ["lock", "server.journal"]
 
 
-def test_a_folder_has_one_server(folder: Folder) -> None:
+def test_a_folder_has_one_server(folder: JournalFolder) -> None:
     with pytest.raises(ValueError, match=f"{folder.path} .*another server.*E-JOURNAL-IN-USE"):
-        Folder(str(folder.path))
+        JournalFolder(str(folder.path))
 
 
 def test_a_folder_that_cannot_be_made_is_one_line() -> None:
-    for make in (Folder, CoordinatorJournal):
+    for make in (JournalFolder, CoordinatorJournal):
         with pytest.raises(ValueError, match=r"/proc/j .*No such file or directory.*E-JOURNAL\]"):
             make("/proc/j")
 
 
-def test_a_folder_has_one_coordinator_beside_one_server(folder: Folder) -> None:
+def test_a_folder_has_one_coordinator_beside_one_server(folder: JournalFolder) -> None:
     CoordinatorJournal(str(folder.path))
     with pytest.raises(ValueError, match=f"{folder.path} .*another coordinator.*E-JOURNAL-IN-USE"):
         CoordinatorJournal(str(folder.path))
@@ -238,9 +238,9 @@ def files_up_to(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def about() -> About:
+def about() -> ServerIdentity:
     view = View(1, (MemberRecord(0, 0, "host"),), (ServerInfo(0, "127.0.0.1:7001"),), "digest")
-    return About("a token", 0, "127.0.0.1:7001", view, b"plan", 1)
+    return ServerIdentity("a token", 0, "127.0.0.1:7001", view, b"plan", 1)
 
 
 @pytest.mark.parametrize("required", [False, True])
@@ -268,7 +268,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
 def test_one_follows_another_and_the_last_is_found_by_who_comes_next(tmp_path: Path) -> None:
     for over in (False, True):
         journal = ServerJournal(str(tmp_path), required=False)
-        assert journal.entries == ({} if not over else {0: Entry(b"3", b"state")})
+        assert journal.entries == ({} if not over else {0: JournalEntry(b"3", b"state")})
         for generation in range(1, 4):
             keep = journal.begin(about(), {0: 1000})
             assert keep is not None

@@ -47,7 +47,7 @@ class Broken(Doubles):
 def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
     hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("commlayer.cluster.summation_server.FAREWELL_S", 0.0)
+    monkeypatch.setattr("commlayer.cluster.summation_server.FAILURE_NOTICE_S", 0.0)
     members = served(hub, Broken())
     waiting = [m.recv(SERVER_BASE, key(push(0, 0.0).header._replace(kind=Kind.RESULT))) for m in members]
     for m, transport in enumerate(members):

@@ -7,15 +7,23 @@ import socket
 import pytest
 
 from commlayer.transport import flow_control
-from commlayer.transport.flow_control import LEAST_NBYTES, MOST_NBYTES, PART_S, PATIENCE, WINDOWS, Credit, Seen
+from commlayer.transport.flow_control import (
+    MAX_PART_NBYTES,
+    MIN_PART_NBYTES,
+    PART_S,
+    SETTLE_READINGS,
+    WINDOWS,
+    Credit,
+    LinkSample,
+)
 
 MEGABIT = 1e6 / 8
 
 
 def settled(rate: float, round_trip_s: float) -> Credit:
     made = Credit()
-    for i in range(1 + PATIENCE):
-        made.see(float(i), Seen(rate, round_trip_s))
+    for i in range(1 + SETTLE_READINGS):
+        made.see(float(i), LinkSample(rate, round_trip_s))
     return made
 
 
@@ -23,10 +31,10 @@ def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() ->
     made = Credit()
     assert made.wait_s(1 << 30) == 0.0
     for i in range(10):
-        made.see(float(i), Seen(MEGABIT * 2**i, 0.03))
+        made.see(float(i), LinkSample(MEGABIT * 2**i, 0.03))
         assert made.wait_s(1 << 30) == 0.0
-    for i in range(PATIENCE):
-        made.see(10.0 + i, Seen(MEGABIT * 2**9, 0.03))
+    for i in range(SETTLE_READINGS):
+        made.see(10.0 + i, LinkSample(MEGABIT * 2**9, 0.03))
     assert made.wait_s(1 << 30) > 0.0
 
 
@@ -35,7 +43,7 @@ def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() ->
 def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
     made = settled(rate, round_trip_s)
     holds = rate * round_trip_s
-    queue = max(flow_control.QUEUE_S * rate, holds / 3, 2 * LEAST_NBYTES)
+    queue = max(flow_control.QUEUE_S * rate, holds / 3, 2 * MIN_PART_NBYTES)
     assert holds < made.nbytes <= holds + queue + 1
     assert made.wait_s(int(made.nbytes)) == 0.0
     assert made.wait_s(int(made.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
@@ -45,16 +53,17 @@ def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_t
 def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it_does(round_trip_s: float) -> None:
     rate, made = 100 * MEGABIT, Credit()
     assert made.nbytes_s == 0.0
-    for i in range(1 + PATIENCE):
+    for i in range(1 + SETTLE_READINGS):
         assert made.nbytes_s == 0.0
-        made.see(float(i), Seen(rate, round_trip_s))
+        made.see(float(i), LinkSample(rate, round_trip_s))
     assert made.nbytes_s == pytest.approx(made.nbytes / round_trip_s)
     assert made.nbytes_s > 1.25 * rate, "room to find that the link has become faster"
-    made.see(10.0, Seen(2 * rate, round_trip_s))
+    made.see(10.0, LinkSample(2 * rate, round_trip_s))
     assert made.nbytes_s == 0.0, "a rate that grows has no limit"
 
 
-@pytest.mark.parametrize(("mbps", "nbytes"), [(1, LEAST_NBYTES), (10, LEAST_NBYTES), (100, 50_000), (100_000, MOST_NBYTES)])
+@pytest.mark.parametrize(("mbps", "nbytes"), [(1, MIN_PART_NBYTES), (10, MIN_PART_NBYTES), (100, 50_000),
+                                              (100_000, MAX_PART_NBYTES)])
 def test_a_part_is_some_milliseconds_of_the_link(mbps: float, nbytes: int) -> None:
     assert settled(mbps * MEGABIT, 0.03).part_nbytes == nbytes
     assert PART_S * 100 * MEGABIT == 50_000
@@ -68,7 +77,7 @@ def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, st
     made = settled(start * link, round_trip_s)
     for i in range(60):
         rate = min(link, made.nbytes / round_trip_s) if made.settled else link
-        made.see(10.0 + i, Seen(rate, round_trip_s))
+        made.see(10.0 + i, LinkSample(rate, round_trip_s))
     assert made.nbytes >= link * round_trip_s
 
 
@@ -76,7 +85,7 @@ def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
     made = settled(100 * MEGABIT, 0.03)
     before = made.nbytes
     for i in range(WINDOWS):
-        made.see(10.0 + i, Seen(10 * MEGABIT, 0.03))
+        made.see(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
     assert made.nbytes == pytest.approx(before / 10, rel=0.01)
 
 
@@ -94,7 +103,7 @@ def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_
         made.wait_s(0)  # and nothing is under way any more
     longest = made.nbytes
     assert longest > 2 * short
-    assert longest == pytest.approx(rate * (round_trip_s + flow_control.MOST_QUEUE_S), rel=0.01)
+    assert longest == pytest.approx(rate * (round_trip_s + flow_control.MAX_QUEUE_S), rel=0.01)
     for _ in range(5):
         made.wait_s(0)  # it fills the link again: that counts once
     assert made.nbytes == longest
@@ -113,7 +122,7 @@ def test_what_the_kernel_says() -> None:
                 left = 10_000
                 while left:
                     left -= len(theirs.recv(left))
-            seen = flow_control.look(ours)
+            seen = flow_control.sample_link(ours)
             flow_control.bound_unsent(ours, 1000)
             assert ours.getsockopt(socket.IPPROTO_TCP, flow_control.TCP_NOTSENT_LOWAT) == flow_control.UNSENT_PARTS * 1000
     assert seen.rate > 1e6

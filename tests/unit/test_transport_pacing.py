@@ -99,12 +99,12 @@ def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tu
     pacer.follow(0.0)
     assert cap(a) == UNLIMITED
     pacer.bound(a, 1.0)
-    assert cap(a) == flow_control.LEAST, "0 would stop it"
+    assert cap(a) == flow_control.MIN_RATE, "0 would stop it"
 
 
 def test_a_connection_whose_credit_has_settled_is_bound_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel says of the link is given: 20 ms and a rate that does not grow. The connection is real."""
-    monkeypatch.setattr(flow_control, "look", lambda _: flow_control.Seen(1e8, 0.02))
+    monkeypatch.setattr(flow_control, "sample_link", lambda _: flow_control.LinkSample(1e8, 0.02))
     ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
     try:
         deadline = time.monotonic() + 20.0
@@ -134,8 +134,8 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     (sock, _), (other, _), _ = pairs
     other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     used, pacer = control(sock), Pacer()
-    monkeypatch.setattr(flow_control, "LEFT", (used,) if left else ())
-    monkeypatch.setattr(flow_control, "TAKEN", (b"none of this name", b"reno"))
+    monkeypatch.setattr(flow_control, "BBR", (used,) if left else ())
+    monkeypatch.setattr(flow_control, "INSTEAD_OF_BBR", (b"none of this name", b"reno"))
     pacer.follow(bps)
     for one in (sock, other):
         pacer.sends(one)

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from commlayer.cluster.collectives import Groups
-from commlayer.cluster.process_groups import Pending
+from commlayer.cluster.process_groups import PendingCollective
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.compressors import Codec, identity, parse, wrap
@@ -174,7 +174,7 @@ LEAST_BYTE_S = 1e-12
 """Lower bound of the time per byte, whatever a noisy fit gives."""
 NO_COLLECTIVES = Line(0.0)
 
-Collective = Callable[[torch.Tensor], Pending]
+Collective = Callable[[torch.Tensor], PendingCollective]
 
 
 class Grouped(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.cluster.collectives import Groups
-from commlayer.cluster.process_groups import Pending
+from commlayer.cluster.process_groups import PendingCollective
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.route import Route, fill, take_back
 from commlayer.engine.staging import Staging
@@ -22,7 +22,7 @@ from commlayer.engine.step import Step
 
 class _Issued(NamedTuple):
     bucket: WorkerBucket
-    pending: Pending
+    pending: PendingCollective
     at: float
 
 
@@ -35,7 +35,7 @@ class AllReduce(Route):
         self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
         self._issued: list[_Issued] = []
         self._hosts = groups.hosts if groups is not None and not all(bucket.read_here for bucket in buckets) else None
-        self._weight: tuple[torch.Tensor, Pending] | None = None
+        self._weight: tuple[torch.Tensor, PendingCollective] | None = None
         self._left = 0
 
     def begin(self, bucket: WorkerBucket) -> None:

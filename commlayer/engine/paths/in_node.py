@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from commlayer.cluster.collectives import Channel
-from commlayer.cluster.process_groups import Pending
+from commlayer.cluster.process_groups import PendingCollective
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.planner.model.shards import together
 
@@ -37,14 +37,14 @@ class InNode(ABC):
         overwritten."""
 
     @abstractmethod
-    def hand_on(self, channel: Channel) -> Pending:
+    def hand_on(self, channel: Channel) -> PendingCollective:
         """Begins to distribute y and its tail from each owner to all."""
 
     @abstractmethod
     def handed(self) -> None:
         """Puts the results in place, after the wait for them."""
 
-    def tell(self, channel: Channel) -> Pending:
+    def tell(self, channel: Channel) -> PendingCollective:
         """Completes when every owner has its result. Runs on the host."""
         return channel.allreduce(torch.zeros(1))
 
@@ -60,7 +60,7 @@ class Owned(InNode):
     def added(self, deadline: float, failed: Error) -> None:
         self._pending.wait(deadline, failed)
 
-    def hand_on(self, channel: Channel) -> Pending:
+    def hand_on(self, channel: Channel) -> PendingCollective:
         return channel.broadcast(self._bucket.all_y, self._bucket.owner)
 
     def handed(self) -> None:
@@ -100,7 +100,7 @@ class Shards(InNode):
         for row in self._got.view(len(self._sizes) - 1, -1):
             self._own.all += row
 
-    def hand_on(self, channel: Channel) -> Pending:
+    def hand_on(self, channel: Channel) -> PendingCollective:
         self._row[: self._sizes[self._local]] = self._own.all_y
         return channel.allgather(self._rows.view(-1), self._row)
 

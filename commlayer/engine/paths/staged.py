@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from commlayer.cluster.collectives import Channels, Groups
-from commlayer.cluster.process_groups import GROUP, Pending
+from commlayer.cluster.process_groups import ANY_PEER, PendingCollective
 from commlayer.compressors.codec import Codec
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.lanes import Lane
@@ -48,8 +48,8 @@ class Staged(Route):
         self._arrivals = step.arrivals()
         self._begun = 0
         self._in_means = any(bucket.in_means for bucket in buckets)
-        self._tails: tuple[torch.Tensor, Pending] | None = None
-        self._weights: tuple[torch.Tensor, Pending] | None = None
+        self._tails: tuple[torch.Tensor, PendingCollective] | None = None
+        self._weights: tuple[torch.Tensor, PendingCollective] | None = None
 
     def open(self) -> None:
         """Exchanges the total weight first: codecs that code parts of the mean need it before they code."""
@@ -91,7 +91,7 @@ class Staged(Route):
                 if stage + 1 == len(staged.segments):
                     self._staging.settle()
         except CorruptFrame as error:
-            raise error.located(peer=GROUP, bucket=bucket.id) from None
+            raise error.located(peer=ANY_PEER, bucket=bucket.id) from None
         if stage + 1 < len(staged.segments):
             self._put(staged, stage + 1)
         else:
@@ -113,7 +113,7 @@ class Staged(Route):
     def finish(self, deadline: float) -> None:
         if not self._arrivals.wait(deadline):
             late = next(bucket for bucket in self._buckets if not bucket.done)
-            raise DeadlineExceeded("not exchanged before the deadline", peer=GROUP, step=self._step.number, bucket=late.id)
+            raise DeadlineExceeded("not exchanged before the deadline", peer=ANY_PEER, step=self._step.number, bucket=late.id)
         if self._step.error is not None or self._tails is None:
             return
         tails, pending = self._tails

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlayer.cluster.collectives import Channel, Channels
-from commlayer.cluster.process_groups import Pending
+from commlayer.cluster.process_groups import PendingCollective
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Cut, State, accumulator
 from commlayer.compressors.feedback import cut_of
@@ -60,7 +60,7 @@ class _Coder(NamedTuple):
 class _Under(NamedTuple):
     """A collective in flight, and the function that handles its result."""
 
-    pending: Pending
+    pending: PendingCollective
     then: Callable[[], None]
 
 
@@ -305,8 +305,8 @@ class StagedBucket:
         self._payloads = payloads
 
 
-class _All(Pending):
-    def __init__(self, works: Sequence[Pending]) -> None:
+class _All(PendingCollective):
+    def __init__(self, works: Sequence[PendingCollective]) -> None:
         self._works = works
 
     def over(self, deadline: float, failed: Error = lambda: None) -> None:

@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from commlayer.cluster import uplink
-from commlayer.cluster.grpc_server import stream_port
+from commlayer.cluster.grpc_server import open_stream_port
 from commlayer.errors import CommError
-from commlayer.transport.endpoint import StreamTransport, note_refusal
+from commlayer.transport.endpoint import StreamTransport, log_refusal
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header, Kind, key
 
@@ -32,13 +32,13 @@ def mesh(rank: int, n: int) -> StreamTransport:
     """The higher rank dials, as trainers do: rank 0 over gRPC, others over TCP. A rank may be dialled before it has all
     addresses: it listens from the first moment."""
     transport = StreamTransport(Hello("processes", rank))
-    streams = stream_port(None, "127.0.0.1", 0, transport.take, note_refusal)
+    streams = open_stream_port(None, "127.0.0.1", 0, transport.take, log_refusal)
     say(address=("127.0.0.1", streams.number) if rank == 0 else transport.listen())
     addresses = json.loads(sys.stdin.readline())
     for peer in range(rank):
         address, deadline = tuple(addresses[peer]), time.monotonic() + 30
         if peer == 0:
-            uplink.over_grpc(transport, peer, address, None, deadline)
+            uplink.dial_grpc(transport, peer, address, None, deadline)
         else:
             transport.dial(peer, address, deadline)
         transport.send(peer, data(rank, bucket=1))
