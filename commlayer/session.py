@@ -82,7 +82,8 @@ class Session:
 
         A rank that leaves the loop takes part in the other ranks' steps until all ranks have left. Its gradients have weight 0,
         so an average covers the ranks that still have batches. At the end all ranks have the weights, buffers, optimizer state
-        and GradScaler state of a rank that had the last batch. Residuals of error feedback stay on their ranks.
+        and GradScaler state of a rank that had the last batch. Give a GradScaler to attach(), and step the optimizer inside:
+        averages of the last step that no optimizer applied count as discarded. Residuals of error feedback stay on their ranks.
 
         The plan does not change while a rank is out of batches. With overlap="forward", backward() waits for results inside.
         Schedulers are not copied: step them after the context. An exception inside ends the session, and the other ranks fail
@@ -182,6 +183,11 @@ class Session:
         range(session.step, steps)`.
         """
         return self._driver.connection.passes
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank joined a running job, and received weights and optimizer state from its workers."""
+        return self._driver.connection.joined is not None
 
     @property
     def rank(self) -> int:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,19 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     os.replace(unfinished, CHECKPOINT)  # a crash leaves the old file intact
 
 
+def read(content: bytes) -> dict[str, Any]:
+    saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if missing := {"model", "optimizer", "step"} - saved.keys():
+        sys.exit(f"{CHECKPOINT} has no {sorted(missing)[0]!r}: it is of another script; move it away to start from step 0")
+    return saved
+
+
 def farthest(rank: int, world: int, device: torch.device) -> bytes:
     """The checkpoint of the highest step, from the home that has it. Rank 0 came first, and may have an older one."""
     own = CHECKPOINT.read_bytes() if CHECKPOINT.exists() else b""
     if world == 1:
         return own
-    step = torch.load(io.BytesIO(own), map_location="cpu", weights_only=True)["step"] if own else 0
+    step = read(own)["step"] if own else 0
     checkpoints = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(checkpoints, torch.tensor([step, len(own)], device=device))
     best = max(range(world), key=lambda place: int(checkpoints[place][0]))
@@ -73,8 +81,8 @@ def main(epochs: int) -> None:
     optimizer.param_groups[0]["before"] = 0  # steps of earlier runs; joining homes receive it with the optimizer's state
     samples = data()
     with commlayer.attach(model, optimizer) as session:  # commlayer
-        if not session.step and (content := farthest(session.rank, session.world, device)):  # a joining home receives all
-            saved = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        if not session.joined and (content := farthest(session.rank, session.world, device)):  # a joining home receives all
+            saved = read(content)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             optimizer.param_groups[0]["before"] = saved["step"]

@@ -97,6 +97,11 @@ class AverageUse:
         for number in [n for n in self._open if self._gone(n)]:
             self._report(number)
 
+    def discard(self) -> None:
+        """Averages that no optimizer has applied yet count as discarded: this rank has no further pass of its own."""
+        for number in [*self._open]:
+            self._report(number)
+
     def end(self) -> None:
         """The pass has ended and its gradients are about to be exchanged. Tensors without a gradient in this pass are checked
         now."""

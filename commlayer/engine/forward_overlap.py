@@ -407,9 +407,8 @@ class ForwardOverlap:
         if self._later and self._out is not None and error is not self._error:
             self._error = error
             done, total = len(self._stepped), len(self._stepped) + len(self._later)
-            note = (f"; in step {self._out.step} {done} of {total} parameters have had their updates, so weights are of no one "
-                    "step: go on from what was saved")
-            error.what += note
+            error.what += (f"; step {self._out.step} updated {done} of {total} parameters: resume from a checkpoint" if done
+                           else f"; step {self._out.step} updated no parameter")
 
     def detach(self) -> None:
         """Removes the hooks. The step in flight can still be completed."""

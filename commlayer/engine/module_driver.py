@@ -140,6 +140,7 @@ class ModuleDriver:
             yield
             if self._hooks is not None:
                 self._hooks.end_broken()
+            self._loop.discard()
             self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
         except BaseException as error:
             self.connection.close(cause_of(error))

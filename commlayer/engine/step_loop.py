@@ -187,6 +187,11 @@ class StepLoop:
     def _all_active(self) -> bool:
         return self._uneven is None or self._uneven.all_active()
 
+    def discard(self) -> None:
+        """This rank has run out of batches: averages of its last step that are not applied count as discarded."""
+        if self._use is not None:
+            self._use.discard()
+
     def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
         """Takes part, with weight 0, in a step of the ranks that still have batches. This rank keeps its gradients."""
         self.worker.stopwatch.drop()

@@ -74,6 +74,8 @@ class Tracer:
         self._first = warm
         """Steps before it begins to record, at least."""
         self._steps: list[RecordedStep] = []
+        self._latest: RecordedStep | None = None
+        """The last recorded step. Only steps in which all ranks have a batch are kept (uneven_inputs.py)."""
         self._recording: Worker | None = None
         self._plan: Plan | None = None
         observers.add(Observer(Place.TRACE, self, self._after_step))
@@ -104,19 +106,26 @@ class Tracer:
         elif self._connection.plan is not self._plan:
             self._plan = self._connection.plan
             self._steps.clear()
-        elif len(self._steps) >= self._wanted:
+            self._latest = None
+        elif self._latest is not None:
+            self._steps.append(self._latest)
+            self._latest = None
+        if len(self._steps) >= self._wanted:
             self.end()
             self._observers.remove(self)
             self._write(self._steps[: self._wanted])
 
     def end(self) -> None:
         if self._recording is not None:
-            self._recording.recorder.unfollow(self._steps.append)
+            self._recording.recorder.unfollow(self._take)
 
     def _begin(self) -> None:
         self._recording, self._plan = self._connection.worker, self._connection.plan
         assert self._recording is not None
-        self._recording.recorder.follow(self._steps.append)
+        self._recording.recorder.follow(self._take)
+
+    def _take(self, step: RecordedStep) -> None:
+        self._latest = step
 
     def _stands(self) -> bool:
         """Whether to trace the current plan. Rank 0 decides; all ranks get the same answer."""

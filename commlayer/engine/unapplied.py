@@ -67,6 +67,19 @@ class Unapplied:
             self._routes.of[bucket.id].undo(bucket)
         return {bucket.id: bucket.undone for bucket in self.buckets if bucket.undone and bucket.served}
 
+    def unapplied(self) -> tuple[int, int]:
+        """The slices of the last averages that are not applied, as bits bucket after bucket, and the number of slices."""
+        self.settle()
+        bits = slices = 0
+        for bucket in self.buckets:
+            bits, slices = bits | bucket.unapplied << slices, slices + bucket.nslices
+        return bits, slices
+
+    def take_over(self, bits: int) -> None:
+        """Sets `unapplied` of the last step as another rank has seen it."""
+        for bucket in self.buckets:
+            bucket.unapplied, bits = bits & bucket.all_slices, bits >> bucket.nslices
+
     def _undo_step(self) -> None:
         """The current step has failed: residuals get back what it sent. If a lane is stuck, possibly inside a codec, its
         residual cannot be corrected."""

@@ -1,12 +1,15 @@
 """session.join(): a rank that runs out of batches takes part in the steps of the others with weight 0, until all have run out.
 
-Before each step, each rank sends whether it has a batch of its own. So no step begins in which no rank has one, and all ranks
-know the steps in which some had none. In these steps observers rest, because they compare weights and times of ranks that train
-alike.
+Before each step, each rank sends a row: whether it has a batch of its own, and which averages of the last step its script did
+not apply. So no step begins in which no rank has a batch, and all ranks know the steps in which some had none. In these steps
+observers rest, because they compare weights and times of ranks that train alike. A rank without batches applies nothing itself:
+it takes over what the others say about the last step, so that residuals and servers treat the step alike on all ranks.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,11 @@ from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import share_optimizer
 from commlayer.errors import CommError, InvalidInput
 from commlayer.observe import Recorder
+
+log = logging.getLogger("commlayer")
+
+BITS = 48
+"""Bits in one number of a row; numbers are float64."""
 
 
 class UnevenInputs:
@@ -49,7 +57,7 @@ class UnevenInputs:
         if connection.worker is not None:
             self._check()
             assert connection.rows is not None
-            self._rows = self._rows or connection.rows.rows("the ranks that still have batches, as session.join() asks")
+            self._rows = self._rows or connection.rows.rows("which ranks still have batches")
         connection.in_join, self._sent, self._active, self._last = True, False, [], []
 
     def _check(self) -> None:
@@ -79,6 +87,10 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() copies the optimizer's state to ranks that run out of batches, and attach() got "
                                "no optimizer; remedy: attach(model, optimizer)")
+        if self._scaler is None and _has_scaler():
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): the script has a GradScaler that attach() was not given, and its scale would "
+                               "differ between ranks; remedy: attach(model, optimizer, scaler=scaler)")
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
             raise InvalidInput("E-UNEVEN-INPUTS",
@@ -94,7 +106,7 @@ class UnevenInputs:
 
     def send(self) -> None:
         """Before a step's first gradient."""
-        self._tell(active=True)
+        self._send(active=True)
 
     def passed(self) -> None:
         """The step has ended, or was broken off."""
@@ -107,12 +119,14 @@ class UnevenInputs:
         self._read(self._rows)
         return all(self._active)
 
-    def _tell(self, *, active: bool) -> None:
-        if self._connection.in_join and self._rows is not None and not self._sent:
+    def _send(self, *, active: bool) -> None:
+        worker = self._connection.worker
+        if self._connection.in_join and self._rows is not None and worker is not None and not self._sent:
             self._read(self._rows)  # rows of a step that was broken off
             self._sent = True
+            bits, slices = worker.unapplied()
             try:
-                self._rows.start(float(active))
+                self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
             except CommError as error:
                 self._connection.broke(error)
 
@@ -122,12 +136,15 @@ class UnevenInputs:
             return
         assert self._connection.groups is not None
         try:
-            with self._connection.groups.waits("exchange of session.join()"):
-                flags = rows.read(self._deadline_s, worker.now.failed)
+            flags = rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
             self._connection.broke(error)
             return
-        self._active = [bool(row[0]) for row in flags]
+        before, self._active = self._active, [bool(row[0]) for row in flags]
+        if before and not self._active[rank := self._connection.rank] and (any(self._active) or not all(before)):
+            source = (self._active if any(self._active) else before).index(True)
+            if source != rank:
+                worker.take_over(sum(int(part) << BITS * n for n, part in enumerate(flags[source][1:])))
         self._last = self._active if any(self._active) else self._last
 
     # ---- this rank has no more batches
@@ -137,6 +154,7 @@ class UnevenInputs:
         again."""
         worker, rows = self._connection.worker, self._rows
         if worker is not None and rows is not None:
+            log.info("no more batches here: this rank takes part in the others' steps with weight 0")
             units, recorder = worker.units, worker.recorder
             weight, total, given = units.weight, units.total, units.told
             worker.weigh(0.0, None)
@@ -150,14 +168,15 @@ class UnevenInputs:
                 self._copy(self._last.index(True))
 
     def _any_active(self, rows: Rows) -> bool:
-        self._tell(active=False)
+        self._send(active=False)
         self._read(rows)
         if not any(self._active):
             self._sent = False
         return any(self._active)
 
     def _copy(self, source: int) -> None:
-        """All ranks take weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch."""
+        """All ranks take weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch. It
+        costs a broadcast of all of them: under AdamW, three times the size of the model, once per session.join()."""
         groups = self._connection.groups
         assert groups is not None
         state = {} if self._scaler is None else self._scaler.state_dict()
@@ -172,3 +191,11 @@ class UnevenInputs:
             self._scaler.load_state_dict(state)
         for drift in self._observers.at(Place.PARAMETER_DRIFT):
             drift.loaded()  # compares everything before the next step
+
+
+def _has_scaler() -> bool:
+    """Whether the script has an enabled GradScaler. Looks at all objects, which takes some 50 ms."""
+    def some() -> bool:
+        return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
+
+    return some() and (gc.collect() >= 0 and some())  # one that nothing refers to does not count

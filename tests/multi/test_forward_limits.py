@@ -372,8 +372,8 @@ def test_a_peer_that_dies_with_results_to_come_is_named_and_what_was_applied_is_
     assert held == 1
     for line in said:
         assert line.startswith("PeerLost: worker 1: ")
-        assert re.search(r"; in step 3 10 of 11 parameters .*\[E-PEER-LOST\]$", line)
-        assert line.count("in step 3") == 1
+        assert re.search(r"; step 3 updated 10 of 11 parameters.*\[E-PEER-LOST\]$", line)
+        assert line.count("step 3 updated") == 1
     assert after == ["Parameter", "nothing"]
 
 

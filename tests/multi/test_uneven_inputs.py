@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.errors import StepAbandoned
+from commlayer.observe import read_comparison
 
 WORLD = 3
 BATCHES = ((5, 8, 5), (0, 2, 8), (4, 4, 1))
@@ -113,7 +115,7 @@ def test_averages_are_over_the_ranks_that_have_batches_and_all_end_equal(how: st
         results = pool(WORLD).call(train, how, kind, plan, weighed, servers.address)
     steps = [sum(map(max, BATCHES[: n + 1])) for n in range(len(BATCHES))]
     exact = plan == "identity()" or how == "allreduce"
-    wanted = by_hand(kind, weighed)
+    wanted, start = by_hand(kind, weighed), {name: p.detach() for name, p in model_of(0).named_parameters()}
     for result in results:
         assert result["passes"] == steps
         assert not [line for line in result["said"] if "differ" in line or "drifted" in line]
@@ -125,6 +127,99 @@ def test_averages_are_over_the_ranks_that_have_batches_and_all_end_equal(how: st
                 assert bool(value.isfinite().all())
                 if exact:
                     torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+                elif plan == "int4()" and name.endswith("weight"):
+                    moved = expected[name] - start[name]
+                    assert float((value - expected[name]).norm()) < 0.1 * float(moved.norm()), name
+
+
+# ---- nothing is lost
+
+
+DRAIN_STEPS = 40
+SKIPPED: dict[str, set[int]] = {"none": set(), "every third": {1, 4, 7}, "the last": {max(BATCHES[0]) - 1}}
+"""Steps whose averages the script throws away."""
+
+
+def slope(rank: int, step: int, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def train_slopes(rank: int, plan: str, skipped: str, address: str) -> list[torch.Tensor]:
+    """A loss whose gradients do not depend on the weights; then steps with zero gradients, in which residuals are sent."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 7))
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    chosen = commlayer.compressors.parse(plan)
+    with commlayer.attach(model, optimizer, plan=chosen, config=quick(join=address, deadline_s=FAR_S)) as session:
+        with session.join():
+            for step in range(BATCHES[0][rank]):
+                optimizer.zero_grad()
+                sum((p * slope(rank, step, p.shape)).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+                if step not in SKIPPED[skipped]:
+                    optimizer.step()
+        for _ in range(DRAIN_STEPS):
+            optimizer.zero_grad()
+            sum((p * 0.0).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        session.drain()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("skipped", [*SKIPPED])
+@pytest.mark.parametrize("plan", ["topk(ratio=0.3)", "error_feedback(int4())"])
+def test_what_was_applied_and_residuals_are_what_was_put_in(plan: str, skipped: str) -> None:
+    with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
+        results = pool(WORLD).call(train_slopes, plan, skipped, servers.address)
+    for number, shape in enumerate(p.shape for p in nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 7)).parameters()):
+        wanted = torch.zeros(shape)
+        for step in range(max(BATCHES[0])):
+            active = [rank for rank in range(WORLD) if step < BATCHES[0][rank]]
+            if step not in SKIPPED[skipped]:
+                wanted -= torch.stack([slope(rank, step, shape) for rank in active]).mean(0)
+        for result in results:
+            torch.testing.assert_close(result[number], wanted, rtol=0.0, atol=0.02)
+
+
+def traced(rank: int, file: str, address: str) -> int:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = quick(join=address, deadline_s=FAR_S, trace=file)
+    with commlayer.attach(model, optimizer, plan="int4()", config=config) as session:
+        for batches in ((4, 8, 4), (6, 6, 6)):
+            with session.join():
+                for step in range(batches[rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+        return session.step
+
+
+def test_a_trace_has_the_steps_in_which_all_ranks_had_batches(tmp_path: Path) -> None:
+    with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
+        assert pool(WORLD).call(traced, str(tmp_path / "trace.json"), servers.address) == [14] * WORLD
+    assert read_comparison(tmp_path / "trace.json").steps == 3
+
+
+def scaled(rank: int, address: str) -> list[str]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = quick(join=address)
+
+    def enter() -> None:
+        with commlayer.attach(model, optimizer, config=config) as session, session.join():
+            pass
+
+    lines = refusals({"scaler": enter})
+    del scaler
+    return [lines["scaler"]]
+
+
+def test_a_scaler_that_attach_was_not_given_is_refused() -> None:
+    with Servers(WORLD, 1) as servers:
+        for (line,) in pool(WORLD).call(scaled, servers.address):
+            assert "E-UNEVEN-INPUTS" in line
 
 
 # ---- what ends it
