@@ -27,7 +27,7 @@ from commlayer.records import Spec
 CODECS = (
     "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "qsgd(levels=1)", "onebit()",
     "topk(0.01)", "topk(0.01, 'int4')", "topk(0.01, exact=True)", "block_threshold(0.01)", "randomk(0.01)", "powersgd(4)",
-    "partition(topk(0.01), 4)", "momentum(topk(0.01))",
+    "momentum(topk(0.01))",
 )  # fmt: skip
 SIZES = tuple(side**2 for side in (32, 128, 512, 1024, 4096, 10_000))
 """Elements, of square matrices: 4 KB, 64 KB, 1 MB, 4 MB, 64 MB, 400 MB."""

@@ -13,7 +13,7 @@ FAMILIES = {
     "one bit": ("onebit",),
     "sparse": ("topk", "block_threshold", "randomk"),
     "low rank": ("powersgd",),
-    "around another": ("partition", "momentum"),
+    "around another": ("momentum",),
     "torch": (),
 }
 LEAST = 1e-4

@@ -30,7 +30,6 @@ CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
     "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "onebit()",
     "topk(ratio=0.05)", "block_threshold(ratio=0.1)", "randomk(ratio=0.2)", "powersgd(rank=2)",
-    "partition(topk(ratio=0.1), parts=3)",
 )
 """Every id on the wire."""
 SHAPE = (20, 16)
@@ -367,7 +366,7 @@ def _payload(text: str, r: int) -> Target:
 def states() -> list[Target]:
     """Saved codec states at a server."""
     made = []
-    for text in ("topk(ratio=0.1)", "qsgd()", "partition(topk(ratio=0.1), parts=3)"):
+    for text in ("topk(ratio=0.1)", "qsgd()"):
         bucket = msgspec.structs.replace(PLAN.buckets[0], codec=text)
         ops = server_codecs.CodecOps(codec_of(bucket, plan=PLAN), bucket, PLAN.job)
         made.append(Target(f"state {text.partition('(')[0]}", [ops.snapshot()], _restoring(ops), (CorruptFrame, ValueError)))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from commlayer.errors import InvalidInput
-from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES
 
 VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
 """Value types of sparse codecs and their bits."""
@@ -89,8 +88,8 @@ class CodecName(msgspec.Struct, frozen=True):
 
     @property
     def shaped(self) -> bool:
-        """Whether the codec needs a matrix; it sends vectors uncompressed."""
-        return self.core.family == "powersgd" and not any(part.family == "partition" for part in self.layers())
+        """Whether the codec needs the shape of its bucket: without one it sends all elements uncompressed."""
+        return self.core.family == "powersgd" and self.core.get("shapes") is None
 
     def around(self, make: Callable[[CodecName], CodecName]) -> CodecName:
         """The same wrappers around `make(core)`."""
@@ -99,28 +98,14 @@ class CodecName(msgspec.Struct, frozen=True):
         inner = self.inner.around(make)
         return CodecName(self.family, tuple((name, inner if name == "inner" else value) for name, value in self.arguments))
 
-    @property
-    def whole(self) -> CodecName:
-        """The codec without partitions: a partition costs the same as the codec it wraps."""
-        name = CodecName(self.family, tuple((argument, value.whole if isinstance(value, CodecName) else value)
-                                            for argument, value in self.arguments))
-        return name.inner if name.family == "partition" and name.inner is not None else name
+    def without_shapes(self) -> CodecName:
+        """The codec as profiles measure it: a fused bucket's shapes do not change its cost."""
+        return self.around(lambda core: CodecName(core.family, tuple(
+            (name, None if name == "shapes" else value) for name, value in core.arguments)))
 
     def kept_nbytes(self, numel: int) -> int:
         """Upper bound for the bytes of a bucket's state that a server keeps between steps."""
-        slices = sum(layer.slices(numel) for layer in self.layers())
-        return ELEMENT_NBYTES * numel + NAMES_NBYTES * (1 + slices)
-
-    @property
-    def most_nbytes(self) -> int:
-        """Largest bucket, in float32 bytes, whose server state still fits a frame."""
-        room = MAX_FRAME_NBYTES - self.kept_nbytes(0)
-        return min(MAX_BUCKET_NBYTES, room * ELEMENT_NBYTES * 1024 // (self.kept_nbytes(1024) - self.kept_nbytes(0)))
-
-    def slices(self, numel: int) -> int:
-        """Number of slices that a partition cuts a bucket into; 0 if this codec is no partition."""
-        parts, nbytes, shapes = (self.get(name) for name in ("parts", "nbytes", "shapes"))
-        return int(min(parts, numel) if parts else -(-numel * ELEMENT_NBYTES // nbytes) if nbytes else len(shapes or ()))
+        return ELEMENT_NBYTES * numel + NAMES_NBYTES
 
     def layers(self) -> Iterator[CodecName]:
         """From the outermost wrapper to the core."""
@@ -139,6 +124,7 @@ class CodecName(msgspec.Struct, frozen=True):
 REMOVED: Mapping[str, str] = {
     "ef21": "error_feedback(topk(...))", "dgc": "topk(...)", "momentum_correction": "topk(...)", "shared_int": "int8()",
     "chain": "topk(..., values='int8')", "terngrad": "qsgd(levels=1)", "natural": "qsgd()", "warmup": "the plan's field warmup",
+    "partition": "powersgd(shapes=...), or smaller buckets",
 }
 """Removed families and their replacements."""
 
@@ -193,7 +179,6 @@ _FLAG = _Rule(False, lambda v: isinstance(v, bool), "True or False")
 _INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecName), "a codec")
 _BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 up to, and not, 1")
 _VALUES = _one_of("int8", tuple(VALUE_BITS))
-_COUNT = _Rule(_NEEDED, _whole, "a whole number of at least 1")
 
 RULES: Mapping[str, Mapping[str, _Rule]] = {
     "identity": {},
@@ -207,11 +192,8 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
     "topk": {"ratio": _ratio(0.01), "values": _VALUES, "exact": _FLAG},
     "block_threshold": {"ratio": _ratio(0.01), "run": _one_of(16, RUNS), "values": _VALUES},
     "randomk": {"ratio": _ratio(0.01), "values": _one_of("fp32", DRAWN_VALUES), "unbiased": _FLAG},
-    "powersgd": {"rank": _Rule(4, lambda v: _whole(v) and v <= MOST_RANK, f"a whole number from 1 to {MOST_RANK}")},
-    "partition": {"inner": _INNER, "parts": _optional(_COUNT),
-                  "nbytes": _optional(_Rule(_NEEDED, lambda v: _whole(v, ELEMENT_NBYTES),
-                                            f"a whole number of at least {ELEMENT_NBYTES}")),
-                  "shapes": _optional(_Rule(_NEEDED, _shapes, "a tuple of shapes, such as ((64, 33), (64,))"))},
+    "powersgd": {"rank": _Rule(4, lambda v: _whole(v) and v <= MOST_RANK, f"a whole number from 1 to {MOST_RANK}"),
+                 "shapes": _optional(_Rule(_NEEDED, _shapes, "a tuple of shapes, such as ((64, 33), (64,))"))},
     "error_feedback": {"inner": _INNER, "lr_correction": _FLAG},
     "momentum": {"inner": _INNER, "beta": _BETA},
 }
@@ -227,11 +209,6 @@ def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **
         rule = every[family][name]
         if not rule.fits(value):
             raise InvalidInput("E-CODEC-ARGUMENT", f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
-    if family == "partition":
-        given = {name: arguments.get(name) for name in ("parts", "nbytes", "shapes")}
-        if list(given.values()).count(None) != 2:
-            values = ", ".join(f"{name} {'is ' if name == 'parts' else ''}{value!r}" for name, value in given.items())
-            raise InvalidInput("E-CODEC-ARGUMENT", f"partition: {values}; exactly one must be set")
 
 
 @functools.lru_cache(4096)

@@ -6,7 +6,6 @@ from commlayer.compressors.codec import Codec, Round, place
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, momentum, wrap
 from commlayer.compressors.parse import build, parse
-from commlayer.compressors.partition import partition
 from commlayer.compressors.placement import runs_on
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.random_keys import seed
@@ -29,7 +28,6 @@ __all__ = [
     "momentum",
     "onebit",
     "parse",
-    "partition",
     "place",
     "powersgd",
     "qsgd",

@@ -165,7 +165,7 @@ def allotted(codec: Any, heard: float | None, *, steps: int, shared: bool) -> An
 
     `heard`: the mean ratio of the payloads that a server receives; None if they have no ratio.
     """
-    if isinstance(codec, Wrapper) and codec.name != "partition":
+    if isinstance(codec, Wrapper):
         return msgspec.structs.replace(codec, inner=allotted(codec.inner, heard, steps=steps, shared=shared))
     sparse = isinstance(codec, Fed) and isinstance(codec, OneRound) and hasattr(codec, "ratio") and Round.GATHER in codec.rounds
     shared = shared and isinstance(codec, Picks)

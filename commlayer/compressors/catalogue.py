@@ -51,8 +51,6 @@ CATALOGUE: dict[str, Entry] = {
                      "sums without decoding; no selection; bears less momentum than topk", "Stich et al. 2018"),
     "powersgd": Entry("powersgd(rank=4)", "two thin factors of a matrix, warm start", "large matrices; also by all-reduce",
                       "Vogels et al. 2019"),
-    "partition": Entry("partition(topk(ratio=0.01), parts=4)", "slices of a bucket coded apart",
-                       "fused buckets of unlike tensors; factors of each with powersgd", "-"),
     "error_feedback": Entry("error_feedback(int8(), lr_correction=True)", "keeps what was not sent for the next step",
                             "around biased codecs; a plan adds it", "Seide et al. 2014, Zheng et al. 2019"),
     "momentum": Entry("momentum(topk(ratio=0.01))", "momentum before coding", "the optimizer's own momentum is 0", "-"),

@@ -244,25 +244,14 @@ class OneRound(Named, frozen=True):
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(torch.zeros(math.prod(spec.shape)))
 
-    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
-        """Checks a payload for `put`: returns the parts to add, or None if it is flagged. Changes nothing."""
-        numel = acc["sum"].numel()
-        head = payload.read(payload_, self.id, numel)
-        return None if head.flagged else self.check(head, numel)
-
-    def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
-        """Adds what `vet` returned. Cannot fail."""
-        if first:
-            acc["flagged"][0] = False
-        if vetted is None:
-            acc["flagged"][0] = True
-            if first:
-                acc["sum"].zero_()
-        else:
-            self.apply(vetted, acc["sum"], assign=first)
-
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.put(r, self.vet(r, payload_, acc, first=first), acc, first=first)
+        total = acc["sum"]
+        head = payload.read(payload_, self.id, total.numel())
+        if not head.flagged:
+            self.apply(self.check(head, total.numel()), total, assign=first)
+        elif first:
+            total.zero_()
+        acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:

@@ -9,7 +9,6 @@ from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, momentum
-from commlayer.compressors.partition import partition
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.randomk import randomk
 from commlayer.compressors.topk import block_threshold, topk
@@ -26,7 +25,6 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
     "block_threshold": block_threshold,
     "randomk": randomk,
     "powersgd": powersgd,
-    "partition": partition,
     "error_feedback": error_feedback,
     "momentum": momentum,
 }

@@ -41,9 +41,8 @@ CODEC_IDS = {
     "block_threshold": 11,
     "randomk": 12,
     "powersgd": 13,
-    "partition": 15,
 }
-"""Ids of the codecs on the wire: never reused (8, 9, 14 and 16 are retired). 240-255 are free for experiments and tests."""
+"""Ids of the codecs on the wire: never reused (8, 9, 14, 15 and 16 are retired). 240-255 are free for experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")
 HEADER_NBYTES = _LAYOUT.size

@@ -2,19 +2,26 @@
 
 One step of subspace iteration on the summed matrix M: round 0 sums P = M Q, each worker makes P orthonormal, round 1 sums
 Q = M' P, and P Q' is the result. The next step starts from Q.
+
+All members compute P Q' on their own, so no sum here depends on a library's order of additions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from commlayer.codec_name import checked
-from commlayer.compressors import kernels, lowrank, payload
-from commlayer.compressors.codec import NAN, Round, State, accumulator, check_input, check_numel
+from commlayer.compressors import kernels, payload
+from commlayer.compressors.codec import NAN, Cut, Named, Round, State, accumulator, check_input, check_numel
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.several_rounds import HEADER, SeveralRounds, add_floats, read_floats, write_floats
+from commlayer.errors import InvalidInput
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -22,131 +29,234 @@ if TYPE_CHECKING:
 else:
     from commlayer.compressors import tensors as torch
 
+HEADER = payload.HEADER_NBYTES
+NOISE = 1e-12
+"""If less than this share of a row's squared length remains, the remainder is float32 rounding error."""
 
-class Sides(NamedTuple):
-    """m x n elements and the rank of their factors. Rank 0 means that the elements are sent uncompressed."""
+Rows = npt.NDArray[np.float64]
+Shape = tuple[int, ...]
 
+
+class Factors(NamedTuple):
+    """One tensor of a bucket: `start` is its first element, m x n its sides. Rank 0: its elements are sent uncompressed."""
+
+    start: int
     m: int
     n: int
     rank: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.m * self.n
 
-class PowerSGD(SeveralRounds, frozen=True):
-    """A bucket with fewer elements than its factors is sent dense in round 1, after an empty round 0."""
+    def count(self, r: int) -> int:
+        """Its floats in a payload of round r. An uncompressed tensor is sent in round 1."""
+        return self.rank * (self.m, self.n)[r] if self.rank else (0, self.m * self.n)[r]
+
+
+class PowerSGD(Named, frozen=True):
+    """A tensor with fewer elements than its factors is sent uncompressed. Keeps no residual; error feedback calls `sent`."""
 
     name: ClassVar[str] = "powersgd"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM, Round.SUM)
+    biased: ClassVar[bool] = True
 
     rank: int
+    shapes: tuple[Shape, ...] | None = None
+    """The shapes of the tensors in a fused bucket, in order. None: the bucket's own shape."""
 
-    def sides(self, spec: Spec) -> Sides:
-        """The matrix has the first dimension as rows and all others as columns."""
-        if spec.numel == 0 or len(spec.shape) < 2:
-            return Sides(spec.numel, 1, 0)
-        m = spec.shape[0]
-        n = spec.numel // m
-        rank = min(self.rank, m, n)
-        return Sides(m, n, rank if rank * (m + n) < m * n else 0)
+    def __str__(self) -> str:
+        shapes = "" if self.shapes is None else f", shapes={self.shapes}"
+        return f"{self.name}(rank={self.rank}{shapes})"
 
-    def count(self, sides: Sides, r: int) -> int:
+    def factors(self, spec: Spec) -> list[Factors]:
+        """The tensors of a bucket. A matrix has the first dimension as rows and all others as columns."""
+        found, start = [], 0
+        for shape in self.shapes or (spec.shape,):
+            numel = math.prod(shape)
+            m, n = (shape[0], numel // shape[0]) if numel and len(shape) > 1 else (numel, 1)
+            rank = min(self.rank, m, n)
+            found.append(Factors(start, m, n, rank if rank * (m + n) < m * n else 0))
+            start += numel
+        if start != spec.numel:
+            raise InvalidInput("E-CODEC-ARGUMENT", f"{self.name}: shapes of {start} elements, the bucket has {spec.numel}")
+        return found
+
+    def count(self, spec: Spec, r: int) -> int:
         """Floats in a payload of round r."""
-        m, n, rank = sides
-        return (0, m * n)[r] if rank == 0 else rank * (m, n)[r]
+        return sum(each.count(r) for each in self.factors(spec))
 
     def bound(self, spec: Spec) -> int:
-        sides = self.sides(spec)
-        return HEADER + 4 * max(self.count(sides, 0), self.count(sides, 1))
+        return HEADER + 4 * max(self.count(spec, 0), self.count(spec, 1))
 
     def init(self, spec: Spec) -> State:
         check_numel(spec)
-        sides = self.sides(spec)
-        m, n, rank = sides
-        return {"q": torch.zeros(rank, n), "shared": 0, "step": 0, "_sides": sides, "_x": None, "_carried": False,
-                "_p": torch.zeros(rank, m), "_mine": torch.zeros(rank, n)}
+        factors = self.factors(spec)
+        return {"q": torch.zeros(sum(each.count(1) for each in factors if each.rank)), "shared": 0, "step": 0, "_x": None,
+                "_factors": factors, "_numel": spec.numel, "_encoded": False,
+                "_p": torch.zeros(self.count(spec, 0)), "_own": torch.zeros(self.count(spec, 1))}
 
     def init_server(self, spec: Spec) -> State:
         check_numel(spec)
         return {}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        m, n, rank = state["_sides"]
-        check_input(self.name, "x", x, m * n)
-        state["_x"], state["_carried"] = x.view(m, n), False
+        check_input(self.name, "x", x, state["_numel"])
+        state["_x"], state["_encoded"] = x, False
         state["step"] += 1
-        if rank == 0:
-            if not kernels.all_finite(x):
-                return payload.write_flagged(out, self.id, m * n)
-            return write_floats(out, self.id, m * n, 0, torch.empty(0))
-        # A direction that is zero in the last sum would stay zero: draw it again.
-        for row, q in enumerate(state["q"]):
-            if not q.any():
-                q.copy_(lowrank.signs(n, state["shared"], state["step"], row))
-        torch.mm(state["q"], state["_x"].t(), out=state["_p"])
-        return write_floats(out, self.id, m * n, 0, state["_p"].view(-1))
+        row = 0
+        for each, p, q in _matrices(state["_factors"], state["_p"], state["q"]):
+            # A direction that is zero in the last sum would stay zero: draw it again.
+            for direction in q:
+                if not direction.any():
+                    direction.copy_(signs(each.n, state["shared"], state["step"], row))
+                row += 1
+            torch.mm(q, x[each.start : each.stop].view(each.m, each.n).t(), out=p)
+        uncompressed = (x[each.start : each.stop] for each in state["_factors"] if not each.rank)
+        if not all(kernels.all_finite(part) for part in uncompressed):
+            return payload.write_flagged(out, self.id, state["_numel"])
+        return self._write(out, state["_numel"], 0, state["_p"])
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
-        m, n, rank = state["_sides"]
-        body = self.read_result(0, result, state)
+        body = self._read(result, state["_numel"], 0, state["_p"].numel())
         if body is None:
-            return payload.write_flagged(out, self.id, m * n)
-        if rank == 0:
-            values = state["_x"].view(-1)
-        else:
-            kernels.copy_f32(state["_p"].view(-1), body)
-            state["_p"].copy_(lowrank.orthonormal(state["_p"]))
-            torch.mm(state["_p"], state["_x"], out=state["_mine"])
-            values = state["_mine"].view(-1)
-        nbytes = write_floats(out, self.id, m * n, 1, values)
-        state["_carried"] = nbytes > HEADER
+            return payload.write_flagged(out, self.id, state["_numel"])
+        kernels.copy_f32(state["_p"], body)
+        x = state["_x"]
+        for each, p, own in _tensors(state["_factors"], state["_p"], state["_own"]):
+            part = x[each.start : each.stop]
+            if each.rank:
+                p.copy_(orthonormal(p))
+                torch.mm(p, part.view(each.m, each.n), out=own.view(each.rank, each.n))
+            else:
+                own.copy_(part)
+        nbytes = self._write(out, state["_numel"], 1, state["_own"])
+        state["_encoded"] = nbytes > HEADER
         return nbytes
 
     def sent(self, state: State, out: torch.Tensor) -> None:
-        if not state["_carried"]:
-            out.zero_()
-        elif state["_sides"].rank == 0:
-            out.copy_(state["_x"].view(-1))
+        """See feedback.Sent."""
+        if state["_encoded"]:
+            self._multiply(state, state["_own"], out)
         else:
-            kernels.outer(out, state["_p"].view(-1), state["_mine"].view(-1), state["_sides"].rank)
+            out.zero_()
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        m, n, rank = state["_sides"]
-        check_input(self.name, "out", out, m * n)
-        body = self.read_result(1, result, state)
-        if body is None:
+        check_input(self.name, "out", out, state["_numel"])
+        body = self._read(result, state["_numel"], 1, state["_own"].numel())
+        total = torch.empty(state["_own"].numel())
+        if body is not None:
+            kernels.copy_f32(total, body)
+        if body is None or not kernels.all_finite(total):
             out.fill_(NAN)
             return False
-        if rank == 0:
-            kernels.copy_f32(out, body)
-            return finite_or_nan(True, out)
-        q = torch.empty(rank, n)
-        kernels.copy_f32(q.view(-1), body)
-        if not math.isfinite(largest := float(q.abs().max())):
-            out.fill_(NAN)
-            return False
-        kernels.outer(out, state["_p"].view(-1), q.view(-1), rank)
-        state["q"].copy_(q)
-        return largest * rank < kernels.MOST["fp32"] or finite_or_nan(True, out)
+        self._multiply(state, total, out)
+        factors = [q for each, _, q in _tensors(state["_factors"], state["_p"], total) if each.rank]
+        if factors:
+            state["q"].copy_(torch.cat(factors))
+        largest = float(total.abs().max()) if total.numel() else 0.0
+        return largest * self.rank < kernels.MOST["fp32"] or finite_or_nan(True, out)
 
-    def read_result(self, r: int, result: Buffer, state: State) -> memoryview | None:
-        m, n, _ = state["_sides"]
-        return read_floats(result, self.id, m * n, r, self.count(state["_sides"], r))
+    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+        """Nothing to undo: the codec keeps no residual."""
+
+    def undo_server(self, state: State, cut: Cut = None) -> None:
+        """Nothing to undo, as in `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> Any:
-        return {**accumulator(torch.zeros(self.count(self.sides(spec), r))), "numel": spec.numel}
+        return {**accumulator(torch.zeros(self.count(spec, r))), "numel": spec.numel}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> memoryview | None:
-        return read_floats(payload_, self.id, acc["numel"], r, acc["sum"].numel())
-
-    def put(self, r: int, vetted: memoryview | None, acc: Any, *, first: bool) -> None:
-        add_floats(vetted, acc, first=first)
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        total = acc["sum"]
+        body = self._read(payload_, acc["numel"], r, total.numel())
+        if body is not None:
+            (kernels.copy_f32 if first else kernels.add_f32)(total, body)
+        elif first:
+            total.zero_()
+        acc["flagged"][0] = body is None or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:
             return payload.write_flagged(out, self.id, acc["numel"])
-        return write_floats(out, self.id, acc["numel"], r, acc["sum"])
+        return self._write(out, acc["numel"], r, acc["sum"])
+
+    def _multiply(self, state: State, second: torch.Tensor, out: torch.Tensor) -> None:
+        """out = P Q' for each matrix with Q from `second`, and the elements of `second` for each uncompressed tensor."""
+        for each, p, q in _tensors(state["_factors"], state["_p"], second):
+            part = out[each.start : each.stop]
+            if each.rank:
+                kernels.outer(part, p.view(-1), q, each.rank)
+            else:
+                part.copy_(q)
+
+    def _write(self, out: Out, numel: int, r: int, values: torch.Tensor) -> int:
+        """Writes the payload of round r; flagged unless all values are finite."""
+        if not kernels.all_finite(values):
+            return payload.write_flagged(out, self.id, numel)
+        end = HEADER + 4 * values.numel()
+        payload.write(out, self.id, numel, values.numel(), aux=r)
+        kernels.store_f32(out[HEADER:end], values)
+        return end
+
+    def _read(self, message: Buffer, numel: int, r: int, count: int) -> memoryview | None:
+        """The checked body of a payload or a result: `count` floats. None if it is flagged."""
+        head = payload.read(message, self.id, numel)
+        if head.flagged:
+            return None
+        payload.expect("seed", head.seed, 0)
+        payload.expect("round", head.aux, r)
+        payload.expect("count", head.entries, count)
+        payload.expect("bytes of body", head.body.nbytes, 4 * count)
+        return payload.on_host(head.body)
 
 
-def powersgd(rank: int = 4) -> PowerSGD:
-    """Factors of that rank. Only buckets with the shape of a tensor of two or more dimensions gain."""
-    checked("powersgd", rank=rank)
-    return PowerSGD(rank)
+def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD:
+    """Factors of that rank. Only tensors of two or more dimensions gain. `shapes`: the tensors of a fused bucket, in order."""
+    checked("powersgd", rank=rank, shapes=shapes)
+    return PowerSGD(rank, shapes)
+
+
+def _tensors(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[Factors, Any, Any]]:
+    """(tensor, its P as a rank x m matrix, its floats of round 1) of all tensors."""
+    firsts = first.split([each.count(0) for each in factors])
+    seconds = second.split([each.count(1) for each in factors])
+    for each, p, q in zip(factors, firsts, seconds, strict=True):
+        yield each, p.view(each.rank, each.m) if each.rank else p, q
+
+
+def _matrices(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[Factors, Any, Any]]:
+    """(matrix, P as rank x m, Q as rank x n) of the tensors that are compressed, whose Q `second` holds."""
+    compressed = [each for each in factors if each.rank]
+    for each, p, q in _tensors(compressed, first, second):
+        yield each, p, q.view(each.rank, each.n)
+
+
+def orthonormal(p: torch.Tensor) -> torch.Tensor:
+    """Makes the rows of p (float32) orthonormal in order, by Gram-Schmidt, twice. A dependent row becomes zeros."""
+    rows = p.numpy().astype(np.float64)
+    for j, row in enumerate(rows):
+        before = _dot(row, row)
+        for _ in range(2):
+            for other in rows[:j]:
+                row -= _dot(other, row) * other
+        after = _dot(row, row)
+        row[:] = row / np.sqrt(after) if after > NOISE * before else 0.0
+    return torch.from_numpy(rows.astype(np.float32))
+
+
+def signs(n: int, key: int, step: int, row: int) -> torch.Tensor:
+    """n random numbers +-1, the same for all members with that key."""
+    digest = hashlib.shake_256(f"{key} {step} {row}".encode()).digest((n + 7) // 8)
+    bits = np.unpackbits(np.frombuffer(digest, np.uint8), count=n)
+    return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
+
+
+def _dot(x: Rows, y: Rows) -> float:
+    """Sums by halves, with elementwise additions only: the order of additions is fixed here."""
+    v = x * y
+    while v.size > 1:
+        half = v.size // 2
+        rest = v[2 * half :]
+        v = v[:half] + v[half : 2 * half]
+        v[: rest.size] += rest
+    return float(v[0]) if v.size else 0.0

@@ -113,23 +113,19 @@ class RandomK(OneRound, frozen=True):
 
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         total = torch.zeros(self.entries(spec.numel))
-        return {"sum": total, "numel": spec.numel, "seed": [0], "flagged": [False], "none": [True]}
+        return {"sum": total, "numel": spec.numel, "seed": [0], "flagged": [False], "empty": [True]}
 
-    def vet(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> tuple[Any, ...] | None:
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         head = payload.read(payload_, self.id, acc["numel"])
-        if head.flagged:
-            return None
-        if not (first or acc["none"][0]):
-            payload.expect("seed", head.seed, acc["seed"][0])
-        return head.seed, self._values(head, acc["numel"])
-
-    def put(self, r: int, vetted: tuple[Any, ...] | None, acc: Any, *, first: bool) -> None:
-        total, none = acc["sum"], first or acc["none"][0]
-        if vetted is not None:
-            acc["seed"][0], val = vetted
-            total.copy_(val) if none else total.add_(val)
-        acc["none"][0] = none and vetted is None
-        acc["flagged"][0] = vetted is None or (acc["flagged"][0] and not first)
+        empty = first or acc["empty"][0]
+        if not head.flagged:
+            if not empty:
+                payload.expect("seed", head.seed, acc["seed"][0])
+            val, total = self._values(head, acc["numel"]), acc["sum"]
+            total.copy_(val) if empty else total.add_(val)
+            acc["seed"][0] = head.seed
+        acc["empty"][0] = empty and head.flagged
+        acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         """Float32, whatever type the members sent: no residual would keep the rounding error of a sum."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,14 +33,10 @@ class Reduced:
     """
 
     def __init__(self, acc: Any) -> None:
-        self._accs = list(_flat(acc))
-        parts = [part["sum"] for part in self._accs if "sum" in part]
-        self._sizes = [p.numel() for p in parts]
-        self.values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        seeds = [part["seed"][0] for part in self._accs if "seed" in part]
-        flags = [int(part["flagged"][0]) for part in self._accs]
-        self.facts = torch.tensor([*flags, *seeds, *(-s for s in seeds)], dtype=torch.int64)
-        self._seeds = len(seeds)
+        self._acc = acc
+        self.values = acc["sum"]
+        seeds = acc.get("seed", [])
+        self.facts = torch.tensor([int(acc["flagged"][0]), *seeds, *(-seed for seed in seeds)], dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +45,7 @@ class Reduced:
 
     def merge(self) -> None:
         """Updates the accumulator after both all-reduces. All members raise CorruptPayload if payloads cannot be added."""
-        facts: list[int] = self.facts.tolist()
-        flags = facts[: len(self._accs)]
-        for part, flag in zip(self._accs, flags, strict=True):
-            part["flagged"][0] = bool(flag)
-        drawn = facts[len(self._accs) :]
-        if not any(flags) and any(high != -low for high, low in zip(drawn[: self._seeds], drawn[self._seeds :], strict=True)):
-            raise CorruptPayload("members have drawn with different seeds, so their payloads are of different entries")
-        combined = [part for part in self._accs if "sum" in part]
-        for part, values in zip(combined, self.values.split(self._sizes), strict=True):
-            if part["sum"].data_ptr() != values.data_ptr():
-                part["sum"].copy_(values)
-
-
-def _flat(acc: Any) -> Iterator[Any]:
-    """The accumulator, followed by those nested in it."""
-    yield acc
-    parts: Sequence[Any] = acc.get("parts", ())
-    for part in parts:
-        yield from _flat(part)
+        flagged, *seeds = self.facts.tolist()
+        self._acc["flagged"][0] = bool(flagged)
+        if not flagged and seeds and seeds[0] != -seeds[1]:
+            raise CorruptPayload("members drew with different seeds, so their payloads hold different entries")

@@ -13,7 +13,6 @@ from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrap
 from commlayer.compressors.dense import Identity
 from commlayer.compressors.feedback import ErrorFeedback, Momentum, in_updates, wrap
 from commlayer.compressors.parse import parse
-from commlayer.compressors.partition import Partition
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan, Spec
@@ -130,9 +129,9 @@ def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
 
 def _sums(codec: Codec) -> bool:
     """Whether the codec's accumulator is the dense sum of the payloads. Random-k sums values alone."""
-    if isinstance(codec, Wrapper) and not isinstance(codec, Partition):
+    if isinstance(codec, Wrapper):
         return _sums(codec.inner)
-    return isinstance(codec, Identity) or (isinstance(codec, OneRound | Partition) and codec.rounds == (Round.GATHER,))
+    return isinstance(codec, Identity) or (isinstance(codec, OneRound) and codec.rounds == (Round.GATHER,))
 
 
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:

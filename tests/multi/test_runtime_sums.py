@@ -58,7 +58,7 @@ def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("codec", [
     "identity()", "powersgd(rank=2)", "randomk(ratio=0.3)",
-    "randomk(ratio=0.3, values='bf16')", "partition(powersgd(rank=1), parts=3)",
+    "randomk(ratio=0.3, values='bf16')",
 ])
 @pytest.mark.parametrize("broken", [False, True])
 def test_what_is_applied_and_owed_is_what_was_put_in(codec: str, broken: bool) -> None:
@@ -94,10 +94,9 @@ def test_draws_that_differ_are_told_on_all() -> None:
 
 @pytest.mark.parametrize(("codec", "adds", "alone"), [
     ("identity()", True, True), ("topk(ratio=0.1)", False, True), ("error_feedback(topk(ratio=0.1))", False, True),
-    ("bf16()", False, True), ("randomk()", True, False), ("partition(randomk(), parts=2)", True, False),
+    ("bf16()", False, True), ("randomk()", True, False),
     ("error_feedback(powersgd())", True, False),
     ("momentum(error_feedback(onebit()))", False, True),
-    ("partition(int8(), parts=2)", False, True),
 ])
 def test_which_codecs_may_go_where(codec: str, adds: bool, alone: bool) -> None:
     assert (adds_up(parse(codec)), stands_alone(parse(codec))) == (adds, alone)

@@ -32,8 +32,8 @@ VECTOR = Bucket(0, SLICES, "service")
 MATRIX = Bucket(0, (Slice(0, 0, 96 * 47),), "service", shape=(96, 47))
 DOWN = ["topk(ratio=1.0, values='fp16')", "int8()", "error_feedback(topk(ratio=0.05))", "error_feedback(onebit())"]
 MORE = ["error_feedback(fp16())",
-        "error_feedback(partition(int8(block=48), parts=3))", "error_feedback(randomk(ratio=0.3, values='bf16'))",
-        "partition(powersgd(rank=2), shapes=((64, 50), (20928,)))",
+        "error_feedback(randomk(ratio=0.3, values='bf16'))",
+        "powersgd(rank=2, shapes=((64, 50), (20928,)))",
         "topk(ratio=0.05, values='int4', exact=True)"]
 CASES = [*({"codec": text} for text in [*kit.NAMED.values(), *map(str, kit.PLAIN), *MORE]),
          *({"codec": "topk(ratio=0.05)", "down": down} for down in DOWN)]

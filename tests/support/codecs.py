@@ -17,7 +17,6 @@ from commlayer.compressors import (
     int8,
     onebit,
     parse,
-    partition,
     qsgd,
     randomk,
     topk,
@@ -55,8 +54,6 @@ PLAIN: list[Codec] = [
     randomk(ratio=0.3, values="fp16"),
     randomk(ratio=0.3, values="bf16", unbiased=True),
     randomk(ratio=1.0, unbiased=True),
-    partition(int8(block=48), parts=3),
-    partition(topk(ratio=0.06), nbytes=4000),
 ]
 CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
 NAMED: dict[str, str] = {
@@ -71,7 +68,6 @@ NAMED: dict[str, str] = {
     "block_threshold": "block_threshold(ratio=0.1)",
     "randomk": "randomk(ratio=0.2)",
     "powersgd": "powersgd(rank=2)",
-    "partition": "partition(topk(ratio=0.1), parts=3)",
     "error_feedback": "error_feedback(int8(), lr_correction=True)",
     "momentum": "momentum(topk(ratio=0.1), beta=0.5)",
 }

@@ -29,7 +29,7 @@ CORPUS = Path(__file__).parents[1] / "corpus" / "payloads.txt"
 TEXTS = [
     *kit.NAMED.values(),
     *map(str, kit.PLAIN),
-    "partition(powersgd(rank=1), shapes=((12, 9), (5,)))",
+    "powersgd(rank=1, shapes=((12, 9), (5,)))",
 ]
 SHAPES = [(300,), (37,), (1,), (0,), (12, 9)]
 WORDS = [0, 1, 2, 15, 16, 0x7F7F, 0x7F80, 0x8000, 0xFFFF, 0x7F800000, 0x7FC00000, 0x7F7FFFFF, 0x80000000, 0xFFFFFFFF]
@@ -57,10 +57,10 @@ def targets() -> list[Target]:
         for shape in SHAPES:
             try:
                 codec.bound(Spec(shape))
-            except ValueError:  # partition by shapes fits one bucket alone
+            except ValueError:  # shapes fit one bucket alone
                 continue
             found += [Target(text, shape, r) for r in range(len(codec.rounds))]
-    found += [Target("partition(powersgd(rank=1), shapes=((12, 9), (5,)))", (113,), r) for r in range(2)]
+    found += [Target("powersgd(rank=1, shapes=((12, 9), (5,)))", (113,), r) for r in range(2)]
     return found
 
 

@@ -26,9 +26,8 @@ PRICED = (
     "topk(1.0)", "block_threshold()", "block_threshold(0.1, run=64)", "block_threshold(0.1, values='fp32')", "randomk()",
     "randomk(0.3)",
     "error_feedback(topk(0.2), lr_correction=True)", "momentum(topk(0.1))", "momentum(fp16())",
-    "partition(topk(), parts=4)",
 )
-NOT_PRICED = ("powersgd()", "partition(powersgd(), shapes=((2, 3),))")
+NOT_PRICED = ("powersgd()", "powersgd(shapes=((2, 3),))")
 
 
 @pytest.mark.parametrize("text", PRICED)
@@ -43,7 +42,7 @@ def test_tables_price_what_is_sent(text: str) -> None:
 
 @pytest.mark.parametrize("text", NOT_PRICED)
 def test_what_depends_on_more_than_a_size_has_to_be_measured(text: str) -> None:
-    with pytest.raises(ValueError, match=r"powersgd\(\).*E-PLAN-CODEC-COST"):
+    with pytest.raises(ValueError, match=r"powersgd\(.*E-PLAN-CODEC-COST"):
         profile_from_tables(Cluster(()), (text,))
 
 
@@ -73,7 +72,8 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
     ("topk(values='fp64')", "topk: values is 'fp64'"),
     ("qsgd(levels=8)", "qsgd: levels is 8, allowed is one of 1, 3, 7, 15, 127"),
     ("momentum(7)", "momentum: inner is 7"),
-    ("partition(int8())", "partition: parts is None, nbytes None, shapes None"),
+    ("partition(int8(), parts=2)", "partition was removed; use powersgd(shapes=...)"),
+    ("powersgd(shapes=(3,))", "powersgd: shapes is (3,)"),
     ("gzip()", "'gzip' is unknown"),
 ])
 def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
@@ -100,7 +100,7 @@ def toy():  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("text", "family", "ratio"), [
     ("int8()", "int8", None),
-    ("partition(powersgd(), parts=2)", "powersgd", None),
+    ("error_feedback(powersgd())", "powersgd", None),
 ])
 def test_what_a_name_says(text: str, family: str, ratio: float | None) -> None:
     assert (named(text).core.family, named(text).ratio) == (family, ratio)

@@ -23,11 +23,10 @@ WRONG: dict[str, torch.Tensor] = {
 }
 FEEDBACK = [parse(text) for text in (
     "error_feedback(int8())", "error_feedback(fp16())", "error_feedback(topk(ratio=0.1))", "error_feedback(powersgd(rank=2))",
-    "error_feedback(partition(int8(), parts=2))", "momentum(error_feedback(int8()))",
+    "momentum(error_feedback(int8()))",
 )]
 PLAIN = [parse(text) for text in (
     "topk(ratio=0.1)", "topk(ratio=0.1, exact=True)", "block_threshold(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)",
-    "partition(int8(), parts=2)",
 )]
 
 
@@ -45,7 +44,7 @@ def test_input_of_another_kind(codec: Codec, told: str) -> None:
     state, out = codec.init(SPEC), kit.room(codec, SPEC)
     codec.start(kit.noise(3200), state, out)
     before = copies(state)
-    with pytest.raises(ValueError, match="x is .*3200 elements of float32.*E-CODEC-INPUT") as caught:
+    with pytest.raises(ValueError, match="x is .*of 3200 elements.*E-CODEC-INPUT") as caught:
         codec.start(WRONG[told], state, out)
     assert told in str(caught.value)
     after = snapshot(state)
@@ -57,7 +56,7 @@ def test_input_of_another_kind(codec: Codec, told: str) -> None:
 def test_output_of_another_kind(codec: Codec, told: str) -> None:
     cluster = kit.Cluster(codec, SPEC, 1)
     cluster.step([kit.noise(3200)])
-    with pytest.raises(ValueError, match="out is .*3200 elements of float32.*E-CODEC-INPUT") as caught:
+    with pytest.raises(ValueError, match="out is .*of 3200 elements.*E-CODEC-INPUT") as caught:
         codec.decode(cluster.result, cluster.states[0], WRONG[told])
     assert told in str(caught.value)
 

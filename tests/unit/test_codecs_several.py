@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
 
-from commlayer.compressors import Codec, error_feedback, kernels, partition, powersgd, seed, wrap
-from commlayer.compressors.lowrank import orthonormal, signs
+from commlayer.compressors import Codec, error_feedback, kernels, powersgd, seed, wrap
+from commlayer.compressors.powersgd import orthonormal, signs
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 PLAIN: list[Codec] = [
     powersgd(rank=2),
     powersgd(rank=200),
-    partition(powersgd(rank=2), shapes=((30, 40), (11,))),
+    powersgd(rank=2, shapes=((30, 40), (11,))),
 ]
 SPEC = Spec((7, 173))
 each = pytest.mark.parametrize("codec", PLAIN, ids=str)
@@ -55,7 +55,7 @@ def test_sums_are_near_finite_and_the_same_for_all(codec: Codec) -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (2,), (5, 1), (31,), (64, 65), (3, 4, 5, 6)], ids=str)
 def test_any_shape(codec: Codec, shape: tuple[int, ...]) -> None:
     if "shapes=((" in str(codec):
-        with pytest.raises(ValueError, match="partition: shapes of 1211 elements.*E-CODEC-ARGUMENT"):
+        with pytest.raises(ValueError, match="powersgd: shapes of 1211 elements.*E-CODEC-ARGUMENT"):
             kit.Cluster(codec, Spec(shape), 2)
         return
     cluster = kit.Cluster(codec, Spec(shape), 2)
@@ -255,7 +255,7 @@ def test_powersgd_survives_steps_without_gradient_and_lost_directions() -> None:
 def test_powersgd_sends_dense_what_has_no_factors_to_gain() -> None:
     codec = powersgd(rank=4)
     for spec, dense in ((Spec((1000,)), True), (Spec((8, 8)), True), (Spec((9, 9)), False), (Spec((64, 3, 3, 3)), False)):
-        assert (codec.sides(spec).rank == 0) is dense
+        assert (codec.factors(spec)[0].rank == 0) is dense
         xs = noises(0, 2, spec.numel)
         sums = kit.Cluster(codec, spec, 2).step(xs)
         assert torch.equal(sums[0], xs[0] + xs[1]) is dense

@@ -15,7 +15,6 @@ from commlayer.compressors import (
     int8,
     momentum,
     parse,
-    partition,
     powersgd,
     qsgd,
     restore,
@@ -31,8 +30,7 @@ WRAPPED: list[Codec] = [
     momentum(identity(), 0.9),
     wrap(momentum(topk(ratio=0.1), 0.5)),
     wrap(momentum(powersgd(rank=2), 0.5)),
-    error_feedback(partition(topk(ratio=0.05), parts=4)),
-    error_feedback(partition(powersgd(rank=2), shapes=((30, 50), (500,), (10, 100)))),
+    error_feedback(powersgd(rank=2, shapes=((30, 50), (500,), (10, 100)))),
     error_feedback(int8(), lr_correction=True),
 ]
 each = pytest.mark.parametrize("codec", WRAPPED, ids=str)
@@ -111,29 +109,8 @@ def test_momentum_is_that_of_sgd() -> None:
     torch.testing.assert_close(applied, weight.detach())
 
 
-# ---- partition
-
-
-def test_partition_codes_each_slice_as_it_would_be_alone() -> None:
-    codec = partition(topk(ratio=0.1, exact=True), shapes=((1000,), (7,), (1993,)))
-    x = kit.noise(N)
-    x[:1000] *= 100.0
-    got = kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((N,)))), N)
-    alone = topk(ratio=0.1, exact=True)
-    sizes = [1000, 7, 1993]
-    payloads = [kit.encode(alone, p, alone.init(Spec((p.numel(),)))) for p in x.split(sizes)]
-    parts = [kit.decoded(alone, p, n) for p, n in zip(payloads, sizes, strict=True)]
-    assert torch.equal(got, torch.cat(parts))
-
-
-def test_partition_gives_each_slice_a_key_of_its_own() -> None:
-    state = partition(qsgd(), parts=3).init(Spec((N,)))
-    seed(state, "job", 0, 1)
-    assert len({part["own"] for part in state["parts"].values()}) == 3
-
-
 def test_low_rank_slices_of_a_fused_bucket() -> None:
-    codec = partition(powersgd(rank=1), shapes=((30, 50), (100,), (35, 40)))
+    codec = powersgd(rank=1, shapes=((30, 50), (100,), (35, 40)))
     first, last = torch.outer(kit.noise(30, 1), kit.noise(50, 2)), torch.outer(kit.noise(35, 3), kit.noise(40, 4))
     x = torch.cat([first.view(-1), kit.noise(100, 5), last.view(-1)])
     torch.testing.assert_close(kit.Cluster(codec, SPEC, 1).step([x])[0], x, rtol=1e-4, atol=1e-4)
@@ -146,7 +123,6 @@ def test_feedback_goes_inside_what_accumulates() -> None:
     assert wrap(momentum(topk())) == momentum(error_feedback(topk()))
     assert wrap(momentum(momentum(int8()), 0.5)) == momentum(momentum(error_feedback(int8())), 0.5)
     assert wrap(momentum(qsgd())) == momentum(qsgd())
-    assert wrap(partition(topk(), parts=2)) == error_feedback(partition(topk(), parts=2))
 
 
 def test_units() -> None:
@@ -162,12 +138,6 @@ def test_units() -> None:
     [
         (lambda: error_feedback(int8(), lr_correction=1), "error_feedback: lr_correction is 1"),
         (lambda: momentum(topk(), 1.0), "momentum: beta is 1.0"),
-        (lambda: partition(topk()), "partition: parts is None, nbytes None, shapes None"),
-        (lambda: partition(topk(), parts=2, nbytes=100), "partition: parts is 2, nbytes 100, shapes None"),
-        (lambda: partition(topk(), parts=0), "partition: parts is 0"),
-        (lambda: partition(topk(), nbytes=3), "partition: nbytes is 3.* 4"),
-        (lambda: partition(topk(), shapes=(3,)), r"partition: shapes is \(3,\)"),
-        (lambda: partition(error_feedback(topk()), parts=2), "partition: inner is error_feedback"),
     ],
 )
 def test_what_does_not_fit_is_named(make: Any, words: str) -> None:

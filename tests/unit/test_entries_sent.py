@@ -246,7 +246,7 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
 
 
 def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
-    for text in ("int8()", "randomk(0.1)", "partition(topk(0.1), 2)", "powersgd(2)"):
+    for text in ("int8()", "randomk(0.1)", "powersgd(2)"):
         assert told(text) == wrap(parse(text))
     assert told("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
     bucket = Bucket(0, (Slice(0, 0, 100),), "encode@cpu all.allgather decode@cpu", "topk(0.1)")

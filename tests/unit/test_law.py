@@ -32,10 +32,9 @@ CODECS = [
     "topk(0.05)", "topk(0.3)", "topk(0.1, 'fp32')", "topk(0.1, 'fp16')", "topk(0.1, 'int4')", "topk(0.05, exact=True)",
     "block_threshold(0.2)", "block_threshold(0.1, run=8, values='int4')", "randomk(0.2)", "randomk(0.3, values='bf16')",
     "powersgd(1)", "powersgd(2)",
-    "partition(topk(0.2), 3)", "partition(powersgd(1), nbytes=512)",
     "error_feedback(qsgd())", "error_feedback(qsgd(64, levels=15, norm='l2'))", "int4(8)", "topk(0.1, 'bf16')",
     "block_threshold(0.2, values='bf16')", "randomk(0.3, values='fp16')", "topk(0.3, exact=True)",
-    "momentum(randomk(0.3), 0.5)", "momentum(int4(), 0.5)", "partition(int8(48), 3)",
+    "momentum(randomk(0.3), 0.5)", "momentum(int4(), 0.5)",
     "error_feedback(int8(), lr_correction=True)",
     "momentum(topk(0.2), 0.5)", "momentum(int8(64), 0.9)", "momentum(onebit(64), 0.5)",
 ]

@@ -91,8 +91,7 @@ def test_between_local_steps_it_lies_on_a_line_over_their_logarithm() -> None:
 
 def test_kinds_of_values_feedback_and_parts_do_not_matter() -> None:
     plain = excess(TABLE, "topk(ratio=0.01)", Recipe())
-    for codec in ("error_feedback(topk(ratio=0.01, values='int4'))", "topk(ratio=0.01, exact=True)",
-                  "partition(topk(ratio=0.01), parts=4)"):
+    for codec in ("error_feedback(topk(ratio=0.01, values='int4'))", "topk(ratio=0.01, exact=True)"):
         assert excess(TABLE, codec, Recipe()) == plain
 
 

@@ -20,8 +20,6 @@ CODECS = [
     "identity()",
     "powersgd(2)",
     "momentum(topk(0.2), 0.5)",
-    "partition(topk(0.2), 3)",
-    "partition(powersgd(1), nbytes=512)",
     "error_feedback(int8(), lr_correction=True)",
     "fp16()",
     "bf16()",

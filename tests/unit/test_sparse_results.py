@@ -20,8 +20,7 @@ READ: list[Codec] = [two_way(wrap(parse("int8()")), wrap(topk(0.1))), *(wrap(par
     "randomk(ratio=0.05)", "randomk(ratio=0.05, values='fp16', unbiased=True)", "momentum(topk(ratio=0.02))",
     "error_feedback(topk(ratio=0.02))", "error_feedback(topk(ratio=0.02), lr_correction=True)",
 ))]
-DENSE = ["int8()", "block_threshold(ratio=0.05)", "powersgd(rank=2)",
-         "partition(topk(ratio=0.06), parts=2)"]
+DENSE = ["int8()", "block_threshold(ratio=0.05)", "powersgd(rank=2)"]
 
 
 def answer(codec: Codec, server: State, payload: memoryview) -> memoryview:

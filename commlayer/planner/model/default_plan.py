@@ -12,7 +12,7 @@ from commlayer.planner.model.float64 import unrounded
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.model.matrix_shapes import row_of, shaped
 from commlayer.planner.model.thin import is_thin
-from commlayer.records import MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
 """Codecs see float32, whatever the parameter's dtype."""
@@ -62,14 +62,14 @@ def default_plan(
     """
     _check(path, servers, ranks_per_node, cut_nbytes)
     name = named(codec)
-    most, matrices = name.most_nbytes, path == "service" and name.shaped
+    matrices = path == "service" and name.shaped
     if forward:
         fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // FUSED_PARTS))
     if fragments > 1:
         turn_nbytes = job.numel * ELEMENT_NBYTES // (fragments * max(1, servers))
         fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes // TURN_PARTS))
         cut_nbytes = min(cut_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes))
-    fuse_nbytes, cut_nbytes = min(fuse_nbytes, most), min(cut_nbytes, most)
+    fuse_nbytes, cut_nbytes = min(fuse_nbytes, MAX_BUCKET_NBYTES), min(cut_nbytes, MAX_BUCKET_NBYTES)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
         # At most one fragment's part of the model; without fragments that is the whole model.
@@ -78,7 +78,7 @@ def default_plan(
     collective = path == "allreduce"
     spread_nbytes = least_spread_nbytes(fragments)
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
-                        most if matrices else 0, spread_nbytes))
+                        MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]

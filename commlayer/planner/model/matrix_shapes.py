@@ -35,13 +35,13 @@ def row_of(shape: Shape) -> int:
 
 
 def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
-    """The codec and shape of a bucket with these slices. In a bucket of several slices, a codec that needs matrices encodes
-    each slice on its own.
+    """The codec and shape of a bucket with these slices. In a bucket of several slices, a codec that needs matrices
+    gets the shape of each slice.
 
     >>> from commlayer.records import TensorInfo
     >>> job = Job((TensorInfo("weight", (64, 32)), TensorInfo("bias", (64,))))
     >>> shaped("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
-    ('error_feedback(partition(powersgd(), shapes=((64, 32), (64,))))', ())
+    ('error_feedback(powersgd(shapes=((64, 32), (64,))))', ())
     >>> shaped("powersgd()", job, [Slice(0, 0, 2048)])
     ('powersgd()', (64, 32))
     """
@@ -54,8 +54,7 @@ def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
     shapes = tuple([shape_of(job, part) or (part.numel,) for part in group])
     if all(len(each) < 2 for each in shapes):
         return codec, ()
-    return str(name.around(lambda core: CodecName("partition", (
-        ("inner", core), ("parts", None), ("nbytes", None), ("shapes", shapes))))), ()
+    return str(name.around(lambda core: CodecName("powersgd", (("rank", core.get("rank")), ("shapes", shapes))))), ()
 
 
 def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
@@ -68,9 +67,9 @@ def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
         whole[str(core)] = whole.get(str(core), 0) + _as_it_is(bucket, named(bucket.codec))
     codec = max(whole, key=lambda name: whole[name], default="")
     if codec and whole[codec] > MOST * total:
-        yield (f"{whole[codec] / total:.0%} of the model's elements go as they are under {codec}: "
-               + ("it makes matrices less that are whole, or whole in partition(..., shapes=...), and larger than their factors"
-                  if named(codec).shaped else "it sends as many bytes as no codec would, or more"))
+        yield (f"{whole[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
+               + ("it compresses matrices that are whole, or named in powersgd(shapes=...), and larger than their factors"
+                  if named(codec).shaped else "its payloads are as large as uncompressed ones, or larger"))
 
 
 def _as_it_is(bucket: Bucket, name: CodecName) -> int:
@@ -78,7 +77,7 @@ def _as_it_is(bucket: Bucket, name: CodecName) -> int:
     if bucket.path == "allreduce" or name.core.family == "identity":
         return 0
     if name.core.family == "powersgd":
-        shapes = next((layer.get("shapes") for layer in name.layers() if layer.get("shapes")), (bucket.spec.shape,))
+        shapes = name.core.get("shapes") or (bucket.spec.shape,)
         return sum(math.prod(shape) for shape in shapes if not _gains(shape, name.core.get("rank")))
     try:
         return bucket.numel if touch(name).sent >= WHOLE * ELEMENT_NBYTES else 0

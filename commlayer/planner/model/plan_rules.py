@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from commlayer.codec_name import misspelled, named
 from commlayer.planner.model import grammar, paths
 from commlayer.planner.model.float64 import rounded
-from commlayer.records import MAX_BUCKET_NBYTES, MAX_FRAME_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 FLOAT32_NBYTES = 4
 
@@ -106,16 +105,6 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     if not backward and bucket.served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
         yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
-    if not backward and bucket.served:
-        yield from (f"{name}: {line}" for text in dict.fromkeys((bucket.codec, bucket.down, *bucket.by_node)) if text
-                    for line in _kept(text, bucket.numel))
-
-
-def _kept(codec: str, numel: int) -> Iterator[str]:
-    """Limits the state that a server keeps, since a save sends it in one frame. Unknown codecs are reported elsewhere."""
-    if not misspelled(codec) and (kept := named(codec).kept_nbytes(numel)) > MAX_FRAME_NBYTES:
-        yield (f"a server keeps up to {kept} bytes of {numel} elements under {codec}, a frame carries {MAX_FRAME_NBYTES}: cut "
-               f"it into parts of at most {named(codec).most_nbytes // FLOAT32_NBYTES} elements")
 
 
 def _slices(job: Job, bucket: Bucket) -> Iterator[str]:

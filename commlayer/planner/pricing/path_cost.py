@@ -113,7 +113,7 @@ class Prices:
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
         """Cost of a codec on this node's GPU or CPU."""
         match = None
-        for name in (bare(codec), bare(codec).whole):
+        for name in (bare(codec), bare(codec).without_shapes()):
             match = match or (self._costs.get((name, node.device)) if device == "gpu" else None)
             match = match or self._costs.get((name, device))
         if match is None:

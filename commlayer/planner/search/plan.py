@@ -23,7 +23,7 @@ from commlayer.planner.search.other_ways import Found, OtherWays
 from commlayer.planner.search.placement import shares
 from commlayer.planner.search.reasons import explained
 from commlayer.planner.search.ways import Ways
-from commlayer.records import Job, Plan
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan
 
 FINALISTS = 2
 """Number of layouts with hosts that are searched in full, after all were tried with uniform choices."""
@@ -147,9 +147,9 @@ def _layouts(inputs: SearchInputs) -> list[Layout]:
     """The layouts to try; of those with nearly equal numbers of buckets, the first."""
     layouts: list[Layout] = []
     allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
-    most, matrices = min(name.most_nbytes for name in allowed), any(name.shaped for name in allowed)
+    matrices = any(name.shaped for name in allowed)
     small = inputs.policy.objective == "step"
-    for limits in buckets.limits(inputs.job, most, matrices=matrices, small=small):
+    for limits in buckets.limits(inputs.job, MAX_BUCKET_NBYTES, matrices=matrices, small=small):
         layout = Layout(inputs.job, inputs.timing, limits)
         if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in layouts):
             layouts.append(layout)
