@@ -82,7 +82,7 @@ fuzz: setup
 
 # the pages in docs/reference that come from the code
 docs: setup
-	$(BIN)/python -m commlayer.compressors.catalogue docs/reference/codecs.md
+	$(BIN)/python docs/codec_table.py docs/reference/codecs.md
 	$(BIN)/python docs/generate.py
 
 clean:

@@ -19,7 +19,7 @@ import typer
 import commlayer
 from commlayer import balance, compressors, config, optim, planner
 from commlayer.cli.main import app
-from commlayer.compressors.catalogue import CATALOGUE
+from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.inspection import Inspection
 from commlayer.errors import CODES
 
@@ -146,7 +146,7 @@ def _default(parameter: Any) -> str:
 
 
 SECTIONS: tuple[tuple[str, str, Any, tuple[str, ...]], ...] = (
-    ("Compressors", "commlayer.compressors", compressors, (*CATALOGUE, "two_way", "wrap", "parse", "runs_on")),
+    ("Compressors", "commlayer.compressors", compressors, (*FACTORIES, "two_way", "wrap", "parse", "runs_on")),
     ("Optimizers", "commlayer.optim", optim, tuple(optim.__all__)),
     ("Batch shares", "commlayer.balance", balance, tuple(balance.__all__)),
     ("Planner", "commlayer.planner", planner, tuple(planner.__all__)),

@@ -268,7 +268,7 @@ def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
 
 
 def _codec_problem(text: str) -> str:
-    from commlayer.compressors.parse import parse
+    from commlayer.compressors.plan_codecs import parse
 
     try:
         parse(text)

@@ -11,11 +11,10 @@ import safetensors.numpy
 
 from commlayer.codec_name import named
 from commlayer.compressors import codec_of, restore, seed, snapshot
-from commlayer.compressors.checkpoint import number, recall, remembered, tensor_of
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import Debt, cut_of, in_updates, owed, pay, spread
-from commlayer.compressors.random_keys import SERVER
+from commlayer.compressors.state import SERVER, number, recall, remembered, tensor_of
 from commlayer.compressors.tensors import give_back
 from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan

@@ -159,7 +159,7 @@ class ErrorFeedback(Wrapper, frozen=True):
         total = acc["sum"]
         if acc["flagged"][0] or not kernels.all_finite(total, state["residual"]):
             return payload.write_flagged(out, self.id, total.numel())
-        heed(self.inner, acc, state["inner"])
+        before_emit(self.inner, acc, state["inner"])
         nbytes = self._start(total, state, out)
         if payload.read(out[:nbytes], self.id, total.numel()).flagged:
             state["residual"] -= total
@@ -233,10 +233,10 @@ def add_where(into: torch.Tensor, values: torch.Tensor, cut: Cut) -> None:
         into[start:stop] += values[start:stop]
 
 
-def heed(codec: Codec, acc: Any, state: State) -> None:
-    """Before a server encodes: passes the accumulator to a codec that needs more than the sum, such as Allotted."""
-    if hears := getattr(codec, "heed", None):
-        hears(acc, state)
+def before_emit(codec: Codec, acc: Any, state: State) -> None:
+    """Before a server encodes: passes the accumulator to a codec that needs more than the sum, such as BudgetedTopK."""
+    if prepare := getattr(codec, "before_emit", None):
+        prepare(acc, state)
 
 
 def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:

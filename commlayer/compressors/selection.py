@@ -220,7 +220,7 @@ MEMORY = 0.3
 """Weight of the newest measurement of slope and doubt."""
 
 TREND_MOST = 0.5
-NUMBERS = {
+STATE_LIMITS = {
     "threshold": (0.0, HUGE),
     "trend": (-TREND_MOST, TREND_MOST),
     "slope": SLOPES,

@@ -13,7 +13,7 @@ from commlayer.compressors.codec import Codec, OneRound, State
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.payload import Buffer
-from commlayer.compressors.sparse_results import Reads, reader_of
+from commlayer.compressors.plan_codecs import Reads, reader_of
 from commlayer.compressors.tensors import give_back
 from commlayer.engine.bucket_debts import BucketDebts, Entries
 from commlayer.engine.coded_result import CodedResult, codec_of_results

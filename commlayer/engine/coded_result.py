@@ -9,7 +9,7 @@ import torch
 
 from commlayer.compressors import payload
 from commlayer.compressors.codec import NAN, OneRound
-from commlayer.compressors.sparse_results import result_codec
+from commlayer.compressors.plan_codecs import result_codec
 from commlayer.engine.layout import Layout
 
 

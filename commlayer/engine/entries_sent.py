@@ -1,7 +1,7 @@
 """Sets how many entries a worker's sparse codecs send in each step, from the step number and the entries sent before.
 
 It covers the buckets that this worker encodes for servers. It runs on the encode lane before a step's first bucket, when all
-buckets of the step before have been encoded. compressors/allotment.py divides the entries between buckets.
+buckets of the step before have been encoded. compressors/global_budget.py divides the entries between buckets.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from commlayer.codec_name import CodecName, named
-from commlayer.compressors.allotment import allot
-from commlayer.compressors.allotted import Allotted
 from commlayer.compressors.codec import State, Wrapper
-from commlayer.compressors.twoway import TwoWay
-from commlayer.compressors.warmup import ratio_at
+from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_budget
+from commlayer.compressors.plan_codecs import TwoWay
 from commlayer.engine.bucket import WorkerBucket
 
 
 class _One(NamedTuple):
-    codec: Allotted
+    codec: BudgetedTopK
     state: State
 
 
@@ -32,7 +30,7 @@ class EntriesSent:
         self._pools: dict[tuple[CodecName, bool], list[_One]] = {}
         """Codecs that share a budget: their magnitudes have one unit, and their entries take the same number of bytes."""
         for bucket in buckets:
-            if (one := _allotted(bucket.codec, bucket.state)) is None:
+            if (one := _budgeted(bucket.codec, bucket.state)) is None:
                 continue
             if one.codec.shared:
                 self._pools.setdefault((named(str(one.codec)).but_ratio(), bucket.in_updates), []).append(one)
@@ -47,16 +45,16 @@ class EntriesSent:
             return
         self._step = step
         for one in self._alone:
-            one.codec.tell(one.state, one.codec.ask(one.state, _ratio(one, step)).plain)
+            one.codec.set_entries(one.state, one.codec.demand(one.state, _ratio(one, step)).plain)
         for pool in self._pools.values():
-            allotted = allot([one.codec.ask(one.state, _ratio(one, step)) for one in pool])
-            for one, entries in zip(pool, allotted, strict=True):
-                one.codec.tell(one.state, entries)
+            shares = share_budget([one.codec.demand(one.state, _ratio(one, step)) for one in pool])
+            for one, entries in zip(pool, shares, strict=True):
+                one.codec.set_entries(one.state, entries)
 
 
 def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
     """Connects all buckets whose codec needs a budget with a shared EntriesSent."""
-    budgeted = [bucket for bucket in buckets if bucket.coded and _allotted(bucket.codec, bucket.state) is not None]
+    budgeted = [bucket for bucket in buckets if bucket.coded and _budgeted(bucket.codec, bucket.state) is not None]
     entries = EntriesSent(budgeted)
     for bucket in budgeted:
         bucket.entries = entries
@@ -64,7 +62,7 @@ def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
 
 def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
     """After a change of plan: buckets with a shared budget start with as many entries as their elements had before."""
-    dense = [(s, one.state["asked"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
+    dense = [(s, one.state["entries"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
     for bucket in after:
         if one := _divided(bucket):
             overlaps = [(min(s.stop, old.stop) - max(s.start, old.start), part)
@@ -72,21 +70,21 @@ def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> No
             covered = sum(numel for numel, _ in overlaps if numel > 0)
             if covered:
                 entries = sum(numel * part for numel, part in overlaps if numel > 0) * bucket.numel / covered
-                one.codec.tell(one.state, max(1, round(entries)))
+                one.codec.set_entries(one.state, max(1, round(entries)))
 
 
 def _divided(bucket: WorkerBucket) -> _One | None:
-    one = _allotted(bucket.codec, bucket.state) if bucket.coded else None
+    one = _budgeted(bucket.codec, bucket.state) if bucket.coded else None
     return one if one is not None and one.codec.shared else None
 
 
 def _ratio(one: _One, step: int) -> float:
-    return ratio_at(one.codec.inner.ratio, one.codec.steps, step)
+    return ratio_at(one.codec.inner.ratio, one.codec.warmup_steps, step)
 
 
-def _allotted(codec: Any, state: State) -> _One | None:
+def _budgeted(codec: Any, state: State) -> _One | None:
     """The codec inside that takes a budget, with its state."""
-    while not isinstance(codec, Allotted):
+    while not isinstance(codec, BudgetedTopK):
         if isinstance(codec, TwoWay):
             codec, state = codec.up, state["up"]
         elif isinstance(codec, Wrapper) and "inner" in state:

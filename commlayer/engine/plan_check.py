@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commlayer.compressors import Codec, codec_of, parse, wrap
+from commlayer.compressors.plan_codecs import answers
 from commlayer.compressors.reducing import adds_up, stands_alone
-from commlayer.compressors.twoway import answers
 from commlayer.planner.model import codec_fit, grammar, paths
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors import kernels
-from commlayer.compressors.sparse_results import reader_of
+from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine.worker import Worker
 from commlayer.optim.sparse import LazyOptimizer, sparse_gradient
 

@@ -243,8 +243,9 @@ def test_planning_loads_no_torch() -> None:
 
 def test_a_coordinator_loads_no_numpy() -> None:
     """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
-    program = ("import sys; from commlayer.config import Config; from commlayer.cluster.server_process import Part, run\n"
-               "try: run(Config(bind='127.0.0.1', insecure=True), Part(1, 0, sums=False))\n"
+    program = ("import sys; from commlayer.config import Config\n"
+               "from commlayer.cluster.server_process import ServeOptions, run\n"
+               "try: run(Config(bind='127.0.0.1', insecure=True), ServeOptions(1, 0, sums=False))\n"
                "finally: print(sorted({'torch', 'numpy'} & set(sys.modules)))")
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

@@ -18,7 +18,7 @@ from commlayer.cluster import messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.server_codecs import CodecOps, ops_of
 from commlayer.compressors import kernels, seed, tensors
-from commlayer.compressors.twoway import codec_of
+from commlayer.compressors.plan_codecs import codec_of
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key

@@ -8,51 +8,51 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.compressors.allotment import MOST_CHANGE, Ask, Tail, allot
+from commlayer.compressors.global_budget import MOST_CHANGE, Demand, Tail, share_budget
 
 TAILS = st.builds(Tail, st.integers(0, 5000), st.floats(1e-30, 1e30), st.floats(0.5, 40.0))
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> list[Ask]:
+def asks(draw: st.DrawFn) -> list[Demand]:
     made = []
     for _ in range(draw(st.integers(1, 12))):
         plain = draw(st.integers(1, 5000))
         fewest, most = max(1, plain // 8), 8 * plain
-        made.append(Ask(draw(st.integers(1, 3 * most)), fewest, plain, most, draw(st.none() | TAILS)))
+        made.append(Demand(draw(st.integers(1, 3 * most)), fewest, plain, most, draw(st.none() | TAILS)))
     return made
 
 
 @given(asks())
-def test_the_total_is_that_of_plain_shares_and_limits_hold(given_: list[Ask]) -> None:
-    found = allot(given_)
+def test_the_total_is_that_of_plain_shares_and_limits_hold(given_: list[Demand]) -> None:
+    found = share_budget(given_)
     assert sum(found) == sum(ask.plain for ask in given_)
     assert all(ask.fewest <= entries <= ask.most for ask, entries in zip(given_, found, strict=True))
-    assert allot(given_) == found
+    assert share_budget(given_) == found
 
 
 @given(asks())
-def test_a_bucket_changes_by_a_factor_at_most(given_: list[Ask]) -> None:
+def test_a_bucket_changes_by_a_factor_at_most(given_: list[Demand]) -> None:
     """Where the asks were for the same total, as in all steps but those of a warm-up, and within the limits."""
     total = sum(ask.plain for ask in given_)
-    settled = [ask._replace(now=now) for ask, now in zip(given_, allot(given_), strict=True)]
+    settled = [ask._replace(now=now) for ask, now in zip(given_, share_budget(given_), strict=True)]
     assert sum(ask.now for ask in settled) == total
-    for ask, entries in zip(settled, allot(settled), strict=True):
+    for ask, entries in zip(settled, share_budget(settled), strict=True):
         assert ask.now / MOST_CHANGE - 1 <= entries <= ask.now * MOST_CHANGE + 1
 
 
 def test_what_cannot_send_leaves_its_share_to_others_and_more_than_there_is_room_for_goes_to_nobody() -> None:
     tail = Tail(100, 1.0, 3.0)
-    assert allot([Ask(100, 12, 100, 800, tail), Ask(100, 12, 100, 800, Tail(0, 0.0, 0.5))]) == [150, 50]
-    assert allot([Ask(100, 12, 100, 150, tail), Ask(100, 12, 100, 30, tail)]) == [150, 30]
-    assert allot([Ask(0, 1, 7, 56, None)]) == [7]
+    assert share_budget([Demand(100, 12, 100, 800, tail), Demand(100, 12, 100, 800, Tail(0, 0.0, 0.5))]) == [150, 50]
+    assert share_budget([Demand(100, 12, 100, 150, tail), Demand(100, 12, 100, 30, tail)]) == [150, 30]
+    assert share_budget([Demand(0, 1, 7, 56, None)]) == [7]
 
 
 def test_equal_tails_stay_as_they_are_and_unknown_ones_keep_their_part() -> None:
     same = Tail(100, 0.3, 4.0)
-    assert allot([Ask(100, 12, 100, 800, same)] * 3) == [100] * 3
-    assert allot([Ask(100, 12, 100, 800, None), Ask(50, 6, 50, 400, None)]) == [100, 50]
-    assert allot([Ask(250, 12, 100, 800, None), Ask(250, 12, 100, 800, None)]) == [100, 100], "a stage of a warm-up ends"
+    assert share_budget([Demand(100, 12, 100, 800, same)] * 3) == [100] * 3
+    assert share_budget([Demand(100, 12, 100, 800, None), Demand(50, 6, 50, 400, None)]) == [100, 50]
+    assert share_budget([Demand(250, 12, 100, 800, None), Demand(250, 12, 100, 800, None)]) == [100, 100]
 
 
 def test_shares_settle_where_one_threshold_over_all_would_have_them() -> None:
@@ -65,7 +65,7 @@ def test_shares_settle_where_one_threshold_over_all_would_have_them() -> None:
         for v, k in zip(vectors, now, strict=True):
             top = v.topk(k).values
             tails.append(Tail(k, float(top[-1]), 1 / max(float((top / top[-1]).log().mean()), 1e-3)))
-        now = allot([Ask(k, p // 8, p, 8 * p, t) for k, p, t in zip(now, plain, tails, strict=True)])
+        now = share_budget([Demand(k, p // 8, p, 8 * p, t) for k, p, t in zip(now, plain, tails, strict=True)])
     threshold = torch.cat(vectors).topk(sum(plain)).values[-1]
     best = [int((v >= threshold).sum()) for v in vectors]
     for mine, wanted in zip(now, best, strict=True):

@@ -8,7 +8,7 @@ import pytest
 
 from commlayer.codec_name import RULES, misspelled, named
 from commlayer.compressors import parse, wrap
-from commlayer.compressors.parse import FACTORIES
+from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.codec_floor import level
 from commlayer.engine.plan_check import promise_of
 from commlayer.errors import InvalidInput

@@ -9,7 +9,7 @@ import torch
 from support import codecs as kit
 
 from commlayer.compressors import Codec, kernels, parse, seed
-from commlayer.compressors.parse import FACTORIES
+from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.records import Spec
 
 each = pytest.mark.parametrize("name", kit.NAMED)

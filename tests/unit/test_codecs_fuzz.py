@@ -6,8 +6,8 @@ import pytest
 from support import codecs as kit
 from support import fuzzing
 
-from commlayer.compressors.parse import FACTORIES
 from commlayer.compressors.payload import CODEC_IDS
+from commlayer.compressors.plan_codecs import FACTORIES
 
 
 def test_every_codec_is_attacked_in_every_round() -> None:

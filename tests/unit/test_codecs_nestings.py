@@ -11,7 +11,7 @@ from support import codecs as kit
 
 from commlayer.compressors import Codec, codec_of, parse, restore, seed, snapshot, two_way, wrap
 from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.random_keys import SERVER
+from commlayer.compressors.state import SERVER
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Slice, Spec
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from support import codecs as kit
 
 from commlayer.compressors import Codec, error_feedback, identity, int8, parse, topk
-from commlayer.compressors.parse import FACTORIES
 from commlayer.compressors.payload import CODEC_IDS
+from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.errors import InvalidInput
 
 

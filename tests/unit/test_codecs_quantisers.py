@@ -9,7 +9,7 @@ import torch
 from support import codecs as kit
 
 from commlayer.compressors import Codec, int4, int8, onebit, parse, qsgd, restore, seed, snapshot
-from commlayer.compressors.random_keys import SERVER
+from commlayer.compressors.state import SERVER
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 

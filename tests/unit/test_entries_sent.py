@@ -14,9 +14,8 @@ from support import workers as kit
 
 from commlayer.autotune.plan.driver import AutoPlan
 from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
-from commlayer.compressors.allotted import CAP, Allotted, allotted
-from commlayer.compressors.checkpoint import number
-from commlayer.compressors.warmup import FIRST
+from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
+from commlayer.compressors.state import number
 from commlayer.engine.connection import Connection
 from commlayer.engine.plan_check import unsuited
 from commlayer.engine.plan_handover import hand_over
@@ -88,7 +87,7 @@ def test_as_many_entries_in_all_more_of_them_where_gradients_are_large(codec: st
     shares = [sent / math.prod(shape) for sent, shape in zip(run.sent[0][-1], reversed(SHAPES), strict=True)]
     large, small = shares[2], shares[1]
     assert large > 0.06
-    assert small <= 0.02 / CAP * 1.1 + 1e-3, "the fewest that a bucket may be left with"
+    assert small <= 0.02 / MAX_SHARE * 1.1 + 1e-3, "the fewest that a bucket may be left with"
     # One of small gradients, where entries gather in the residual until they are as large as the others'.
     assert run.heard[-1][2] > 3 * run.heard[-1][1]
 
@@ -109,7 +108,7 @@ def test_runs_repeat_bit_for_bit() -> None:
 def test_warmup_goes_by_the_step_of_the_job_and_servers_follow() -> None:
     run = Run(plan(warmup=8), 10)
     totals = [sum(step) for step in run.sent[0]]
-    assert totals[0] == pytest.approx(FIRST * NUMEL, rel=0.1)
+    assert totals[0] == pytest.approx(FIRST_RATIO * NUMEL, rel=0.1)
     assert all(after < 1.1 * before for before, after in pairwise(totals))
     assert totals[8] == pytest.approx(0.02 * NUMEL, rel=0.1)
     assert all(sum(heard) == pytest.approx(sent, rel=0.1) for heard, sent in zip(run.heard, totals, strict=True))
@@ -142,7 +141,7 @@ def test_late_buckets_are_paced_with_the_others() -> None:
             for step in range(8):
                 kit.step(rig.workers[rank], list(gradients(rank, step)))
             rig.workers[rank].drain()
-            return [b.state["inner"]["asked"] for b in rig.workers[rank].buckets]
+            return [b.state["inner"]["entries"] for b in rig.workers[rank].buckets]
 
         for asked in kit.on_ranks(2, body):
             assert sum(asked) == sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
@@ -187,7 +186,7 @@ def test_codecs_whose_states_were_restored_are_told_again() -> None:
         saved = [snapshot(bucket.state) for bucket in worker.buckets]
         kit.step(worker, list(gradients(0, 0)))
         told = by_tensor(worker)
-        assert told[0] == FIRST * 40_000 > before[0]
+        assert told[0] == FIRST_RATIO * 40_000 > before[0]
         for bucket, state in zip(worker.buckets, saved, strict=True):
             restore(bucket.state, state)
             bucket.forget()
@@ -200,7 +199,7 @@ def test_codecs_whose_states_were_restored_are_told_again() -> None:
 def by_tensor(worker: Any) -> list[int]:
     found = [0] * len(SHAPES)
     for bucket in worker.buckets:
-        found[bucket.slices[0].tensor] += bucket.state["inner"]["asked"]
+        found[bucket.slices[0].tensor] += bucket.state["inner"]["entries"]
     return found
 
 
@@ -208,18 +207,18 @@ def by_tensor(worker: Any) -> list[int]:
 
 
 def told(text: str, **how: Any) -> Any:
-    return allotted(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
+    return with_budget(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
 
 
 @pytest.mark.parametrize("text", ["topk(0.05)", "topk(0.05, values='fp32')", "topk(0.4, 'int4')", "block_threshold(0.05)"])
 @pytest.mark.parametrize("numel", [1, 37, 5000, 40_000])
 def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
     codec, spec = told(text, steps=5), Spec((numel,))
-    assert isinstance(codec.inner, Allotted)
+    assert isinstance(codec.inner, BudgetedTopK)
     state, out = codec.init(spec), codecs.room(codec, spec)
-    most = min(numel, math.ceil(codec.inner.utmost * numel))
+    most = min(numel, math.ceil(codec.inner.max_ratio * numel))
     for step, asked in enumerate([most, 1, most, max(1, most // 3), max(1, most // 2)]):
-        codec.inner.tell(state["inner"], asked)
+        codec.inner.set_entries(state["inner"], asked)
         nbytes = codec.start(codecs.noise(numel, step), state, out)
         run = 16 if "block" in text else 1
         assert entries(out) <= 1.1 * -(-asked // run) * run + run
@@ -231,16 +230,16 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
     codec, spec = told("topk(0.02)"), Spec((40_000,))
     state, out = codec.init(spec), codecs.room(codec, spec)
     for step in range(3):
-        codec.inner.tell(state["inner"], 500 + 300 * step)
+        codec.inner.set_entries(state["inner"], 500 + 300 * step)
         codec.start(codecs.noise(40_000, step), state, out)
     other = codec.init(spec)
     restore(other, snapshot(state))
     ours, theirs = [], []
     for s, into in ((state, ours), (other, theirs)):
-        codec.inner.tell(s["inner"], 700)
+        codec.inner.set_entries(s["inner"], 700)
         into.append(bytes(out[: codec.start(codecs.noise(40_000, 9), s, out)]))
     assert ours == theirs
-    assert codec.inner.ask(state["inner"], 0.02) == codec.inner.ask(other["inner"], 0.02)
+    assert codec.inner.demand(state["inner"], 0.02) == codec.inner.demand(other["inner"], 0.02)
     with pytest.raises(ValueError, match=r"inner\.sent.*-2\b.*E-CODEC-STATE"):
         restore(other, snapshot(state) | {"inner.sent": number(-2)})
 
@@ -258,14 +257,14 @@ def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> N
     codec, spec = told("topk(0.1)"), Spec((100,))
     state, out = codec.init(spec), codecs.room(codec, spec)
     codec.start(torch.full((100,), math.inf), state, out)
-    assert codec.inner.ask(state["inner"], 0.1).tail is None
+    assert codec.inner.demand(state["inner"], 0.1).tail is None
     codec.start(torch.zeros(100), state, out)
-    tail = codec.inner.ask(state["inner"], 0.1).tail
+    tail = codec.inner.demand(state["inner"], 0.1).tail
     assert tail is not None
     assert tail.sent == 0
-    codec.inner.tell(state["inner"], 20)
+    codec.inner.set_entries(state["inner"], 20)
     codec.start(torch.eye(100)[0] + torch.eye(100)[1], state, out)
-    assert codec.inner.ask(state["inner"], 0.1).most == 2, "there are no more"
+    assert codec.inner.demand(state["inner"], 0.1).most == 2, "there are no more"
 
 
 def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> None:
@@ -273,9 +272,9 @@ def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> N
     codec, spec = told("topk(0.02)"), Spec((5000,))
     state, out = codec.init(spec), codecs.room(codec, spec)
     codec.start(codecs.noise(5000), state, out)
-    before = codec.inner.ask(state["inner"], 0.02)
-    codec.inner.tell(state["inner"], 400)
-    assert codec.inner.ask(state["inner"], 0.02) == before._replace(now=400)
+    before = codec.inner.demand(state["inner"], 0.02)
+    codec.inner.set_entries(state["inner"], 400)
+    assert codec.inner.demand(state["inner"], 0.02) == before._replace(now=400)
 
 
 # ---- plans

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 from support.plans import cluster, toy_job
 
-from commlayer.compressors.parse import parse
+from commlayer.compressors.plan_codecs import parse
 from commlayer.planner.search.plan import plan
 from commlayer.planner.tables import machines
 from commlayer.planner.verbs.lint import lint

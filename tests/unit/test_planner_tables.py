@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from commlayer.compressors.parse import parse
+from commlayer.compressors.plan_codecs import parse
 from commlayer.planner.model.cluster import Cluster, Link
 from commlayer.planner.pricing.path_cost import Prices
 from commlayer.planner.tables.machines import DEFAULT_CODECS, GPUS, INTRA, gpu, link, node, profile_from_tables, speed

@@ -9,7 +9,7 @@ import torch
 from support import workers as kit
 
 from commlayer.compressors import parse, restore, snapshot, wrap
-from commlayer.compressors.parse import FACTORIES
+from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.model_job import learning_rate
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice

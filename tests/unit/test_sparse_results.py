@@ -8,7 +8,7 @@ from support.codecs import decoded, encode, noise, room
 
 from commlayer.compressors import parse, topk, two_way, wrap
 from commlayer.compressors.codec import Codec, State
-from commlayer.compressors.sparse_results import reader_of
+from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine import sparse_result
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.errors import CorruptFrame

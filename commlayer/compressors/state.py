@@ -1,17 +1,21 @@
-"""Saves and restores codec state as named tensors, so that training resumes bit for bit."""
+"""The state of codecs: saving and restoring it as named tensors, and the keys of its random numbers.
+
+The state of a codec with random numbers holds `shared`, `own` (0 until seeded) and `step`, which the codec counts. Draws that
+must be equal on all senders use `shared`. Rounding uses `own`, since a dither that all senders share does not average out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from commlayer.compressors.allotted import NUMBERS as COUNTS
 from commlayer.compressors.codec import State
-from commlayer.compressors.random_keys import KEYS
-from commlayer.compressors.selection import NUMBERS
+from commlayer.compressors.global_budget import BUDGET_LIMITS
+from commlayer.compressors.selection import STATE_LIMITS
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -19,7 +23,16 @@ if TYPE_CHECKING:
 else:
     from commlayer.compressors import tensors as torch
 
-LIMITS: Mapping[str, tuple[float, float]] = {**NUMBERS, **KEYS, **COUNTS}
+
+SERVER = -1
+"""The sender id of results."""
+
+MOST_KEY = (1 << 63) - 1
+KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
+"""Limits of the keys in a state."""
+
+
+LIMITS: Mapping[str, tuple[float, float]] = {**STATE_LIMITS, **KEYS, **BUDGET_LIMITS}
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:
@@ -33,8 +46,8 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
     wanted, got = {path for path, *_ in places}, set(tensors)
     if wanted != got:
         raise InvalidInput("E-CODEC-STATE",
-                           f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; was the plan "
-                           "another?")
+                           f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; did the plan "
+                           "change?")
     for path, _, _, value in places:
         expected = value if isinstance(value, torch.Tensor) else number(value)
         if tensors[path].shape != expected.shape:
@@ -120,3 +133,23 @@ def _forget(state: State) -> None:
             state[name] = None
         elif isinstance(value, dict):
             _forget(value)
+
+
+def seed(state: State, job: str, bucket: int, sender: int) -> None:
+    """Sets the keys in a fresh state and in its nested states. `job` is any text that the workers share."""
+    keys = {"shared": _key(f"{job} {bucket}"), "own": _key(f"{job} {bucket} {sender}")}
+    _set(state, keys)
+
+
+def _set(state: State, keys: dict[str, int]) -> None:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            # Nested states under a number are alike: each gets keys of its own.
+            _set(value, {which: _key(f"{key} {name}") for which, key in keys.items()} if name.isdigit() else keys)
+        elif name in keys:
+            state[name] = keys[name]
+
+
+def _key(text: str) -> int:
+    """63 bits, so that the int64 of a checkpoint holds the key."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

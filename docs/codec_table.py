@@ -1,6 +1,6 @@
-"""The catalogue of codecs: generates the table of docs/reference/codecs.md from the entries below and from the codecs.
+"""Writes the table of docs/reference/codecs.md from the entries below and from the codecs.
 
-`python -m commlayer.compressors.catalogue docs/reference/codecs.md` rewrites the table between the page's two marks.
+`python docs/codec_table.py docs/reference/codecs.md` rewrites the table between the page's two marks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import wrap
-from commlayer.compressors.parse import parse
+from commlayer.compressors.plan_codecs import parse
 from commlayer.files import between
 from commlayer.records import Spec
 
@@ -92,7 +92,7 @@ def renewed(page: str) -> str:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m commlayer.compressors.catalogue docs/reference/codecs.md", file=sys.stderr)
+        print("usage: python docs/codec_table.py docs/reference/codecs.md", file=sys.stderr)
         return 2
     page = Path(arguments[0])
     page.write_text(renewed(page.read_text()))

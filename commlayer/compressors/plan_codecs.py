@@ -1,24 +1,43 @@
-"""Two-way compression: one codec for payloads to the server, another for the server's results to workers."""
+"""Codecs as plans name them.
+
+parse() builds a codec from its spelling, and codec_of() from a plan's bucket. TwoWay uses one codec for payloads to the server
+and another for results to workers. runs_on() says whether a codec has kernels for a device, and reader_of() whether its
+results can be read as entries.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
-from commlayer.codec_name import named
-from commlayer.compressors.allotted import Allotted, allotted
+from commlayer.codec_name import CodecName, named
+from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd, int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrapper, spell
-from commlayer.compressors.dense import Identity
-from commlayer.compressors.feedback import ErrorFeedback, Momentum, in_updates, wrap
-from commlayer.compressors.parse import parse
+from commlayer.compressors.dense import Bf16, Fp16, Identity, bf16, fp16, identity
+from commlayer.compressors.feedback import ErrorFeedback, Momentum, error_feedback, in_updates, momentum, wrap
+from commlayer.compressors.global_budget import BudgetedTopK, with_budget
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.errors import InvalidInput
+from commlayer.compressors.powersgd import powersgd
+from commlayer.compressors.randomk import RandomK, randomk
+from commlayer.compressors.topk import TopK, block_threshold, topk
+from commlayer.errors import InvalidInput, without_code
 from commlayer.records import Bucket, Plan, Spec
 
 if TYPE_CHECKING:
     import torch
+else:
+    from commlayer.compressors import tensors as torch
+
+log = logging.getLogger("commlayer")
+
+WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, OneBit, TopK, RandomK)
+READ_AS_WRAPPED = (BudgetedTopK, ErrorFeedback, Momentum)
+_reported: set[str] = set()
+"""Errors of launchers that were logged."""
 
 
 class TwoWay(msgspec.Struct, frozen=True):
@@ -106,11 +125,11 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
     if node is not None and bucket.by_node:
         codec = wrap(parse(bucket.by_node[node]))
     both = two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
-    return _allotted(both, bucket, plan)
+    return _with_budget(both, bucket, plan)
 
 
-def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
-    """Wraps the codec in Allotted if the plan varies entries by step and a server sums.
+def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
+    """Wraps the codec in BudgetedTopK if the plan varies entries by step and a server sums.
 
     Collectives reserve the largest size in every step and send it, so they gain nothing.
     """
@@ -121,9 +140,9 @@ def _allotted(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
     ratios = [named(text).ratio for text in bucket.by_node or (bucket.codec,)]
     mean_ratio = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
     if isinstance(codec, TwoWay):
-        up, down = (allotted(codec_, mean_ratio, steps=steps, shared=shared) for codec_ in (codec.up, codec.down))
+        up, down = (with_budget(codec_, mean_ratio, steps=steps, shared=shared) for codec_ in (codec.up, codec.down))
         return TwoWay(up, down)
-    result: Codec = allotted(codec, mean_ratio, steps=steps, shared=shared)
+    result: Codec = with_budget(codec, mean_ratio, steps=steps, shared=shared)
     return result
 
 
@@ -162,4 +181,73 @@ def _read(codec: Any) -> Any:
 
 def _bare(codec: Any) -> Any:
     codec = codec.inner if isinstance(codec, ErrorFeedback) else codec
-    return codec.inner if isinstance(codec, Allotted) else codec
+    return codec.inner if isinstance(codec, BudgetedTopK) else codec
+
+
+FACTORIES: Mapping[str, Callable[..., Codec]] = {
+    "identity": identity,
+    "fp16": fp16,
+    "bf16": bf16,
+    "int8": int8,
+    "topk": topk,
+    "int4": int4,
+    "qsgd": qsgd,
+    "onebit": onebit,
+    "block_threshold": block_threshold,
+    "randomk": randomk,
+    "powersgd": powersgd,
+    "error_feedback": error_feedback,
+    "momentum": momentum,
+}
+
+
+def parse(text: str) -> Codec:
+    """The codec that `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"."""
+    return build(named(text))
+
+
+def build(name: CodecName) -> Codec:
+    """InvalidInput for nestings that cannot work: the factories of the codecs check them."""
+    arguments = {argument: build(value) if isinstance(value, CodecName) else value for argument, value in name.arguments}
+    return FACTORIES[name.family](**arguments)
+
+
+def runs_on(codec: Codec, device: torch.device) -> bool:
+    """Whether a worker can run `codec` on the device: the codec has kernels, and this machine can launch them."""
+    if not isinstance(_bare(codec), WITH_KERNELS):
+        return False
+    from commlayer.gpu.launch import launcher  # loads torch
+
+    try:
+        launcher(device)
+    except ValueError as error:
+        if str(error) not in _reported:
+            _reported.add(str(error))
+            log.warning("%s; coding on the host", without_code(error))
+        return False
+    return True
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A codec whose results are entries."""
+
+    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The increasing positions (uint32 stored as int32) and values that `decode` would write; all other elements are 0.
+
+        None if the result is flagged. CorruptPayload as from `decode`.
+        """
+        ...
+
+
+def result_codec(codec: Any) -> Any:
+    """The inner codec that reads the results of `codec`."""
+    while isinstance(codec, (*READ_AS_WRAPPED, TwoWay)):
+        codec = codec.down if isinstance(codec, TwoWay) else codec.inner
+    return codec
+
+
+def reader_of(codec: Any) -> Reads | None:
+    """The codec that reads results as entries, or None if results are not entries."""
+    inner = result_codec(codec)
+    return inner if isinstance(inner, Reads) else None

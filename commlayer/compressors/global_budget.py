@@ -1,0 +1,284 @@
+"""Global budget and warm-up: sparse codecs whose number of entries is set before each step (a plan's `ratio_over`, `warmup`).
+
+Plans create BudgetedTopK; it has no spelling. On a worker, the code that knows all buckets of a step calls `set_entries`. A
+server derives the number itself: it sends as many entries as its members sent on average. So downloads follow uploads.
+
+share_budget() divides a plan's entries among its buckets as if one threshold selected from all of them. The last payload of
+each bucket estimates how many of its entries lie above a nearby threshold: its count times (its least magnitude / threshold) to
+the power of its slope.
+
+Warm-up: the ratio falls from 25 % to the plan's ratio over the first steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+
+import msgspec.structs
+import numpy as np
+import numpy.typing as npt
+
+from commlayer.compressors import payload
+from commlayer.compressors.codec import OneRound, Round, State, Wrapper, place
+from commlayer.compressors.feedback import Fed
+from commlayer.compressors.payload import Buffer, Out
+from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, Picks, clamp_threshold
+from commlayer.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+
+BUDGET_LIMITS: Mapping[str, tuple[float, float]] = {
+    "entries": (0, payload.MAX_NUMEL),
+    "sent": (-1, payload.MAX_NUMEL),
+    "available": (0, payload.MAX_NUMEL),
+    "least": (0.0, HUGE),
+}
+"""Limits of the numbers in a state. `slope` has the limits of selection.STATE_LIMITS."""
+
+MAX_SHARE = 8
+"""A bucket gets at most MAX_SHARE times its own share of a plan's entries, and at least 1 / MAX_SHARE of it."""
+
+DIGITS = 6
+"""Decimals of a slope. Devices add in different orders, but all must demand the same number of entries."""
+
+UNKNOWN = -1
+"""`sent` if there is no last payload or it was flagged."""
+
+
+class BudgetedTopK(Wrapper, frozen=True):
+    """State: `entries`, the entries of the next payload, and the inner state, whose memory is allocated again when `entries`
+    changes.
+
+    A worker also keeps facts of its last payload: `sent` (entries), the `least` magnitude, and `slope`, how steeply counts fall
+    above it. `available` is the number of entries that can be sent, if the payload held all that are not zero.
+    """
+
+    name: ClassVar[str] = "budgeted_topk"
+
+    max_ratio: float
+    """The largest ratio that can be requested."""
+    mean_ratio: float
+    """The mean of the members' own ratios. A server with another ratio keeps the proportion to it."""
+    warmup_steps: int = 0
+    shared: bool = False
+    """Whether its entries are shared with other buckets."""
+
+    def __str__(self) -> str:
+        return str(self.inner)
+
+    def bound(self, spec: Spec) -> int:
+        return max(int(self._at(self._count(spec, self.max_ratio), spec).bound(spec)), int(self.inner.bound(spec)))
+
+    def init(self, spec: Spec) -> State:
+        return self.init_server(spec) | {"sent": UNKNOWN, "available": spec.numel, "least": 0.0, "slope": SLOPES[0]}
+
+    def init_server(self, spec: Spec) -> State:
+        entries = self._count(spec, self.inner.ratio)
+        return {"entries": entries, "inner": self.inner.init(spec), "_codec_entries": entries, "_codec": self.inner,
+                "_spec": spec}
+
+    def set_entries(self, state: State, entries: int) -> None:
+        """Sets the entries from the next step on. A tracked threshold moves to where that many entries should pass."""
+        before, inner = state["entries"], state["inner"]
+        if inner["threshold"] and entries != before:
+            inner["threshold"] = clamp_threshold(inner["threshold"] * (before / entries) ** (1 / inner["slope"]))
+        state["entries"] = entries
+
+    def demand(self, state: State, ratio: float) -> Demand:
+        """The request of this bucket, whose own ratio is now `ratio`."""
+        spec, sent = state["_spec"], state["sent"]
+        plain = self._count(spec, ratio)
+        fewest, most = max(1, plain // MAX_SHARE), self._count(spec, min(self.max_ratio, MAX_SHARE * ratio))
+        most = max(fewest, min(most, state["available"]))
+        tail = None if sent == UNKNOWN else Tail(sent, state["least"], state["slope"])
+        return Demand(state["entries"], fewest, plain, most, tail)
+
+    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+        return self.start_fed(x, None, state, out)
+
+    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
+        """See feedback.Fed."""
+        self._resize(state, x)
+        nbytes = int(state["_codec"].start_fed(x, residual, state["inner"], out))
+        if self.shared and "sent" in state:
+            head = payload.read(out[:nbytes], self.id, x.numel())
+            self._measure(state, UNKNOWN if head.flagged else head.entries)
+        return nbytes
+
+    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+        return bool(self.inner.decode(result, state["inner"], out))
+
+    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
+        """See selection.Placed."""
+        result: torch.Tensor = self.inner.places(payload_, numel)
+        return result
+
+    def zeros(self, spec: Spec, r: int) -> Any:
+        return {**self.inner.zeros(spec, r), "members": [0, 0]}
+
+    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
+        self.inner.add(r, payload_, acc, first=first)
+        if (counted := acc.get("members")) is not None:
+            head = payload.read(payload_, self.id, acc["sum"].numel())
+            entries, members = (0, 0) if first else counted
+            counted[:] = entries + head.entries, members + (not head.flagged)
+
+    def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
+        self.before_emit(acc, state)
+        if acc["flagged"][0]:
+            return payload.write_flagged(out, self.id, acc["sum"].numel())
+        return self.start(acc["sum"], state, out)
+
+    def before_emit(self, acc: Any, state: State) -> None:
+        """Before an emit: sets the entries to the members' average. See feedback.before_emit."""
+        total, members = acc.get("members", (0, 0))
+        if members:
+            share = self.inner.ratio / self.mean_ratio
+            spec, least = state["_spec"], max(1, self._count(state["_spec"], self.inner.ratio) // MAX_SHARE)
+            self.set_entries(state, min(max(round(share * total / members), least), self._count(spec, self.max_ratio)))
+
+    def _resize(self, state: State, x: torch.Tensor) -> None:
+        if state["_codec_entries"] != state["entries"]:
+            state["_codec"], state["_codec_entries"] = self._at(state["entries"], state["_spec"]), state["entries"]
+            fresh = {name: value for name, value in state["_codec"].init(state["_spec"]).items() if name.startswith("_")}
+            if x.device.type != "cpu":
+                place(fresh, x.device)
+            state["inner"] |= fresh
+
+    def _measure(self, state: State, sent: int) -> None:
+        state["sent"] = sent
+        state["available"] = sent if 0 < sent < ENOUGH * state["entries"] else state["_spec"].numel
+        if sent <= 0:
+            return
+        magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()
+        least = magnitudes.min()
+        rise = float((magnitudes / least).double().log().mean())  # Hill's estimate of a tail's exponent is its inverse
+        slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
+        state["least"], state["slope"] = float(least), round(slope, DIGITS)
+
+    def _at(self, entries: int, spec: Spec) -> Any:
+        """The inner codec at the ratio at which it sends `entries` entries of the bucket."""
+        return msgspec.structs.replace(self.inner, ratio=min(1.0, max(entries - 0.5, 0.5) / max(spec.numel, 1)))
+
+    def _count(self, spec: Spec, ratio: float) -> int:
+        return min(spec.numel, max(1, math.ceil(ratio * spec.numel)))
+
+
+def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: bool) -> Any:
+    """Wraps the core of a codec in BudgetedTopK, inside the same wrappers, if its entries can vary.
+
+    `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio.
+    """
+    if isinstance(codec, Wrapper):
+        return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
+    sparse = isinstance(codec, Fed) and isinstance(codec, OneRound) and hasattr(codec, "ratio") and Round.GATHER in codec.rounds
+    shared = shared and isinstance(codec, Picks)
+    if not sparse or not (steps or shared):
+        return codec
+    max_ratio = max(codec.ratio * (MAX_SHARE if shared else 1), FIRST_RATIO if steps else 0.0)
+    return BudgetedTopK(codec, min(1.0, max_ratio), codec.ratio if mean_ratio is None else mean_ratio, steps, shared)
+
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+
+MOST_CHANGE = 2.0
+"""The largest factor by which a bucket's entries change in one step: the estimate holds only near the last threshold."""
+
+HALVINGS = 30
+"""Bisection steps over the range of thresholds."""
+
+
+ROUNDING = 1e-6
+"""Rounding error of a count that passes through a logarithm and back."""
+
+
+class Tail(NamedTuple):
+    """Magnitudes in one payload: entries sent, the least magnitude, and the exponent of the tail."""
+
+    sent: float
+    least: float
+    slope: float
+
+
+EMPTY_TAIL = Tail(1e-9, 1.0, 1.0)
+"""The tail of a bucket that sent nothing, since 0 has no logarithm."""
+
+
+class Demand(NamedTuple):
+    """One bucket: its entries now, and the fewest, the unshared and the most entries for its next payload."""
+
+    now: int
+    fewest: int
+    plain: int
+    most: int
+    tail: Tail | None
+    """None if unknown: the bucket keeps its part. A bucket that sent nothing, since all was zero, gets the fewest."""
+
+
+def share_budget(demands: Sequence[Demand]) -> list[int]:
+    """Entries for each bucket; their total equals the total of the unshared ones. Deterministic.
+
+    >>> calm, wild = Tail(100, 0.1, 3.0), Tail(100, 10.0, 3.0)
+    >>> share_budget([Demand(100, 12, 100, 800, calm), Demand(100, 12, 100, 800, wild)])
+    [50, 150]
+    """
+    total, now = sum(demand.plain for demand in demands), sum(demand.now for demand in demands)
+    if not now:
+        return [demand.plain for demand in demands]
+    kept = np.array([demand.now * total / now for demand in demands])
+    tails = [demand.tail if demand.tail is not None and demand.tail.sent else EMPTY_TAIL for demand in demands]
+    sent, least, slope = np.array(tails, dtype=float).T
+    level, base = np.log(least), np.log(sent)
+    change = np.array([1.0 if demand.tail is None else MOST_CHANGE for demand in demands])
+    fewest, most = np.array([(demand.fewest, demand.most) for demand in demands], dtype=float).T
+    low, high = (np.log(np.minimum(np.maximum(limit, fewest), most)) for limit in (kept / change, kept * change))
+    # The lowest and the highest threshold at which some bucket reaches a limit.
+    below, above = float((level + (base - high) / slope).min()), float((level + (base - low) / slope).max())
+    for _ in range(HALVINGS):
+        middle = (below + above) / 2
+        reached = np.exp(np.minimum(np.maximum(base + slope * (level - middle), low), high)).sum()
+        below, above = (middle, above) if reached > total else (below, middle)
+    wanted = np.exp(np.minimum(np.maximum(base + slope * (level - above), low), high))
+    return _whole(wanted, demands, total)
+
+
+def _whole(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
+    """Rounds and keeps the total: the rest goes to the largest remainders first, then to buckets below their limit."""
+    counts = np.floor(wanted + ROUNDING).astype(int)
+    order = np.argsort(counts - wanted, kind="stable")
+    fewest, most = np.array([demand.fewest for demand in demands]), np.array([demand.most for demand in demands])
+    while rest := total - int(counts.sum()):
+        room = most - counts if rest > 0 else counts - fewest
+        takers = [i for i in order if room[i] > 0][: abs(rest)]
+        if not takers:
+            break  # every bucket is at its limit
+        each = np.minimum(room[takers], max(1, abs(rest) // len(takers)))
+        counts[takers] += each if rest > 0 else -each
+    return [int(count) for count in counts]
+
+
+FIRST_RATIO = 0.25
+"""The ratio of the first step."""
+
+
+def stages_of(ratio: float) -> int:
+    """Stages before the last one, which has the ratio itself. 0 if the ratio is not below FIRST_RATIO."""
+    return max(0, math.ceil(math.log2(FIRST_RATIO / ratio)))
+
+
+def ratio_of(ratio: float, stage: int) -> float:
+    """
+    >>> [round(ratio_of(0.02, stage), 3) for stage in range(stages_of(0.02) + 1)]
+    [0.25, 0.133, 0.071, 0.038, 0.02]
+    """
+    stages = stages_of(ratio)
+    return ratio if stage == stages else FIRST_RATIO * (ratio / FIRST_RATIO) ** (stage / stages)
+
+
+def ratio_at(ratio: float, steps: int, step: int) -> float:
+    """The ratio in a step of a warm-up over `steps` steps; 0 steps mean no warm-up."""
+    return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio
