@@ -26,13 +26,13 @@ PIPE_WIDTH = 100
 
 
 def demo(
-    workers: Annotated[int, typer.Option(help="Worker processes, each a host of its own.")] = 4,
+    workers: Annotated[int, typer.Option(help="Worker processes, each with its own link.")] = 4,
     link: Annotated[str, typer.Option(help="Each host's link, up and down, such as 100mbit.", metavar="RATE")] = "100mbit",
     rtt: Annotated[str, typer.Option(help="Round trip between hosts, such as 30ms.", metavar="TIME")] = "30ms",
     codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
-    target: Annotated[float | None, typer.Option(help="Test accuracy to reach, else 0.97.", show_default=False)] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small model and 100 steps at most, to see that it runs.")] = False,
+    target: Annotated[float | None, typer.Option(help="Test accuracy to reach; default 0.97.", metavar="X")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use a small model and at most 100 steps.")] = False,
 ) -> None:
     """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""
     settings = read_settings(workers=workers, link=link, rtt=rtt, codec=codec, target=target, quick=quick)

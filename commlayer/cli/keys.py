@@ -12,7 +12,7 @@ from commlayer.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a job on several machines: a CA, and a certificate for each node.")
 Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder, which stays on one machine.", metavar="DIR")]
-Name = Annotated[str, typer.Argument(help="A node's name, which errors and logs tell.", metavar="NAME")]
+Name = Annotated[str, typer.Argument(help="The node's name in errors and logs.", metavar="NAME")]
 SOON_DAYS = 30
 # authority.py is imported late: it loads cryptography, which --help does not need.
 
@@ -20,9 +20,9 @@ SOON_DAYS = 30
 @app.command()
 def init(
     folder: Folder = Path("keys"),
-    days: Annotated[int, typer.Option(help="For how many days it is good.")] = 3650,
+    days: Annotated[int, typer.Option(help="Days until the CA expires.")] = 3650,
 ) -> None:
-    """Make a job's CA. Who holds its folder decides who takes part: keep it on one machine."""
+    """Make a job's CA. Its folder decides who may join: keep it on one machine."""
     from commlayer.cluster import authority
 
     until = authority.init(folder, days)
@@ -33,11 +33,11 @@ def init(
 @app.command()
 def add(
     name: Name, folder: Folder = Path("keys"),
-    days: Annotated[int, typer.Option(help="For how many days its certificate is good.")] = 365,
-    dials_only: Annotated[bool, typer.Option("--dials-only", help="It may never be a server or the coordinator.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Make a new one, and revoke the one that it has.")] = False,
+    days: Annotated[int, typer.Option(help="Days until the certificate expires.")] = 365,
+    dials_only: Annotated[bool, typer.Option("--dials-only", help="It can never be a server or the coordinator.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make a new certificate and revoke the old one.")] = False,
 ) -> None:
-    """Make a node's certificate, and the folder to copy there."""
+    """Make a node's certificate and the folder to copy to it."""
     from commlayer.cluster import authority
 
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
@@ -55,7 +55,7 @@ def add(
 
 @app.command()
 def revoke(name: Name, folder: Folder = Path("keys")) -> None:
-    """End a node's certificates: nobody lets it in any more, and a running job drops it."""
+    """Revoke a node's certificates. A running job drops the node."""
     from commlayer.cluster import authority
 
     count = authority.revoke(folder, name)
@@ -65,7 +65,7 @@ def revoke(name: Name, folder: Folder = Path("keys")) -> None:
 
 @app.command("list")
 def list_(folder: Folder = Path("keys")) -> None:
-    """Show who has a certificate, and until when."""
+    """List certificates and their dates."""
     from commlayer.cluster import authority
 
     if not (folder / authority.CA_KEY).exists():

@@ -29,17 +29,17 @@ END_S = 30.0
 
 def launch(
     script: Annotated[Path, typer.Argument(help="The training script, as torchrun would start it.", metavar="SCRIPT")],
-    args: Annotated[list[str] | None, typer.Argument(help="What it is given.", metavar="ARGS")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
     join: Annotated[str, typer.Option(help="host:port of `commlayer serve`, else COMMLAYER_JOIN.", metavar="ADDR")] = "",
     keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
     token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text to other machines.")] = False,
     nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine, one for each GPU.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which of the homes this is, from 0; -1: in order of coming.", min=-1)] = -1,
-    full: Annotated[bool, typer.Option("--traceback", help="Print whole tracebacks of errors of commlayer.")] = False,
+    node_rank: Annotated[int, typer.Option(help="This home's number from 0; -1: by order of arrival.", min=-1)] = -1,
+    full: Annotated[bool, typer.Option("--traceback", help="Print tracebacks of commlayer's errors.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
 ) -> None:
-    """Train with others through `commlayer serve`: nobody connects to this machine, and it connects to that server alone."""
+    """Train with other homes through `commlayer serve`. This machine connects only to that server."""
     given: dict[str, Any] = {"token_file": token_file, "join": join, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in given.items() if value})
     if not config.join:

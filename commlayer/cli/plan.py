@@ -21,10 +21,10 @@ app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from ta
 
 PLAN = Path("plan.json")
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")]
-Loss = Annotated[str, typer.Option(help="What `commlayer tune` measured: --max-loss 0.005 is half a per cent.", metavar="FILE")]
-Learning = Annotated[str, typer.Option(help="What `commlayer tune --learning` measured of your own task.", metavar="FILE")]
-PlanFile = Annotated[Path, typer.Option("--plan", help="The plan, with its inputs beside it.", metavar="FILE")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
+Loss = Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")]
+Learning = Annotated[str, typer.Option(help="Convergence factors from `commlayer tune --learning`.", metavar="FILE")]
+PlanFile = Annotated[Path, typer.Option("--plan", help="The plan; its inputs are next to it.", metavar="FILE")]
 
 
 @app.command()
@@ -36,28 +36,28 @@ def make(
     nodes: Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")] = "",
     homes: Annotated[str, typer.Option(
         help='The same, behind NAT with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")] = "",
-    server: Annotated[str, typer.Option(help="The link of that server, else 1Gb.", metavar="RATE")] = "",
-    profile: Annotated[str, typer.Option(help="Measured costs, else the tables'.", metavar="FILE")] = "",
-    batch: Annotated[int | None, typer.Option(help="Samples per worker, else the model's usual ones.")] = None,
+    server: Annotated[str, typer.Option(help="The link of that server; default 1Gb.", metavar="RATE")] = "",
+    profile: Annotated[str, typer.Option(help="Measured costs instead of the tables'.", metavar="FILE")] = "",
+    batch: Annotated[int | None, typer.Option(help="Samples per worker; default: the usual batch.", metavar="N")] = None,
     codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
     max_loss: Annotated[str, typer.Option(
-        help="By what part the loss may rise at equal steps: 0.01, or 1%.", metavar="PART")] = "",
+        help="Allowed increase of the loss after equally many steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Loss = "",
     learning: Learning = "",
     optimizer: Annotated[str, typer.Option(
-        help="adamw, sgd, or any: the worse of both counts; else adamw.", metavar="NAME")] = "",
-    objective: Annotated[str, typer.Option(help="loss: seconds to a loss; step: of a step, whatever it learns.")] = "loss",
-    exact: Annotated[bool, typer.Option("--exact", help="Synchronous SGD up to coding: no local steps, none late.")] = False,
-    forward: Annotated[bool, typer.Option("--forward", help="Results may come in during the next forward pass.")] = False,
-    max_local_steps: Annotated[int, typer.Option(help="Local steps per exchange, at most; 0: as many as pay.")] = 0,
+        help="adamw (default), sgd, or any (the worse of both).", metavar="NAME")] = "",
+    objective: Annotated[str, typer.Option(help="Minimize seconds to a loss, or seconds of a step.")] = "loss",
+    exact: Annotated[bool, typer.Option("--exact", help="Synchronous training only: no local steps, nothing stale.")] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="Allow results during the next forward pass.")] = False,
+    max_local_steps: Annotated[int, typer.Option(help="Most local steps per exchange; 0: as many as pay.")] = 0,
     fragments: Annotated[bool, typer.Option(
-        "--fragments", help="Between homes, too, rounds may go in parts: not for jobs with --min-workers.")] = False,
-    staleness: Annotated[bool, typer.Option("--staleness", help="Results may be one step late.")] = False,
-    cpu_only: Annotated[bool, typer.Option("--cpu-only", help="No codec runs on a GPU.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs beside it.", metavar="FILE")] = None,
+        "--fragments", help="Allow fragments between homes; not for jobs with --min-workers.")] = False,
+    staleness: Annotated[bool, typer.Option("--staleness", help="Allow one-step-stale results.")] = False,
+    cpu_only: Annotated[bool, typer.Option("--cpu-only", help="Run no codec on a GPU.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs next to it.", metavar="FILE")] = None,
     json: Json = None,
 ) -> None:
-    """Find the plan that is first at a loss, and say why each bucket goes as it goes."""
+    """Find the plan that reaches a loss first, with the reason for each bucket."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
     from commlayer.cli.loss_part import loss_part
@@ -125,7 +125,7 @@ def explain(
     plan: PlanFile = PLAN,
     json: Json = None,
 ) -> None:
-    """Say why a bucket goes as it goes, what that costs, and what came second."""
+    """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.verbs.explain import bucket_of
@@ -145,7 +145,7 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
     json: Json = None,
 ) -> None:
-    """Show what another plan does otherwise, tensor by tensor. Exit code 1 if they differ."""
+    """Show the differences of two plans by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.verbs.diff import diff as differ
@@ -165,14 +165,14 @@ def whatif(
     add_node: Annotated[list[str] | None, typer.Option(help="One more machine with this GPU; may be repeated.")] = None,
     link: Annotated[str, typer.Option(help='The added machines\' link: "100/20Mb" (down/up), "1Gb", "10g".')] = "",
     bandwidth: Annotated[str, typer.Option(help='Every link at these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
-    nodes: Annotated[str, typer.Option(help='So many nodes like the last: "2,4,8".', metavar="COUNTS")] = "",
+    nodes: Annotated[str, typer.Option(help='This many nodes like the last one: "2,4,8".', metavar="COUNTS")] = "",
     gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
     loss: Loss = "",
     learning: Learning = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve there, too.", metavar="PNG")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the curve to this file.", metavar="PNG")] = None,
     json: Json = None,
 ) -> None:
-    """Plan the same job on other machines: what would be gained, and where compression begins to pay."""
+    """Plan the same job on other machines: gains, and the link rate below which compression pays."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
     from commlayer.planner.tables.machines import at_precision
@@ -219,10 +219,10 @@ def whatif(
 @app.command()
 def lint(
     plan: Annotated[Path, typer.Argument(help="The plan to check.")],
-    job: Annotated[str, typer.Option(help="The model it is for, else the one beside the plan.")] = "",
+    job: Annotated[str, typer.Option(help="The plan's model; default: the one next to the plan.")] = "",
     json: Json = None,
 ) -> None:
-    """Name everything that is wrong with a plan, bucket by bucket. Exit code 2 if anything is."""
+    """List all problems of a plan, bucket by bucket. Exit code 2 if there are any."""
     from commlayer import plan_file
     from commlayer.cli import plan_inputs
     from commlayer.errors import RecordError
@@ -248,7 +248,7 @@ def lint(
 def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
-    """Write a first cluster file, to be edited."""
+    """Write an example cluster file to edit."""
     from commlayer.cli import plan_inputs
     from commlayer.planner.verbs.text_formats import EXAMPLE
 

@@ -22,14 +22,14 @@ GROUPS_S, GROUPS_DEADLINE_S = 2.0, 60.0
 
 def profile(
     model: Annotated[str, typer.Option(
-        help="FILE.py[:FUNCTION] or MODULE:FUNCTION; the function (make) returns a model and one that computes a loss.",
+        help="FILE.py[:FUNCTION] or MODULE:FUNCTION; the function (make) returns the model and a loss function.",
     )] = "",
     codec: Annotated[list[str] | None, typer.Option(help="A codec to measure; may be repeated.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples that the loss is of, for the job file.")] = 0,
+    batch: Annotated[int, typer.Option(help="Samples per batch, for the job file.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The costs, for plan make --profile.")] = Path("profile.json"),
     job: Annotated[Path, typer.Option(metavar="FILE", help="With --model, its tensors and times.")] = Path("job.json"),
 ) -> None:
-    """Measure what planning needs on this machine: codecs, and a model's step."""
+    """Measure codecs and a model's step on this machine, for planning."""
     if batch and not model:
         raise InvalidInput("E-CLI-OPTION", "--batch says what a model's loss is of: it goes with --model")
     for file in (out, job) if model else (out,):

@@ -14,24 +14,24 @@ from commlayer.transport.secret import REMEDY
 
 
 def serve(
-    join: Annotated[str, typer.Option(help="host:port of a coordinator: serve sums only.", metavar="ADDR")] = "",
-    bind: Annotated[str, typer.Option(help="Address of this machine to listen on, else 127.0.0.1; or HOST:PORT.",
+    join: Annotated[str, typer.Option(help="host:port of a coordinator: run only a summation server.", metavar="ADDR")] = "",
+    bind: Annotated[str, typer.Option(help="Address to listen on, or HOST:PORT; default 127.0.0.1.",
                                       metavar="HOST")] = "",
     token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
     keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
-    advertise: Annotated[str, typer.Option(help="Name or address under which others reach this machine.", metavar="HOST")] = "",
-    port: Annotated[int, typer.Option(help="The coordinator's port, the data port is the next one; 0: any free ones.")] = 0,
-    carrier: Annotated[str, typer.Option(help="What data travels on: tcp, grpc, or auto for both.", metavar="NAME")] = "",
+    advertise: Annotated[str, typer.Option(help="Name or address that others use for this machine.", metavar="HOST")] = "",
+    port: Annotated[int, typer.Option(help="The coordinator's port; data uses the next one. 0: any free ports.")] = 0,
+    carrier: Annotated[str, typer.Option(help="Carrier of data: tcp, grpc, or auto for both.", metavar="NAME")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
-    workers: Annotated[int, typer.Option(help="How many workers to wait for; 0: as many as the first one says.", min=0)] = 0,
-    servers: Annotated[int | None, typer.Option(help="How many summation servers with this one, else 1.", min=0)] = None,
+    workers: Annotated[int, typer.Option(help="Number of workers; 0: as the first worker reports.", min=0)] = 0,
+    servers: Annotated[int | None, typer.Option(help="Summation servers, with this one; default 1.", metavar="N", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
-    min_workers: Annotated[int, typer.Option(help="So many of the homes' workers go on alone; 0: all must stay.", min=0)] = 0,
-    journal: Annotated[str, typer.Option(help="A folder for what outlasts a crash: started again with it, the server goes on.",
+    min_workers: Annotated[int, typer.Option(help="Continue while this many workers are left; 0: all must stay.", min=0)] = 0,
+    journal: Annotated[str, typer.Option(help="A folder from which the server resumes after a crash.",
                                          metavar="DIR")] = "",
-    number: Annotated[int, typer.Option(help="Which server of the plan this is; -1: the next one.", min=-1)] = -1,
+    number: Annotated[int, typer.Option(help="This server's number in the plan; -1: the next free one.", min=-1)] = -1,
 ) -> None:
-    """Host the coordinator of a job and a summation server; with --join only a server of that job."""
+    """Run a job's coordinator and a summation server; with --join only a server of that job."""
     bind, port = _place(bind, port)
     given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
                              "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal,

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="What attach(config={'trace': FILE}) or session.inspect.trace(FILE) wrote.")],
-    json: Annotated[Path | None, typer.Option("--json", help="Write the result there, too.", metavar="FILE")] = None,
+    file: Annotated[Path, typer.Argument(help="A file from the setting `trace` or session.inspect.trace(FILE).")],
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")] = None,
 ) -> None:
-    """Say how far each op of a recorded step lies from its prediction. The drawing: open FILE in ui.perfetto.dev."""
+    """Compare predicted and measured times of a recorded step. Open FILE in ui.perfetto.dev to see the timeline."""
     from commlayer import records
     from commlayer.cli.plan_inputs import check_json, write_json
     from commlayer.observe import read_comparison

@@ -22,23 +22,23 @@ BUILT_IN = {"digits": "commlayer.demo.tuning_tasks:digits", "chars": "commlayer.
 
 def tune(
     task: Annotated[str, typer.Argument(help="digits, chars, a file.py with proxy(settings), or module:function.")],
-    trials: Annotated[int, typer.Option(help="Proxy runs in all, those already in the store counted in.")] = 30,
+    trials: Annotated[int, typer.Option(help="Number of proxy runs, including those in the store.")] = 30,
     budget: Annotated[str, typer.Option(
-        help="By what part the loss may be above dense training's: 0.005, or 0.5%.", metavar="PART")] = "0.005",
+        help="Allowed increase of the loss over uncompressed training: 0.005, or 0.5%.", metavar="PART")] = "0.005",
     codec: Annotated[list[str] | None, typer.Option(help="A codec to try, with {ratio} if it has one; repeatable.")] = None,
     ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
     batch: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
     local_steps: Annotated[str, typer.Option(help="Local steps per exchange to try; 1 always is.", metavar="N,N,...")] = "1",
-    staleness: Annotated[bool, typer.Option("--staleness", help="Try results that are used a step late, too.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
-    store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a second call goes on there.")] = Path("tune.jsonl"),
+    staleness: Annotated[bool, typer.Option("--staleness", help="Also try one-step-stale results.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a later call continues them.")] = Path("tune.jsonl"),
     out: Annotated[Path, typer.Option(
-        help="The loss model, for --loss of plans: codecs only. What ways cost in steps is measured by --learning.",
+        help="The loss model of codecs, for `plan make --loss`.",
     )] = Path("loss.json"),
     learning: Annotated[Path | None, typer.Option(
-        help="Instead: train the task in each way, and write there what each costs in steps.", metavar="FILE")] = None,
-    steps: Annotated[int, typer.Option(help="Of each training, with --learning.")] = 240,
-    seeds: Annotated[int, typer.Option(help="Trainings of each way, with --learning.")] = 1,
+        help="Instead, train the task in each sync mode and write the convergence factors there.", metavar="FILE")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each training, with --learning.")] = 240,
+    seeds: Annotated[int, typer.Option(help="Trainings of each mode, with --learning.")] = 1,
 ) -> None:
     """Find the fastest settings within a loss budget, by short proxy runs."""
     if learning is not None:
