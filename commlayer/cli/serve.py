@@ -24,7 +24,7 @@ def serve(
     carrier: Annotated[str, typer.Option(help="Carrier of data: tcp, grpc, or auto for both.", metavar="NAME")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
     workers: Annotated[int, typer.Option(help="Number of workers; 0: as the first worker reports.", min=0)] = 0,
-    servers: Annotated[int | None, typer.Option(help="Summation servers, with this one; default 1.", metavar="N", min=0)] = None,
+    servers: Annotated[int | None, typer.Option(help="Summation servers with this one; default 1.", metavar="N", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
     min_workers: Annotated[int, typer.Option(help="Continue while this many workers are left; 0: all must stay.", min=0)] = 0,
     journal: Annotated[str, typer.Option(help="A folder from which the server resumes after a crash.",
