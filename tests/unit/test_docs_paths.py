@@ -36,6 +36,11 @@ def test_paths_in_prose_are_there(page: Path) -> None:
         assert any(path.endswith(f"/{name}") for path in THERE), f"{page.name}: {name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_conflict_markers(page: Path) -> None:
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)
+
+
 def test_there_is_something_to_check() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     assert len(LINK.findall(text)) > 50
