@@ -202,7 +202,7 @@ def _messages() -> list[Any]:
         messages.JoinReply(view=VIEW, plan=b"a plan", rank=1), messages.JoinReply(error="no"),
         messages.PlanPart("digest", 40, 8, bytes(16)),
         messages.Heartbeat("token", dropped=(gone,), overdue=overdue), gone, overdue,
-        messages.HeartbeatReply(lost=(gone,), left=(gone, gone)), messages.Leave("token", "finished", 3),
+        messages.HeartbeatReply(failed=(gone,), departed=(gone, gone)), messages.Leave("token", "finished", 3),
         messages.site_request(2, 1, name="home"), messages.SiteReply(missing="worker 1"),
         messages.SiteReply(first=0, world=3, node=1, nodes=2),
         messages.KvRequest("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),

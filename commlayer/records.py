@@ -241,11 +241,11 @@ class ServerInfo(Record, frozen=True):
     address: str
     node: int = 0
     """The server shares a machine with the members of this node number."""
-    beside: bool = False
+    colocated: bool = False
     """The server runs in the coordinator's process."""
     streams: str = ""
     """Address for gRPC streams; the coordinator's own if the server runs beside it. Empty: no gRPC."""
-    returns: bool = False
+    restartable: bool = False
     """The server has a journal, so that it can be restarted after a crash."""
 
 

@@ -50,7 +50,7 @@ FEWEST = 5
 """Samples of a quarter of the run: large buffers come and go, so the least of the last one is compared with the second's."""
 MOST_GROWTH_PCT, MOST_THREADS = 5.0, 100
 MOST_FINDINGS = 20
-CALLS = ("Join", "Heartbeat", "Leave", "Attend", "Ask", "About", "Part")
+CALLS = ("Join", "Heartbeat", "Leave", "RegisterSite", "KvRequest", "Status", "PlanPart")
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 """Else each thread's allocator keeps what its connection has given back, and what is measured is not what is held."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"

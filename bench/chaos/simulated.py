@@ -119,7 +119,7 @@ class World:
         self.ops: dict[int, Sums] = {}
         self._kept: dict[int, tuple[bytes, bytes]] = {}
         self.server = self._started()
-        self.unanswered: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(WORLD)]
+        self.inflight: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(WORLD)]
         self.buckets = [[Bucket(rank, b, self.rounds) for b in range(BUCKETS)] for rank in range(WORLD)]
         self.up: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
         self.down: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
@@ -169,7 +169,7 @@ class World:
 
     def ask(self, bucket: Bucket) -> None:
         self._open += 1
-        request = self.unanswered[bucket.rank].ask(*bucket.request(), None)
+        request = self.inflight[bucket.rank].add(*bucket.request(), None)
         self.up[bucket.rank].append((request.header, bytes(request.body)))
 
     def run(self) -> list[str]:
@@ -200,7 +200,7 @@ class World:
         self._ask_again(rank)
 
     def _ask_again(self, rank: int) -> None:
-        self.up[rank] += [(r.header, bytes(r.body)) for r in self.unanswered[rank].again()]
+        self.up[rank] += [(r.header, bytes(r.body)) for r in self.inflight[rank].pending()]
 
     def _any_of(self, way: list[tuple[Header, bytes]]) -> tuple[Header, bytes]:
         """Frames of several buckets overtake one another; some arrive twice."""
@@ -225,7 +225,7 @@ class World:
 
     def _arrive_at_worker(self, rank: int) -> None:
         header, body = self._any_of(self.down[rank])
-        if self.unanswered[rank].answer(header) is None:
+        if self.inflight[rank].answer(header) is None:
             return
         self._open -= 1
         bucket = self.buckets[rank][header.bucket]

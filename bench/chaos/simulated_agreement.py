@@ -222,7 +222,7 @@ class Agreement:
         for way in (self._up[rank][s], self._down[rank][s]):
             if self.chance.random() < 0.8:
                 way.clear()
-        self._up[rank][s] += [(r.header, bytes(r.body)) for r in self.members[rank].unanswered[s].again()]
+        self._up[rank][s] += [(r.header, bytes(r.body)) for r in self.members[rank].inflight[s].pending()]
         return True
 
     def _any_of(self, way: list[tuple[Header, bytes]]) -> tuple[int, bool]:

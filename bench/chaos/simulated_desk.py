@@ -33,14 +33,14 @@ class Desk:
         """Of all that anybody could hear: who waits need not ask again before it has changed."""
         for number in range(servers):
             self._joins(messages.server_request(f"10.99.0.{number + 1}:7001", number=number))
-        self._gathering = RendezvousService(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
+        self._rendezvous = RendezvousService(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
         for rank in range(workers):
-            self._joins(messages.worker_request("a job", rank, workers, plan=PLAN, regroups=True))
+            self._joins(messages.worker_request("a job", rank, workers, plan=PLAN, elastic=True))
             self._attends(rank)
-        self._gathering.begin()
+        self._rendezvous.begin()
 
     def _attends(self, rank: int) -> None:
-        said = self._gathering.attend(msgspec.structs.replace(messages.site_request(1), home=home_of(rank)))
+        said = self._rendezvous.register(msgspec.structs.replace(messages.site_request(1), home=home_of(rank)))
         assert not said.error, said.error
 
     def _joins(self, request: Join) -> None:
@@ -57,17 +57,17 @@ class Desk:
     @property
     def there(self) -> list[int]:
         """Workers of the view who are here, as it knows."""
-        return [m.rank for m in self.view.members if self.state.places[token_of(m.rank)].here]
+        return [m.rank for m in self.view.members if self.state.registrations[token_of(m.rank)].present]
 
     def holds_dead(self, rank: int) -> bool:
-        return bool(self.state.places[token_of(rank)].dead)
+        return bool(self.state.registrations[token_of(rank)].dead)
 
     @property
     def least(self) -> int:
         return self.state.min_workers
 
     def _lost(self) -> dict[int, str]:
-        return {p.rank: p.dead or f"left the job: {p.left}" for p in self.state.places.values()
+        return {p.rank: p.dead or f"left the job: {p.left}" for p in self.state.registrations.values()
                 if p.join.kind == "worker" and (p.dead or p.left not in ("", FINISHED))
                 and not membership.verdict_pending(self.state, p)}
 
@@ -78,7 +78,7 @@ class Desk:
 
     def ask(self, asked: KvRequest) -> KvReply:
         """As Gathering.ask, of one that does not wait."""
-        call = self._gathering.ask(asked)
+        call = self._rendezvous.handle(asked)
         try:
             call.send(None)
         except StopIteration as done:
@@ -87,14 +87,14 @@ class Desk:
             return kept
         raise AssertionError("it waits, though nobody asked it to")
 
-    def beat(self, rank: int, generation: int, in_force: int) -> Beaten:
+    def beat(self, rank: int, generation: int, active_generation: int) -> Beaten:
         token = token_of(rank)
-        before = self.state.places[token].in_force
-        beat = Heartbeat(token, generation=generation, in_force=in_force)
+        before = self.state.registrations[token].active_generation
+        beat = Heartbeat(token, generation=generation, active_generation=active_generation)
         self.state, pulse = membership.heartbeat(self.state, token, 0.0, beat)
         pulse = epoch_change.explain_end(self.state, pulse)
-        self.version += self.state.places[token].in_force != before
-        self._gathering.forget(epoch_change.settled_generation(self.state))
+        self.version += self.state.registrations[token].active_generation != before
+        self._rendezvous.forget(epoch_change.settled_generation(self.state))
         return Beaten(pulse, self.version)
 
     def leave(self, rank: int, reason: str, exchanges: int = -1) -> None:

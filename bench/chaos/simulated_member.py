@@ -89,7 +89,7 @@ class Member:
         """why it is nowhere any more."""
         self.committed: list[dict[tuple[int, int], int]] = []
         """By step, the sum of each bucket and round."""
-        self.unanswered: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(servers)]
+        self.inflight: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(servers)]
         self.error: Exception | None = None
         self._results: dict[tuple[int, int], int] = {}
         self._tries = dict.fromkeys(job.buckets, 0)
@@ -135,11 +135,11 @@ class Member:
 
     def _pulse(self, pulse: HeartbeatReply) -> None:
         """As client.py and uplink.py have it."""
-        self._left |= {gone.peer: gone.exchanges for gone in pulse.left if gone.reason == FINISHED}
+        self._left |= {gone.peer: gone.exchanges for gone in pulse.departed if gone.reason == FINISHED}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
             self.newest = pulse.view
         of = {f"worker {m.rank}" for m in self.newest.members}
-        lost = [*pulse.lost, *(gone for gone in pulse.left if gone.reason != FINISHED and gone.peer in of)]
+        lost = [*pulse.failed, *(gone for gone in pulse.departed if gone.reason != FINISHED and gone.peer in of)]
         if pulse.dead:
             self._fails(Ends(f"declared dead: {pulse.dead}"))
         elif lost:
@@ -155,7 +155,7 @@ class Member:
 
     def hear(self, server: int, header: Header, body: bytes) -> None:
         """An answer has come."""
-        if self.unanswered[server].answer(header) is None:
+        if self.inflight[server].answer(header) is None:
             return
         if header.kind == Kind.PLAN_OK:
             self._answers[(server, header.generation)] = body.decode()
@@ -217,7 +217,7 @@ class Member:
         self._asks(self._job.server_of(bucket), header, body)
 
     def _asks(self, server: int, header: Header, body: bytes) -> None:
-        request = self.unanswered[server].ask(header, body, None)
+        request = self.inflight[server].add(header, body, None)
         self._job.send(self.rank, server, request.header, body)
 
     def _here(self) -> bool:
@@ -309,7 +309,7 @@ class Member:
         yield from self._hears(view, Says("ready", mine, False), [m.rank for m in view.members], lambda: False)
         self.view, self._owes = view, False
         self._follows()
-        for unanswered in self.unanswered:
+        for unanswered in self.inflight:
             unanswered.end(wire_generation(view))
         self._standing = self._standing.gone_over()
         self._begins()
@@ -318,7 +318,7 @@ class Member:
         yield True
 
     def _follows(self) -> None:
-        """The worker that is made for a view hears what the coordinator has said, as from Uplink.follow."""
+        """The worker that is made for a view hears what the coordinator has said, as from Uplink.subscribe."""
         self.error = self._verdict
 
     def _tells(self, server: int, change: EpochChange) -> Doing[None]:

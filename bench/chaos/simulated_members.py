@@ -43,7 +43,7 @@ class Process:
         self.request = request
         self.rank = request.rank
         self.view: View | None = None
-        self.in_force = 0
+        self.active_generation = 0
         self.awake_s = 0.0
         """It is frozen until then."""
         self.hangs_s = math.inf
@@ -95,7 +95,7 @@ class Members:
 
     def _worker(self, rank: int) -> Join:
         return messages.worker_request("a job", rank, self.workers if rank < self.workers else 0, plan=PLAN,
-                                       regroups=self.least > 0)
+                                       elastic=self.least > 0)
 
     def _deal(self) -> None:
         """What breaks."""
@@ -145,7 +145,7 @@ class Members:
         self._heard = {}
         if self.disk:
             self.state = coordinator_journal.resumed_state(coordinator_journal.decode_record(self.disk), self.now)
-            self._heard = dict.fromkeys(self.state.places, self.now)
+            self._heard = dict.fromkeys(self.state.registrations, self.now)
         else:
             self.state = State(self.workers, 1, min_workers=self.least)
 
@@ -168,7 +168,7 @@ class Members:
 
     def _joined(self, request: Join) -> JoinReply:
         before = self.state
-        late = before.view is not None and request.token not in before.places and request.kind == "worker"
+        late = before.view is not None and request.token not in before.registrations and request.kind == "worker"
         self.state, seat = (epoch_change.admit if late else membership.join)(before, request, self.now)
         self._heard[request.token] = self.now
         self._writes(before)
@@ -180,8 +180,9 @@ class Members:
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
         there, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
         for process in self.processes[1:]:
-            place = self.state.places.get(process.request.token)
-            if place is not None and place.dead and there.places[process.request.token].here and math.isinf(process.hangs_s):
+            place = self.state.registrations.get(process.request.token)
+            if place is not None and place.dead and there.registrations[process.request.token].present \
+                    and math.isinf(process.hangs_s):
                 self._wrong(f"{place.peer} has not hung, and is dead: {place.dead}")
         pulse = epoch_change.explain_end(self.state, pulse)
         self._writes(before)
@@ -199,8 +200,8 @@ class Members:
             return
         before = self.state
         self.state = membership.tick(before, self.now, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S)
-        for token, place in self.state.places.items():
-            if place.dead and not before.places[token].dead and self.now - self._heard[token] < DEAD_AFTER_S:
+        for token, place in self.state.registrations.items():
+            if place.dead and not before.registrations[token].dead and self.now - self._heard[token] < DEAD_AFTER_S:
                 self._wrong(f"{place.peer} was heard {self.now - self._heard[token]:.2f} s ago and is dead: {place.dead}")
         try:
             self._writes(before)
@@ -267,7 +268,7 @@ class Members:
         assert process.view is not None
         gone = tuple(p.peer for p in self.processes[1:] if p.end)
         serves = process.request.kind == "server"
-        beat = Heartbeat(process.request.token, generation=process.view.generation, in_force=process.in_force,
+        beat = Heartbeat(process.request.token, generation=process.view.generation, active_generation=process.active_generation,
                          missed=gone if serves else (), overdue=self._overdue() if serves else None)
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
 
@@ -281,17 +282,17 @@ class Members:
         if pulse.view is not None:
             self._takes(process, pulse.view)
         assert process.view is not None
-        self._dead |= {gone.peer for gone in pulse.lost}
+        self._dead |= {gone.peer for gone in pulse.failed}
         serves = process.request.kind == "server"
-        if pulse.stranger:
+        if pulse.unknown_token:
             self._wrong(f"the coordinator does not know {process.peer}, whom it has told of view {process.view.generation}")
-        if pulse.dead or pulse.stranger:
+        if pulse.dead or pulse.unknown_token:
             process.end = pulse.dead or "nobody knows it"
-        elif serves and pulse.over:
+        elif serves and pulse.job_done:
             process.end = "over"
-        elif not serves and (lost := [gone for gone in pulse.lost if self._of_its(process, gone.peer)]):
+        elif not serves and (lost := [gone for gone in pulse.failed if self._of_its(process, gone.peer)]):
             self._leaves(process, f"{lost[0].peer}: {lost[0].reason}")
-        elif not serves and (left := [g for g in pulse.left if g.reason != FINISHED and self._of_its(process, g.peer)]):
+        elif not serves and (left := [g for g in pulse.departed if g.reason != FINISHED and self._of_its(process, g.peer)]):
             self._leaves(process, f"{left[0].peer}: {left[0].reason}")
 
     def _of_its(self, process: Process, peer: str) -> bool:
@@ -309,7 +310,8 @@ class Members:
         if len({m.rank for m in view.members}) < len(view.members):
             self._wrong(f"view {view.generation} has a rank twice")
         process.view = view
-        self.at(self.now + self.chance.random(), lambda: setattr(process, "in_force", max(process.in_force, view.generation)))
+        self.at(self.now + self.chance.random(),
+                lambda: setattr(process, "active_generation", max(process.active_generation, view.generation)))
 
     def _leaves(self, process: Process, reason: str) -> None:
         process.end = reason
@@ -337,7 +339,7 @@ class Members:
             self._wrong("all have ended, and the coordinator does not hold it to be over")
         server = self.processes[0]
         # One whose every call is lost for long enough is dead as any other.
-        if began and server.end != "over" and not self.state.places[server.request.token].dead:
+        if began and server.end != "over" and not self.state.registrations[server.request.token].dead:
             self._wrong(f"the server has not heard that the job is over: {server.end or 'it beats'}")
         self.counts["views"] += len(self._views)
         self.counts["begun"] += began
@@ -363,7 +365,7 @@ class Members:
         for process in there:
             if process.view != view:
                 self._wrong(f"{process.peer} has not heard of view {view.generation}")
-            if self.state.places[process.request.token].dead:
+            if self.state.registrations[process.request.token].dead:
                 self._wrong(f"{process.peer} is dead and does not know it")
 
     def _wrong(self, what: str) -> None:

@@ -242,7 +242,7 @@ class HeartbeatSidecar:
             self._process.kill()
             self._process.wait()
 
-    def look(self) -> None:
+    def check_running(self) -> None:
         """Logs once that the child has ended, if it has."""
         if not self._exit_logged and self._process.poll() is not None:
             self._exit_logged = True

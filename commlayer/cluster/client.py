@@ -75,9 +75,9 @@ class Membership:
         """Set when every worker has left or died, so that a server may end."""
         self.failed = False
         """Whether the job ended before its last workers finished."""
-        self.staying: tuple[str, ...] = ()
+        self.remaining: tuple[str, ...] = ()
         """Workers that were still in the job when this process left."""
-        self._link, self._token = link, request.token
+        self._channel, self._token = link, request.token
         self._on_failure, self._on_silence, self._on_left = on_failure, on_silence, on_left
         self._every_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
         # Shorter than the silence that kills, so that a stuck call leaves time for another.
@@ -112,15 +112,15 @@ class Membership:
         delivered, until = False, time.monotonic() + patience_s
         while not delivered:
             try:
-                pulse = self._link.call("Leave", messages.Leave(self._token, reason, exchanges), messages.HeartbeatReply,
+                pulse = self._channel.call("Leave", messages.Leave(self._token, reason, exchanges), messages.HeartbeatReply,
                                         self._call_s)
             except CommError as error:
                 if isinstance(error, DeadlineExceeded) and time.monotonic() < until:
                     continue
                 log.info("left without notice: %s", error)
                 break
-            gone = {g.peer for g in (*pulse.lost, *pulse.left)} | {self.name}
-            self.staying = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in gone)
+            gone = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
+            self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in gone)
             delivered = True
         self.close()
         return delivered
@@ -130,7 +130,7 @@ class Membership:
         self._stop()
         if self._keeper is not None:
             self._keeper.close()
-        self._link.close()
+        self._channel.close()
 
     def _stop(self) -> None:
         self._closing.set()
@@ -144,8 +144,9 @@ class Membership:
             wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
                 beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended(),
-                                          in_force=self.view.generation, dropped=self.dropped(), overdue=self.overdue())
-                pulse = self._link.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
+                                          active_generation=self.view.generation, dropped=self.dropped(),
+                                          overdue=self.overdue())
+                pulse = self._channel.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence",
@@ -156,40 +157,42 @@ class Membership:
                 if silent_s >= self._dead_after_s and not self._closing.is_set():
                     self._on_silence(silent_s)
             else:
-                if pulse.stranger and known:
-                    log.warning("coordinator %s was restarted and does not know this job; training goes on", self._link.address)
+                if pulse.unknown_token and known:
+                    log.warning("coordinator %s was restarted and does not know this job; training goes on",
+                                self._channel.address)
                 elif not self.reachable and not self._failed:
-                    log.warning("coordinator %s answers again", self._link.address)
+                    log.warning("coordinator %s answers again", self._channel.address)
                 self.reachable, silent_s = True, 0.0
-                known = not pulse.stranger
-                self._take(pulse)
+                known = not pulse.unknown_token
+                self._on_reply(pulse)
             mark = time.monotonic()
             if self._keeper is not None and not self._closing.is_set():
-                self._keeper.look()
+                self._keeper.check_running()
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
-    def _take(self, pulse: messages.HeartbeatReply) -> None:
-        new = [gone for gone in pulse.left if gone.peer not in self.left]
+    def _on_reply(self, pulse: messages.HeartbeatReply) -> None:
+        new = [gone for gone in pulse.departed if gone.peer not in self.left]
         self.left |= {gone.peer: gone for gone in new}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
             self.newest = pulse.view
             self.on_view(pulse.view)
         for gone in new:
             self._on_left(gone)
-        if pulse.over:
-            self.failed = pulse.failed
+        if pulse.job_done:
+            self.failed = pulse.job_failed
             self.over.set()
-        lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.lost]
+        lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.failed]
         # A peer that leaves with an error is a failure at once; one that has finished only if another process waits for it.
-        unfinished = [gone for gone in pulse.left if gone.reason != messages.FINISHED and self.awaited(gone.peer)]
+        unfinished = [gone for gone in pulse.departed if gone.reason != messages.FINISHED and self.is_expected(gone.peer)]
         lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in unfinished]
         if pulse.dead:
-            lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=f"coordinator {self._link.address}"))
+            lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}",
+                                    peer=f"coordinator {self._channel.address}"))
         if lost and not self._failed and not self._closing.is_set():
             self._failed = True
             self._on_failure(root_cause(lost))
 
-    def awaited(self, peer: str) -> bool:
+    def is_expected(self, peer: str) -> bool:
         """Whether the peer is a server, or a worker of the newest view."""
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
 
@@ -229,7 +232,7 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
             if time.monotonic() > answered_s + config.join_deadline_s:
                 raise _join_timeout(address, "", config.join_deadline_s)
             if not known:
-                known = link.look(min(CALL_S, max(0.001, left_s)))
+                known = link.verify_coordinator(min(CALL_S, max(0.001, left_s)))
                 if not known:
                     ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
                     pause_s = min(2 * pause_s, POLL_S[1])
@@ -373,7 +376,7 @@ class CoordinatorChannel:
         self._times += self._connected and not ready
         self._connected = ready
 
-    def look(self, timeout_s: float) -> bool:
+    def verify_coordinator(self, timeout_s: float) -> bool:
         """Checks the coordinator's certificate over a separate connection. Whether it answered; Refused if the certificate is
         not of this job or was revoked."""
         # `times` is read first: if the connection is lost during the check, the next call checks again. After a refusal
@@ -385,9 +388,9 @@ class CoordinatorChannel:
             self._looked = times
         return seen is not None
 
-    def _heed(self, timeout_s: float) -> None:
+    def _check_certificate(self, timeout_s: float) -> None:
         peer = f"coordinator {self.address}"
-        if self._looked != self._times and not self.look(timeout_s):
+        if self._looked != self._times and not self.verify_coordinator(timeout_s):
             raise PeerLost("not reachable: nobody answers there", peer=peer)
         if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
             raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-CERTIFICATE-REVOKED")
@@ -398,7 +401,7 @@ class CoordinatorChannel:
 
     def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
         peer = f"coordinator {self.address}"
-        self._heed(timeout_s)
+        self._check_certificate(timeout_s)
         try:
             reply = self._asker.ask(method, messages.pack(request), timeout_s)
         except AuthenticationFailed:
@@ -423,7 +426,7 @@ class CoordinatorChannel:
 
         def send(begin: int) -> None:
             part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
-            self.call("Part", part, messages.HeartbeatReply, timeout_s)
+            self.call("PlanPart", part, messages.HeartbeatReply, timeout_s)
 
         with futures.ThreadPoolExecutor(PARTS_IN_FLIGHT, "commlayer-plan") as pool:
             for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):

@@ -1,8 +1,8 @@
 """The coordinator: a gRPC server that registers processes, detects failures and publishes views (members and servers).
 
 Decisions are in membership.py, epoch_change.py and sites.py; this class adds the lock, the clock and the sockets. Every call
-except Ask is answered at once, and a process that waits calls again. A call must prove the job's secret before it is parsed,
-and is small until then. Receiving a call occupies no thread, so an incomplete call blocks nothing.
+except KvRequest is answered at once, and a process that waits calls again. A call must prove the job's secret before it is
+parsed, and is small until then. Receiving a call occupies no thread, so an incomplete call blocks nothing.
 """
 
 from __future__ import annotations
@@ -103,21 +103,21 @@ class Coordinator:
         self._quota = CallQuota()
         self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
-        self._gathering = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
+        self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
                                             door=self._door,
                                     journal=None if journal is None else journal.meeting,
                                     noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
-            self._gathering.begin()
+            self._rendezvous.begin()
         self._port.start(RpcServer({
             CHALLENGE: self._challenge,
-            "Attend": self._method("Attend", messages.RegisterSite, self._attend, certified=self._named),
-            "Ask": self._awaited("Ask", messages.KvRequest, self._gathering.ask),
-            "Part": self._method("Part", messages.PlanPart, self._part),
+            "RegisterSite": self._method("RegisterSite", messages.RegisterSite, self._attend, certified=self._named),
+            "KvRequest": self._awaited("KvRequest", messages.KvRequest, self._rendezvous.handle),
+            "PlanPart": self._method("PlanPart", messages.PlanPart, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
-            "About": self._method("About", messages.StatusRequest, self._about),
+            "Status": self._method("Status", messages.StatusRequest, self._about),
         }, [self._port.streams(self._stream)], self._broke))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
@@ -185,14 +185,14 @@ class Coordinator:
     def _lost(self) -> dict[int, str]:
         """Workers that died or left with an error, and the reason. Finished workers may still use the store."""
         with self._lock:
-            return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.places.values()
+            return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.registrations.values()
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
                     and not membership.verdict_pending(self._state, p)}
 
     def _staying(self) -> bool:
         """Call it under the lock."""
-        places = self._state.places.values()
-        return self._gathering.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
+        places = self._state.registrations.values()
+        return self._rendezvous.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
 
     def _door(self) -> AdmissionState:
         with self._lock:
@@ -202,16 +202,16 @@ class Coordinator:
     def _attend(self, request: messages.RegisterSite) -> messages.SiteReply:
         """Registers a home. If it is the restart of a home, it replaces its earlier process, which is dead from now on."""
         with self._lock:
-            seen_s = {p.rank: p.seen_s for p in self._state.places.values() if p.join.kind == "worker" and p.here}
+            seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, self._clock())
-        ranks, why = self._gathering.supersede(request, seen_s, still_s)
+        ranks, why = self._rendezvous.supersede(request, seen_s, still_s)
         if ranks:
             with self._lock:
                 before = self._state
-                tokens = [t for t, p in before.places.items() if p.join.kind == "worker" and p.rank in ranks]
+                tokens = [t for t, p in before.registrations.items() if p.join.kind == "worker" and p.rank in ranks]
                 self._state = membership.evict(before, tokens, why)
                 self._note_deaths(before)
-        return self._gathering.attend(request)
+        return self._rendezvous.register(request)
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
         caller = self._port.caller(peer)
@@ -240,18 +240,18 @@ class Coordinator:
             before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
-            known = request.token in self._state.places
+            known = request.token in self._state.registrations
             if self._again and not known and (why := membership.failure(self._state)):
                 return messages.JoinReply(missing=f"the job before has ended ({without_code(why)}), and another one begins")
             late = began and not known and request.kind == "worker"
             self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
             if self._state.view is not None and not began:
-                self._gathering.begin()  # before seats are journaled: a journal with seats also holds what homes stored
+                self._rendezvous.begin()  # before seats are journaled: a journal with seats also holds what homes stored
             self._write_down(before)
             self._expect(self._state.workers)
             view = self._state.view
-            place = None if known else self._state.places.get(request.token)
+            place = None if known else self._state.registrations.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
             self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
@@ -273,15 +273,15 @@ class Coordinator:
                                                       self._patience_s)
             pulse = epoch_change.explain_end(self._state, pulse)
             self._note_deaths(before)
-            over = pulse.over and not self._staying()
+            over = pulse.job_done and not self._staying()
             settled = epoch_change.settled_generation(self._state)
-        self._gathering.forget(settled)
-        return msgspec.structs.replace(pulse, over=over)
+        self._rendezvous.forget(settled)
+        return msgspec.structs.replace(pulse, job_done=over)
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
-            before, place = self._state, self._state.places.get(request.token)
-            if place is not None and place.here:
+            before, place = self._state, self._state.registrations.get(request.token)
+            if place is not None and place.present:
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
             self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
             self._regroup(before)
@@ -297,16 +297,16 @@ class Coordinator:
         reply = told(state, request, time.time())
         if not reply.begun:
             return reply
-        door, shut = self._door(), self._gathering.shut()
+        door, shut = self._door(), self._rendezvous.closed_reason()
         return msgspec.structs.replace(reply, free_seats=0 if shut else state.workers - door.size, closed_reason=shut,
                                        full=door.full)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
             with self._lock:
-                ended = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and not p.here}
+                ended = {p.rank for p in self._state.registrations.values() if p.join.kind == "worker" and not p.present}
                 still_s = membership.own_pause_s(self._state, self._clock())
-            self._gathering.tick(ended, still_s)
+            self._rendezvous.tick(ended, still_s)
             with self._lock:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
@@ -323,12 +323,12 @@ class Coordinator:
         """Evicts workers that let others wait in the homes' store. Call it under the lock."""
         if not self._state.min_workers:
             return
-        now, meetings = self._clock(), self._gathering.unmet()
+        now, meetings = self._clock(), self._rendezvous.pending_waits()
         self._waited |= {rank: now for one in meetings for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
         late = epoch_change.hung_in_store(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
         self._late = {rank: self._late.get(rank, now) for rank in late}
-        for token, place in list(self._state.places.items()):
+        for token, place in list(self._state.registrations.items()):
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
                 self._state = membership.evict(self._state, [token], late[place.rank])
 
@@ -339,7 +339,7 @@ class Coordinator:
         self._port.drop(revoked)
         with self._lock:
             before = self._state
-            for token, place in before.places.items():
+            for token, place in before.registrations.items():
                 if _revoked(place.join, revoked):
                     why = f"its certificate ({place.join.certificate}) was revoked"
                     self._state = membership.evict(self._state, [token], why)
@@ -363,7 +363,8 @@ class Coordinator:
         if view is None or former is None or view.generation == former.generation:
             return
         left = [m.rank for m in former.members if m not in view.members]
-        finished = {p.rank for p in self._state.places.values() if p.join.kind == "worker" and p.left == messages.FINISHED}
+        finished = {p.rank for p in self._state.registrations.values()
+                    if p.join.kind == "worker" and p.left == messages.FINISHED}
         gone = ", ".join(f"worker {rank}" for rank in left)
         names = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
@@ -374,15 +375,15 @@ class Coordinator:
         self._regroup(before)
         self._write_down(before)
         self._note_end()
-        for token, place in self._state.places.items():
-            if place.dead and not before.places[token].dead:
+        for token, place in self._state.registrations.items():
+            if place.dead and not before.registrations[token].dead:
                 log.warning("%s: %s", place.peer, place.dead)
                 self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
 
     def _note_unheard(self, before: membership.State) -> None:
         """Logs workers that a tick found to have left."""
-        for token, place in self._state.places.items():
-            if place.left and not before.places[token].left:
+        for token, place in self._state.registrations.items():
+            if place.left and not before.registrations[token].left:
                 log.warning("%s: has ended while no coordinator was there, as its servers say", place.peer)
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
 
@@ -495,10 +496,10 @@ class Plans:
 
 def told(state: State, request: StatusRequest, time_s: float) -> StatusReply:
     """`time_s`: wall-clock time."""
-    present = [place for place in state.places.values() if place.here]
+    present = [place for place in state.registrations.values() if place.present]
     filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES)))
     return StatusReply(version(), PROTOCOL, framing.VERSION, time_s, state.workers,
                        sum(p.join.kind == "worker" for p in present),
-                tuple(ServerInfo(p.rank, p.join.address, beside=p.join.beside, streams=p.join.streams)
+                tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
                       for p in present if p.join.kind == "server"), state.view is not None,
                 state.view.plan if state.view is not None else "", filler)

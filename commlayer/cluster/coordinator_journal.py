@@ -83,9 +83,9 @@ class CoordinatorJournal:
 
 def encode_record(kept: CoordinatorRecord) -> bytes:
     """The file's contents, without times."""
-    timeless = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hangs=())
-                for token, place in kept.state.places.items()}
-    state = msgspec.structs.replace(kept.state, places=timeless, ticked_s=None, held=None)
+    timeless = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hung=())
+                for token, place in kept.state.registrations.items()}
+    state = msgspec.structs.replace(kept.state, registrations=timeless, ticked_s=None, held=None)
     return MAGIC + msgspec.msgpack.encode(msgspec.structs.replace(kept, state=state))
 
 
@@ -98,14 +98,14 @@ def decode_record(data: bytes) -> CoordinatorRecord:
 
 def resumed_state(kept: CoordinatorRecord, now: float) -> State:
     """The state of a coordinator that resumes: all processes count as just heard from."""
-    places: dict[str, Registration] = {token: msgspec.structs.replace(place, seen_s=now) for token,
-                                       place in kept.state.places.items()}
-    return msgspec.structs.replace(kept.state, places=places, ticked_s=now)
+    present: dict[str, Registration] = {
+        token: msgspec.structs.replace(one, seen_s=now) for token, one in kept.state.registrations.items()}
+    return msgspec.structs.replace(kept.state, registrations=present, ticked_s=now)
 
 
 def journaled_part(state: State) -> tuple[object, ...]:
     """The part of the state whose change requires a write."""
-    return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.places.items())
+    return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.registrations.items())
 
 
 # ---- The journal of the sites and their key-value store.

@@ -33,18 +33,19 @@ def next_view(state: State) -> State:
     view, workers = state.view, _workers(state)
     if view is None or not state.min_workers:
         return state
-    stay = tuple(m for m in view.members if workers[m.rank].here)
+    stay = tuple(m for m in view.members if workers[m.rank].present)
     if not state.min_workers <= len(stay) < len(view.members) or inelastic_workers(state):
         return state
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=stay)
-    places = {token: p if p.join.kind == "server" or p.here or p.without else
-              msgspec.structs.replace(p, without=view.generation) for token, p in state.places.items()}
-    return msgspec.structs.replace(state, view=view, places=_kept(places, settled_generation(state)))
+    places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
+              msgspec.structs.replace(p, removed_in=view.generation) for token, p in state.registrations.items()}
+    return msgspec.structs.replace(state, view=view, registrations=_kept(places, settled_generation(state)))
 
 
 def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[str, Registration]:
     """Drops registrations of workers that left long ago, except the last FORMER."""
-    former = sorted((p.without, token) for token, p in places.items() if 0 < p.without <= settled_generation)[:-MAX_FORMER]
+    former = sorted((p.removed_in, token) for token,
+                    p in places.items() if 0 < p.removed_in <= settled_generation)[:-MAX_FORMER]
     over = {token for _, token in former}
     return {token: p for token, p in places.items() if token not in over}
 
@@ -57,14 +58,14 @@ def record_overdue(state: State, token: str, said: Overdue | None, now: float, p
     first are added by the second. `patience_s`: how long the view's first worker may hold back its part after all others have
     sent theirs.
     """
-    place = state.places.get(token)
-    if place is None or not place.here or place.join.kind != "server":
+    place = state.registrations.get(token)
+    if place is None or not place.present or place.join.kind != "server":
         return state
     before = place.overdue
     repeated = () if said is None or before is None or said.step != before.step else \
         tuple(rank for rank in said.missing if rank in before.missing)
-    place = msgspec.structs.replace(place, overdue=said, hangs=repeated)
-    state = msgspec.structs.replace(state, places={**state.places, token: place})
+    place = msgspec.structs.replace(place, overdue=said, hung=repeated)
+    state = msgspec.structs.replace(state, registrations={**state.registrations, token: place})
     state = msgspec.structs.replace(state, held=_hold_back(state, now))
     workers = _workers(state)
     for rank, why in _hung_in_step(state, now - patience_s).items():
@@ -81,7 +82,7 @@ class _Late(NamedTuple):
 
 
 def _late(state: State) -> _Late | None:
-    reports = [(p, p.overdue) for _, p in sorted(state.places.items()) if p.here and p.overdue is not None]
+    reports = [(p, p.overdue) for _, p in sorted(state.registrations.items()) if p.present and p.overdue is not None]
     if state.view is None or not reports:
         return None
     step = min(overdue.step for _, overdue in reports)
@@ -119,7 +120,7 @@ def _hung_in_step(state: State, until: float) -> dict[int, str]:
         return {}
     return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, said by "
                   f"{p.peer}): it hangs, or its machine is far too slow for deadline_s"
-            for p, overdue in reversed(late.said) for rank in p.hangs if rank in ranks}
+            for p, overdue in reversed(late.said) for rank in p.hung if rank in ranks}
 
 
 def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
@@ -150,7 +151,7 @@ def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float,
             late[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
                               "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
                               "deadline_s")
-    summing = any(p.here and p.overdue is not None for p in state.places.values())
+    summing = any(p.present and p.overdue is not None for p in state.registrations.values())
     return {} if summing and free - late.keys() else late
 
 
@@ -160,7 +161,7 @@ def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patie
     if view is None:
         return AdmissionState()
     seated = [workers[m.rank] for m in view.members]
-    present = sum(p.here for p in seated)
+    present = sum(p.present for p in seated)
     return msgspec.structs.replace(_closed(state, view, present), size=present, generation=view.generation,
                                    all_present=present == len(seated),
                                    retry_reason=_wait(state, seated, now - noticed_s, patience_s))
@@ -171,8 +172,8 @@ def _wait(state: State, seated: Sequence[Registration], noticed: float, patience
     if over(state):
         why = failure(state)
         return why and f"the job has ended ({without_code(why)}); the server begins another one"
-    present = [p for p in seated if p.here]
-    lost = next((p for p in seated if not p.here and p.left != FINISHED), None)
+    present = [p for p in seated if p.present]
+    lost = next((p for p in seated if not p.present and p.left != FINISHED), None)
     goes_on = state.min_workers and not inelastic_workers(state)
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server begins another one"
@@ -206,13 +207,13 @@ def admit(state: State, request: Join, now: float) -> Decision:
     assert view is not None
     workers = _workers(state)
     first = workers[view.members[0].rank]
-    differs = [f"{name} is {request.alike.get(name, 'unknown')} here, and {value} in the job; allowed: the same on all ranks"
-               for name, value in first.join.alike.items() if request.alike.get(name) != value]
+    differs = [f"{name} is {request.must_match.get(name, 'unknown')} here and {value} in the job; set the same on all ranks"
+               for name, value in first.join.must_match.items() if request.must_match.get(name) != value]
     problem, closed = incompatible(request, first.join.version), admission(state)
     if not problem and closed.closed_reason:
-        why = closed.closed_reason.removesuffix("" if request.regroups else UNLESS)
+        why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
         problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
-    if not problem and not (request.regroups and state.workers <= request.rank < SERVER_BASE):
+    if not problem and not (request.elastic and state.workers <= request.rank < SERVER_BASE):
         problem = coded("E-JOB-CLOSED", "the job has begun, and takes in homes alone, by `commlayer launch`")
     if not problem:
         problem = next(filter(None, (conflict(request, p) for p in workers.values())), "")
@@ -224,8 +225,8 @@ def admit(state: State, request: Join, now: float) -> Decision:
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
-    places = {**state.places, request.token: place}
-    return Decision(msgspec.structs.replace(state, places=places, view=view),
+    places = {**state.registrations, request.token: place}
+    return Decision(msgspec.structs.replace(state, registrations=places, view=view),
                  JoinReply(rank=request.rank, view=view, plan=state.plan))
 
 
@@ -233,40 +234,41 @@ def inelastic_workers(state: State) -> list[str]:
     """Workers of the view that cannot continue without others."""
     workers = _workers(state)
     return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
-                                          if not workers[m.rank].join.regroups]
+                                          if not workers[m.rank].join.elastic]
 
 
 def settled_generation(state: State) -> int:
     """Generation of the newest view that all present workers have switched to; 0 for none."""
-    return min((p.in_force for p in state.places.values() if p.here and p.join.kind == "worker"), default=0)
+    return min((p.active_generation for p in state.registrations.values() if p.present and p.join.kind == "worker"), default=0)
 
 
 def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     """Adds to the reported losses why the job does not continue, if too few workers are left."""
-    if not (state.min_workers and state.view is not None and (pulse.lost or pulse.left)) or inelastic_workers(state):
+    if not (state.min_workers and state.view is not None and (pulse.failed or pulse.departed)) or inelastic_workers(state):
         return pulse
     workers = _workers(state)
-    left = sum(workers[m.rank].here for m in state.view.members)
+    left = sum(workers[m.rank].present for m in state.view.members)
     if left >= state.min_workers:
         return pulse
     why = (f"; {left} {'worker is' if left == 1 else 'workers are'} left, and fewer than {state.min_workers} do not go on "
            "(min_workers): start all again from the last save")
     members = {f"worker {m.rank}" for m in state.view.members}
 
-    def said(gone: PeerExit) -> PeerExit:
+    def explain(gone: PeerExit) -> PeerExit:
         ours = gone.peer in members and gone.reason != FINISHED
         return msgspec.structs.replace(gone, reason=gone.reason + why) if ours else gone
 
-    return msgspec.structs.replace(pulse, lost=tuple(map(said, pulse.lost)), left=tuple(map(said, pulse.left)))
+    return msgspec.structs.replace(pulse, failed=tuple(map(explain, pulse.failed)),
+                                   departed=tuple(map(explain, pulse.departed)))
 
 
 def _present_ranks(state: State) -> set[int]:
     workers = _workers(state)
-    return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].here}
+    return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].present}
 
 
 def _workers(state: State) -> dict[int, Registration]:
-    return {p.rank: p for p in state.places.values() if p.join.kind == "worker"}
+    return {p.rank: p for p in state.registrations.values() if p.join.kind == "worker"}
 
 
 class EpochChange(Record, frozen=True):

@@ -93,12 +93,12 @@ class KvStore:
         """Sets or replaces values. CorruptFrame if a quota is exceeded."""
         for name, value in pairs:
             self._check_row(name, len(value), 0, by)
-            self._make(ValueSet(name, value, by.name, by.view))
-        self._tell()
+            self._apply(ValueSet(name, value, by.name, by.view))
+        self._wake_readers()
 
     def drop(self, names: Iterable[str]) -> None:
         if present := tuple(name for name in names if name in self._rows or name in self._sums):
-            self._make(KeysDropped(present))
+            self._apply(KeysDropped(present))
 
     def forget(self, view: int) -> None:
         """Drops values written before the view of that generation, which all workers use."""
@@ -111,11 +111,11 @@ class KvStore:
             _charge(once)
             total += amount
             self._check_row(name, len(str(total)), TOKEN_NBYTES, by)
-            self._make(NumberAdded(name, total, once, by.name, by.view))
-            self._tell()
+            self._apply(NumberAdded(name, total, once, by.name, by.view))
+            self._wake_readers()
         return total
 
-    def found(self, names: Sequence[str]) -> tuple[bytes | None, ...]:
+    def values(self, names: Sequence[str]) -> tuple[bytes | None, ...]:
         """The values. CorruptFrame if they exceed the size of a reply, or if a name is repeated."""
         if len(set(names)) < len(names):
             raise CorruptFrame(f"wants {len(names)} keys, of which {len(set(names))} differ; allowed: each once")
@@ -124,17 +124,17 @@ class KvStore:
             raise CorruptFrame(f"wants {nbytes} bytes in one answer, allowed {MAX_FOUND_NBYTES}")
         return tuple(None if row is None else row.value for row in rows)
 
-    def again(self, change: Change) -> None:
+    def replay(self, change: Change) -> None:
         """Applies a change from the journal. Quotas are not checked, because they were when it was made."""
         if isinstance(change, KeysDropped):
             for name in change.names:
-                self._take(name)
+                self._remove(name)
                 _, known = self._sums.pop(name, (0, {}))
                 for writer in known.values():
                     self._free(writer, TOKEN_NBYTES)
             return
         value = change.value if isinstance(change, ValueSet) else str(change.total).encode()
-        self._take(change.name)
+        self._remove(change.name)
         self._charged[change.writer] += _charge(change.name) + len(value)
         self._rows[change.name] = _Row(value, change.writer, change.view)
         if isinstance(change, NumberAdded):
@@ -158,16 +158,16 @@ class KvStore:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
-    def _make(self, change: Change) -> None:
-        self.again(change)
+    def _apply(self, change: Change) -> None:
+        self.replay(change)
         self.note(change)
 
-    def _tell(self) -> None:
+    def _wake_readers(self) -> None:
         """Wakes waiting readers."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _take(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         if (row := self._rows.pop(name, None)) is not None:
             self._free(row.writer, _charge(name) + len(row.value))
 

@@ -50,21 +50,21 @@ class Registration(Record, frozen=True):
     """Exchanges that the worker had completed when it left; -1 if unknown."""
     missed_by: tuple[str, ...] = ()
     """Tokens of the processes that report a lost data connection to this one."""
-    parted: bool = False
+    closed_cleanly: bool = False
     """A server reports that this worker closed its data connection in order."""
-    blames: str = ""
+    blamed_peer: str = ""
     """Of a worker that left because of a peer: that peer, until the peer's next heartbeat or its death."""
-    in_force: int = 0
+    active_generation: int = 0
     """Of a worker: generation of the view that it has switched to, as it reports."""
-    without: int = 0
+    removed_in: int = 0
     """Of a worker that is gone: generation of the first view without it; 0 if there is none (regrouping.py)."""
     overdue: Overdue | None = None
     """Of a server: its last report of sums that wait."""
-    hangs: tuple[int, ...] = ()
+    hung: tuple[int, ...] = ()
     """Of a server: workers that were missing in the same step in its last two reports (regrouping.py)."""
 
     @property
-    def here(self) -> bool:
+    def present(self) -> bool:
         return not self.dead and not self.left
 
     @property
@@ -77,12 +77,12 @@ class State(Record, frozen=True):
 
     workers: int
     servers: int
-    places: Mapping[str, Registration] = msgspec.field(default_factory=dict)
+    registrations: Mapping[str, Registration] = msgspec.field(default_factory=dict)
     """Keyed by token."""
     view: View | None = None
     plan: bytes = b""
     ticked_s: float | None = None
-    refused: tuple[tuple[str, str], ...] = ()
+    refusals: tuple[tuple[str, str], ...] = ()
     """Peer and reason of refused requests. Processes that wait for the peer are given the reason."""
     min_workers: int = 0
     """The job continues without lost workers while at least this many are left (regrouping.py). 0: every worker must stay."""
@@ -99,9 +99,9 @@ class Decision(NamedTuple):
 
 def join(state: State, request: Join, now: float) -> Decision:
     """Registers the process, refuses it, or repeats the reply to one that is registered. The last one creates view 1."""
-    place = state.places.get(request.token)
+    place = state.registrations.get(request.token)
     if place is not None:
-        if not place.here:
+        if not place.present:
             return Decision(state, JoinReply(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
@@ -111,8 +111,8 @@ def join(state: State, request: Join, now: float) -> Decision:
     if problem:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
         line = f"{peer} on {_who(request)}: {problem}"
-        kept = tuple(entry for entry in state.refused if entry[0] != peer)[-7:]
-        return Decision(msgspec.structs.replace(state, refused=(*kept, (peer, without_code(problem)))), JoinReply(error=line))
+        kept = tuple(entry for entry in state.refusals if entry[0] != peer)[-7:]
+        return Decision(msgspec.structs.replace(state, refusals=(*kept, (peer, without_code(problem)))), JoinReply(error=line))
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
         return Decision(state, JoinReply(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
@@ -124,29 +124,30 @@ def join(state: State, request: Join, now: float) -> Decision:
 
 def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
     """Records a heartbeat and returns which peers are gone. `said`: the report in the heartbeat; None for none."""
-    place = state.places.get(token)
+    place = state.registrations.get(token)
     if place is None:
-        return state, HeartbeatReply(stranger=True)
+        return state, HeartbeatReply(unknown_token=True)
     parent = said.parent if said is not None else ""
-    if place.here and parent == "ended" and state.view is not None:
+    if place.present and parent == "ended" and state.view is not None:
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine says that it has ended")
         state = _with(state, place)
-    elif place.here:
-        in_force = max(place.in_force, 0 if said is None or parent else said.in_force)
-        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, in_force=in_force)
+    elif place.present:
+        active_generation = max(place.active_generation, 0 if said is None or parent else said.active_generation)
+        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, active_generation=active_generation)
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if said is not None and not parent:
         state = _missed(state, token, said.missed)
         if place.join.kind == "server":
             state = _parted(state, said.ended)
-            state = _dropped(state, place, said.dropped) if place.here else state
+            state = _dropped(state, place, said.dropped) if place.present else state
     # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
-    known = said.generation if said is not None and place.join.kind == "server" else place.in_force
-    others = [p for t, p in sorted(state.places.items()) if t != token and not 0 < p.without <= known]
+    known = said.generation if said is not None and place.join.kind == "server" else place.active_generation
+    others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= known]
     lost = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     left = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
-    return state, HeartbeatReply(dead=place.dead, lost=lost, left=left, over=over(state), failed=bool(failure(state)),
+    return state, HeartbeatReply(dead=place.dead, failed=lost, departed=left, job_done=over(state),
+                                 job_failed=bool(failure(state)),
                         view=state.view if newer else None)
 
 
@@ -157,35 +158,35 @@ def in_view(state: State, place: Registration) -> bool:
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     """Records that a process leaves, in order or with an error. Before the job begins this frees its registration."""
-    place = state.places.get(token)
-    if place is None or not place.here:
+    place = state.registrations.get(token)
+    if place is None or not place.present:
         return state
     if state.view is None:
         return _without(state, {token})
-    named = [p for t, p in state.places.items() if t != token and names(reason, p.peer)]
+    named = [p for t, p in state.registrations.items() if t != token and names(reason, p.peer)]
     first = min(named, key=lambda p: named_at(reason, p.peer), default=None)
-    blames = "" if first is None else first.peer if first.here else first.blames
-    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blames=blames))
+    blames = "" if first is None else first.peer if first.present else first.blamed_peer
+    return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blamed_peer=blames))
 
 
 def verdict_pending(state: State, place: Registration) -> bool:
     """Whether the process left because of a peer that is neither dead nor known to be alive. The peer may be lost, or only the
     link between the two. Such a departure is not reported until the peer is dead or sends a heartbeat. Otherwise the first
     process to miss the peer would be named as the cause."""
-    return bool(place.blames) and any(p.here and p.peer == place.blames for p in state.places.values())
+    return bool(place.blamed_peer) and any(p.present and p.peer == place.blamed_peer for p in state.registrations.values())
 
 
 def _lives(state: State, place: Registration) -> State:
     """The process is alive, so peers that left because of it left for reasons of their own."""
-    for p in list(state.places.values()):
-        if p.blames == place.peer:
-            state = _with(state, msgspec.structs.replace(p, blames=""))
+    for p in list(state.registrations.values()):
+        if p.blamed_peer == place.peer:
+            state = _with(state, msgspec.structs.replace(p, blamed_peer=""))
     return state
 
 
 def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
     """Stores which peers this process currently reports as disconnected."""
-    for p in list(state.places.values()):
+    for p in list(state.registrations.values()):
         if (p.peer in peers) != (token in p.missed_by):
             others = tuple(t for t in p.missed_by if t != token)
             state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if p.peer in peers else others))
@@ -193,8 +194,8 @@ def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
 
 
 def _parted(state: State, peers: tuple[str, ...]) -> State:
-    for p in [p for p in state.places.values() if p.here and not p.parted and p.peer in peers]:
-        state = _with(state, msgspec.structs.replace(p, parted=True))
+    for p in [p for p in state.registrations.values() if p.present and not p.closed_cleanly and p.peer in peers]:
+        state = _with(state, msgspec.structs.replace(p, closed_cleanly=True))
     return state
 
 
@@ -202,7 +203,7 @@ def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> 
     """Evicts workers that a server has dropped. Only servers are trusted with this: a worker's report about another worker
     does not count, and no other process sees the bytes of that connection."""
     for one in gone:
-        tokens = [t for t, p in state.places.items() if p.join.kind == "worker" and p.peer == one.peer]
+        tokens = [t for t, p in state.registrations.items() if p.join.kind == "worker" and p.peer == one.peer]
         state = evict(state, tokens, dropped_by(server.peer, one_line(one.reason)))
     return state
 
@@ -215,20 +216,20 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
     report that all remaining workers closed in order, these count as finished after `ended_after_s` of silence: they left
     while no coordinator was running.
     """
-    paused_s, places = own_pause_s(state, now), state.places
+    paused_s, places = own_pause_s(state, now), state.registrations
     if paused_s:
         places = {t: msgspec.structs.replace(p, seen_s=min(now, p.seen_s + paused_s)) for t, p in places.items()}
-    state = msgspec.structs.replace(state, places=places, ticked_s=now)
-    silent = {t: p for t, p in places.items() if p.here and now - p.seen_s >= dead_after_s}
+    state = msgspec.structs.replace(state, registrations=places, ticked_s=now)
+    silent = {t: p for t, p in places.items() if p.present and now - p.seen_s >= dead_after_s}
     if state.view is None:
         return _without(state, silent) if silent else state
-    workers = {t: p for t, p in places.items() if p.here and p.join.kind == "worker"}
-    if all(p.parted and now - p.seen_s >= ended_after_s for p in workers.values()):
+    workers = {t: p for t, p in places.items() if p.present and p.join.kind == "worker"}
+    if all(p.closed_cleanly and now - p.seen_s >= ended_after_s for p in workers.values()):
         for t, p in workers.items():
             state = _with(state, msgspec.structs.replace(p, left=FINISHED))
             silent.pop(t, None)
     silent = {t: p for t, p in silent.items()
-              if (p.missed_by and not p.join.returns) or now - p.seen_s >= patience_s}
+              if (p.missed_by and not p.join.restartable) or now - p.seen_s >= patience_s}
     for p in silent.values():
         state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
     return state
@@ -246,8 +247,8 @@ def _silent(state: State, p: Registration, now: float) -> str:
 
 def mark_exited(state: State, name: str, pid: int) -> State:
     """A process of that machine has exited without leaving the job. Its registrations are dead at once."""
-    for p in state.places.values():
-        if p.here and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
+    for p in state.registrations.values():
+        if p.present and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
             why = f"its process {_who(p.join)} has ended without leaving the job"
             state = _with(state, msgspec.structs.replace(p, dead=why))
     return state
@@ -256,15 +257,15 @@ def mark_exited(state: State, name: str, pid: int) -> State:
 def evict(state: State, tokens: Iterable[str], why: str) -> State:
     """Evicts these processes: before the job begins their registrations are free, after that they are dead."""
     for token in tokens:
-        place = state.places.get(token)
-        if place is not None and place.here:
+        place = state.registrations.get(token)
+        if place is not None and place.present:
             state = _without(state, {token}) if state.view is None else _with(state, msgspec.structs.replace(place, dead=why))
     return state
 
 
 def over(state: State) -> bool:
     """Whether the job has begun and no worker is left in it."""
-    return state.view is not None and not any(p.here for p in state.places.values() if p.join.kind == "worker")
+    return state.view is not None and not any(p.present for p in state.registrations.values() if p.join.kind == "worker")
 
 
 def failure(state: State) -> str:
@@ -272,14 +273,15 @@ def failure(state: State) -> str:
     if state.view is None or not over(state):
         return ""
     of = {m.rank for m in state.view.members}
-    ends = [p for p in state.places.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
-    first = min(ends, key=lambda p: (not p.dead, bool(p.blames)), default=None)  # the cause before those that failed with it
+    ends = [p for p in state.registrations.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
+    first = min(ends, key=lambda p: (not p.dead, bool(p.blamed_peer)),
+                default=None)  # the cause before those that failed with it
     return "" if first is None else f"{first.peer}: {first.dead or f'left the job: {first.left}'}"
 
 
 def empty(state: State) -> bool:
     """Whether the job is over and its servers have left too, so no process will call again."""
-    return over(state) and not any(p.here for p in state.places.values())
+    return over(state) and not any(p.present for p in state.registrations.values())
 
 
 def missing(state: State) -> str:
@@ -292,14 +294,14 @@ def missing(state: State) -> str:
             first = itertools.islice((rank for rank in range(total) if rank not in joined), MAX_LISTED)
             names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
             parts.append(f"{len(joined)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
-    seated = {p.peer for p in state.places.values()}
-    parts += [f"{peer} was refused: {problem}" for peer, problem in state.refused if parts and peer not in seated]
+    seated = {p.peer for p in state.registrations.values()}
+    parts += [f"{peer} was refused: {problem}" for peer, problem in state.refusals if parts and peer not in seated]
     return "; ".join(parts)
 
 
 def _problem(state: State, request: Join) -> str:
     """Why the request is refused; "" if it is not."""
-    if problem := incompatible(request, next((p.join.version for p in state.places.values()), "")):
+    if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
         return problem
     if state.view is not None:
         return coded("E-JOB-CLOSED", f"the job has begun with {len(state.view.members)} workers; a running job takes no new "
@@ -320,7 +322,7 @@ def _problem(state: State, request: Join) -> str:
         return coded("E-WORKERS", f"a job of {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
     if request.rank != ANY and not 0 <= request.rank < total:
         return coded("E-RANK", f"rank {request.rank} is outside 0..{total - 1}")
-    peers = [p for p in state.places.values() if p.join.kind == request.kind]
+    peers = [p for p in state.registrations.values() if p.join.kind == request.kind]
     if request.rank == ANY and len(peers) >= total:
         remedy = ": start the coordinator with a larger --servers" if request.kind == "server" else ""
         return coded("E-JOB-FULL", f"the job has its {total} {request.kind}s already{remedy}")
@@ -345,24 +347,25 @@ def _completed(state: State) -> State:
     """Creates view 1 once all have joined. From then on the plan is in the state, not in registrations."""
     if missing(state):
         return state
-    seated = sorted(state.places.values(), key=lambda p: p.rank)
+    seated = sorted(state.registrations.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
     members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid, p.join.certificate) for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients)
-    places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t, p in state.places.items()}
-    return msgspec.structs.replace(state, view=view, plan=first.plan, places=places)
+    places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t,
+              p in state.registrations.items()}
+    return msgspec.structs.replace(state, view=view, plan=first.plan, registrations=places)
 
 
 def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[ServerInfo, ...]:
     """Places servers on the node that they name, else with the workers of the same host name, else on new nodes at the end."""
-    nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.dials}
+    nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.outbound_only}
     named = [p.join.node for p in (*servers, *workers)]
     infos = []
     for p in servers:
         node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
-        infos.append(ServerInfo(p.rank, p.join.address, node, p.join.beside, p.join.streams, returns=p.join.returns))
+        infos.append(ServerInfo(p.rank, p.join.address, node, p.join.colocated, p.join.streams, restartable=p.join.restartable))
     return tuple(infos)
 
 
@@ -377,15 +380,15 @@ def _free(state: State, kind: str) -> int:
 
 
 def _ranks(state: State, kind: str) -> set[int]:
-    return {p.rank for p in state.places.values() if p.join.kind == kind}
+    return {p.rank for p in state.registrations.values() if p.join.kind == kind}
 
 
 def _with(state: State, place: Registration) -> State:
-    return msgspec.structs.replace(state, places={**state.places, place.join.token: place})
+    return msgspec.structs.replace(state, registrations={**state.registrations, place.join.token: place})
 
 
 def _without(state: State, tokens: Iterable[str]) -> State:
-    return msgspec.structs.replace(state, places={t: p for t, p in state.places.items() if t not in set(tokens)})
+    return msgspec.structs.replace(state, registrations={t: p for t, p in state.registrations.items() if t not in set(tokens)})
 
 
 def _who(request: Join) -> str:

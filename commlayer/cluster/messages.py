@@ -16,7 +16,7 @@ import msgspec
 from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
-PROTOCOL = 1
+PROTOCOL = 2
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
@@ -57,15 +57,15 @@ class Join(Record, frozen=True):
     """A server's data address."""
     streams: str = ""
     """Where a server accepts gRPC streams; empty if it does not."""
-    beside: bool = False
+    colocated: bool = False
     """Of a server: it runs in the coordinator's process and fails with it."""
-    returns: bool = False
+    restartable: bool = False
     """Of a server: it has a journal, so it can be restarted and register again."""
-    dials: bool = False
+    outbound_only: bool = False
     """Of a worker: its machine accepts no connections, so a server with the same `name` runs on another machine."""
-    regroups: bool = False
+    elastic: bool = False
     """Of a worker: it can continue after other workers die, leave or join."""
-    alike: dict[str, str] = msgspec.field(default_factory=dict)
+    must_match: dict[str, str] = msgspec.field(default_factory=dict)
     """Of a worker: settings that must be equal on all workers. The first workers compare them themselves; the coordinator
     compares those of a worker that joins later."""
     certificate: str = ""
@@ -134,23 +134,23 @@ class Heartbeat(Record, frozen=True):
     """Of a server: workers that have closed their data connections in order."""
     dropped: tuple[PeerExit, ...] = ()
     """Of a server: workers that it disconnected because they broke the protocol."""
-    in_force: int = 0
+    active_generation: int = 0
     """Generation of the view that a worker has switched to. It needs nothing that was reported before that view."""
     overdue: Overdue | None = None
     """Of a server, while sums wait there."""
 
 
 class HeartbeatReply(Record, frozen=True):
-    """Reply to Heartbeat. `stranger`: the sender is not registered with this coordinator."""
+    """Reply to Heartbeat. `unknown_token`: the sender is not registered with this coordinator."""
 
-    stranger: bool = False
+    unknown_token: bool = False
     dead: str = ""
     """If not empty: the sender itself was declared dead, for this reason."""
-    lost: tuple[PeerExit, ...] = ()
-    left: tuple[PeerExit, ...] = ()
-    over: bool = False
+    failed: tuple[PeerExit, ...] = ()
+    departed: tuple[PeerExit, ...] = ()
+    job_done: bool = False
     """Every worker has left or is dead."""
-    failed: bool = False
+    job_failed: bool = False
     """The job is over, and not all of its last workers finished."""
     view: View | None = None
     """A view that is newer than the sender's. From now on its members are the job's."""
@@ -285,22 +285,23 @@ def site_request(workers: int, place: int = ANY, *, name: str = "") -> RegisterS
 
 
 def worker_request(
-    job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", dials: bool = False,
-    regroups: bool = False, gradients: int = ANY, alike: Mapping[str, str] = {},
+    job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", outbound_only: bool = False,
+    elastic: bool = False, gradients: int = ANY, must_match: Mapping[str, str] = {},
 ) -> Join:
     """The request of this process to join as a worker. Only rank 0, or a worker that may become rank 0, sends the plan."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan), dials=dials, regroups=regroups, gradients=gradients, alike=dict(alike))
+                sent, plan_digest or digest_of(plan), outbound_only=outbound_only, elastic=elastic, gradients=gradients,
+                must_match=dict(must_match))
 
 
-def server_request(address: str, node: int = ANY, number: int = ANY, *, beside: bool = False, streams: str = "") -> Join:
+def server_request(address: str, node: int = ANY, number: int = ANY, *, colocated: bool = False, streams: str = "") -> Join:
     """The request of this process to join as a summation server at `address`. `number`: its number in the plan.
 
-    `beside`: this process also runs the coordinator. `streams`: where it accepts gRPC streams.
+    `colocated`: this process also runs the coordinator. `streams`: where it accepts gRPC streams.
     """
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
-                address=address, beside=beside, streams=streams)
+                address=address, colocated=colocated, streams=streams)
 
 
 def digest_of(plan: bytes) -> str:
@@ -406,9 +407,9 @@ def sanitize(request: R) -> R:
         text = getattr(request, field, "")
         if text != (line := short_line(text, most)):
             changed[field] = line
-    if isinstance(request, Join) and request.alike:
-        changed["alike"] = {short_line(name, REASON_CHARS): short_line(value, REASON_CHARS)
-                            for name, value in request.alike.items()}
+    if isinstance(request, Join) and request.must_match:
+        changed["must_match"] = {short_line(name, REASON_CHARS): short_line(value, REASON_CHARS)
+                            for name, value in request.must_match.items()}
     if isinstance(request, Heartbeat) and request.dropped:
         changed["dropped"] = tuple(msgspec.structs.replace(gone, reason=short_line(gone.reason, REASON_CHARS))
                                    for gone in request.dropped)

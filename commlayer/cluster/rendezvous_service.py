@@ -42,100 +42,100 @@ class RendezvousService:
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
         self._lock = threading.Lock()
-        self._settled, self._meetings = 1, WaitTracker()
+        self._settled, self._waits = 1, WaitTracker()
         self._journal = journal
         for record in journal.read() if journal is not None else ():
             if isinstance(record, SitesRecord):
                 self._state = sites.reset_silence(record.homes, clock())
             else:
-                self._store.again(record)
+                self._store.replay(record)
 
-    def supersede(self, asked: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
-        """If `asked` is the restart of a home, removes the former one. Returns the ranks that are free now, and the reason.
+    def supersede(self, request: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
+        """If `request` is the restart of a home, removes the former one. Returns the ranks that are free now, and the reason.
         `still_s`: for how long this process was stopped until now, so that it could not receive heartbeats."""
         view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s
-            token = sites.predecessor(before, asked, now, self._noticed_s if before.begun else self._silence_s, seen_s)
+            token = sites.predecessor(before, request, now, self._noticed_s if before.begun else self._silence_s, seen_s)
             if not token:
                 return frozenset(), ""
-            why = f"was started again (pid {asked.pid})"
+            why = f"was started again (pid {request.pid})"
             self._state = sites.remove(before, token, why, max(1, view))
             self._note(before)
             self._write_down(before)
-        home = before.here[token]
-        ranks = range(home.first, home.first + home.asked.workers) if before.met else ()
+        home = before.present[token]
+        ranks = range(home.first, home.first + home.request.workers) if before.ranks_assigned else ()
         return frozenset(ranks), f"its home {home.who} {why}"
 
-    def attend(self, asked: RegisterSite) -> SiteReply:
+    def register(self, request: RegisterSite) -> SiteReply:
         door = self._door()
         with self._lock:
             before = self._state
-            self._state, reply = sites.register(before, asked, self._clock(), door, 2 * self._noticed_s)
+            self._state, reply = sites.register(before, request, self._clock(), door, 2 * self._noticed_s)
             self._note(before)
             self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
-        if reply.error and asked.home not in before.former:
-            self._audit.denied(f"{asked.certificate or asked.name} (pid {asked.pid})", reply.error)
+        if reply.error and request.home not in before.former:
+            self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
         return reply
 
-    async def ask(self, asked: KvRequest) -> KvReply:
-        if why := self._heard(asked.home) or self._cast_out(asked.home):
+    async def handle(self, request: KvRequest) -> KvReply:
+        if why := self._record_contact(request.home) or self._excluded_reason(request.home):
             return KvReply(error=why)
         store, newest = self._store, 1
-        if asked.put or asked.add:
+        if request.put or request.add:
             newest = max(1, (self._door() or sites.AdmissionState()).generation)
-        by = self._writer(asked.home, newest)
+        by = self._writer(request.home, newest)
         # Writes for an earlier view are dropped, so that all readers that know the newer view read the same values.
-        put = asked.put if not asked.view or asked.view >= newest else ()
+        put = request.put if not request.view or request.view >= newest else ()
         store.put(put, by)
-        self._meetings.came(name for name, _ in put)
-        store.drop(asked.drop)
-        total = 0 if asked.add is None else store.add(*asked.add, by)
-        until = time.monotonic() + min(asked.wait_s, MAX_WAIT_S)
-        names = [name for name, _ in asked.want]
-        while None in (values := store.found(names)):
+        self._waits.written(name for name, _ in put)
+        store.drop(request.drop)
+        total = 0 if request.add is None else store.add(*request.add, by)
+        until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
+        names = [name for name, _ in request.want]
+        while None in (values := store.values(names)):
             lost = {**self._state.left, **self._lost()}
-            never = [rank for (_, rank), value in zip(asked.want, values, strict=True) if value is None and rank in lost]
+            never = [rank for (_, rank), value in zip(request.want, values, strict=True) if value is None and rank in lost]
             left_s = until - time.monotonic()
-            pairs = list(zip(asked.want, values, strict=True))
-            blames = self._min_workers and asked.limit_s > 0.0  # without min_workers no worker is dropped for being slow
-            if blames and self._is_of(asked.home, asked.rank):
-                self._meetings.waits(asked.rank, [want for want, value in pairs if value is None], asked.limit_s, self._clock())
-            over = asked.without and all(value is not None or rank in lost for (_, rank), value in pairs)
-            if asked.without and not over:
+            pairs = list(zip(request.want, values, strict=True))
+            blames = self._min_workers and request.limit_s > 0.0  # without min_workers no worker is dropped for being slow
+            if blames and self._has_rank(request.home, request.rank):
+                self._waits.add(request.rank, [want for want, value in pairs if value is None], request.limit_s, self._clock())
+            over = request.without and all(value is not None or rank in lost for (_, rank), value in pairs)
+            if request.without and not over:
                 never = []  # the writers that are present may still write
             if over or never:
-                if self._is_of(asked.home, asked.rank):
-                    self._meetings.ends(asked.rank, names)
+                if self._has_rank(request.home, request.rank):
+                    self._waits.remove(request.rank, names)
                 return KvReply(values, "", total, over=True) if over else \
                     KvReply(values, lost[never[0]], total, lost=peer_name(never[0]))
             if left_s <= 0:
-                return KvReply(values, self._heard(asked.home), total)
+                return KvReply(values, self._record_contact(request.home), total)
             await store.change(left_s)
         return KvReply(values, "", total)
 
     def begin(self) -> None:
-        """The job begins; journaling starts. A crash before that loses only the meeting. On the loop's thread, as `ask`."""
+        """The job begins; journaling starts. A crash before that loses only the meeting. On the loop's thread, as `handle`."""
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
-        if self._journal is not None and self._state.met:
+        if self._journal is not None and self._state.ranks_assigned:
             self._journal.begin(self._whole)
             self._store.note = self._journal.note
 
     def forget(self, view: int) -> None:
-        """Drops older values once all workers use the view of that generation. On the loop's thread, as `ask`."""
+        """Drops older values once all workers use the view of that generation. On the loop's thread, as `handle`."""
         if view > self._settled:
             self._settled = view
             self._store.forget(view)
             with self._lock:
                 self._state = sites.forget(self._state, view)
 
-    def unmet(self) -> list[PendingWait]:
+    def pending_waits(self) -> list[PendingWait]:
         """Pending waits of ranks for other ranks, where the waiting rank gave a limit."""
-        return self._meetings.unmet(self._clock())
+        return self._waits.pending(self._clock())
 
-    def shut(self) -> str:
+    def closed_reason(self) -> str:
         """Why the running job admits no home; "" if it does."""
         door = self._door() or sites.AdmissionState()
         with self._lock:
@@ -164,54 +164,54 @@ class RendezvousService:
 
     def _write_down(self, before: sites.Sites) -> None:
         """Journals which homes take part. Once the job has begun, only arrivals and departures change that."""
-        if self._journal is not None and self._state.begun and self._state.here.keys() != before.here.keys():
+        if self._journal is not None and self._state.begun and self._state.present.keys() != before.present.keys():
             self._journal.note(SitesRecord(sites.reset_silence(self._state, 0.0)))
 
-    def _heard(self, home: str) -> str:
+    def _record_contact(self, home: str) -> str:
         """Resets the home's silence. Returns why it is not in this meeting; "" if it is."""
         with self._lock:
-            if home in self._state.here:
+            if home in self._state.present:
                 self._state = sites.mark_seen(self._state, home, self._clock())
                 return ""
             return self._state.former.get(home, sites.RESTARTED)
 
-    def _is_of(self, home: str, rank: int) -> bool:
+    def _has_rank(self, home: str, rank: int) -> bool:
         """Whether the rank belongs to the home, so that no home reports waits for another one's ranks."""
         with self._lock:
-            one = self._state.here.get(home)
-        return one is not None and self._state.met and one.first <= rank < one.first + one.asked.workers
+            one = self._state.present.get(home)
+        return one is not None and self._state.ranks_assigned and one.first <= rank < one.first + one.request.workers
 
     def _writer(self, home: str, view: int) -> QuotaOwner:
         """The account that the home's values are charged to: its certificate's, shared by all its homes, else its own."""
         with self._lock:
             state = self._state
-        mine, workers = state.here.get(home), max(1, state.workers)
-        if mine is None:  # it left after `_heard`, and its meeting has ended
+        mine, workers = state.present.get(home), max(1, state.workers)
+        if mine is None:  # it left after `_record_contact`, and its meeting has ended
             return QuotaOwner(f"home {home}", kv_store.LEAST_EACH_NBYTES)
-        certificate = mine.asked.certificate
+        certificate = mine.request.certificate
         each = max(kv_store.MAX_KEPT_NBYTES // workers, kv_store.LEAST_EACH_NBYTES)
-        most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.asked.workers)
+        most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.request.workers)
         return QuotaOwner(certificate or f"home {mine.who}", most, each * workers, view)
 
-    def _cast_out(self, home: str) -> str:
+    def _excluded_reason(self, home: str) -> str:
         """Why the home may not write: a rank of it was dropped, and the others have gone on without that rank. A late value
         would be seen only by late readers."""
-        if not self._min_workers or (one := self._state.here.get(home)) is None:
+        if not self._min_workers or (one := self._state.present.get(home)) is None:
             return ""
-        lost, ranks = self._lost(), range(one.first, one.first + one.asked.workers)
+        lost, ranks = self._lost(), range(one.first, one.first + one.request.workers)
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
 
     def _note(self, before: sites.Sites) -> None:
         """Logs homes that have come or left."""
         state = self._state
-        for token, home in state.here.items():
-            if token not in before.here:
-                news = f"joins the {home.world - home.asked.workers} workers that there are" if home.world else \
+        for token, home in state.present.items():
+            if token not in before.present:
+                news = f"joins the {home.world - home.request.workers} workers that there are" if home.world else \
                     sites.missing(state) or f"all {state.workers} workers are"
                 log.info("home %s is here: %s", home.who, news)
-                self._audit.note("attended", where=home.who, workers=home.asked.workers)
-        left = [state.former.get(token, f"home {home.who} has left") for token, home in before.here.items()
-                if token not in state.here]
+                self._audit.note("attended", where=home.who, workers=home.request.workers)
+        left = [state.former.get(token, f"home {home.who} has left") for token, home in before.present.items()
+                if token not in state.present]
         for why in dict.fromkeys(left):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:

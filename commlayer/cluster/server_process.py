@@ -129,9 +129,9 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         if not config.join:
             log.info("each home types: %s", _launch_command(config, control, part.made))
         if part.sums:
-            request = messages.server_request(data, config.node, part.number, beside=not config.join, streams=streams)
+            request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
             if serving.journal is not None:
-                request = msgspec.structs.replace(request, returns=True)
+                request = msgspec.structs.replace(request, restartable=True)
                 if (former := serving.journal.found) is not None:  # use its former registration
                     request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:

@@ -60,7 +60,8 @@ class KvClient:
             left_s = max(0.0, deadline - time.monotonic())
             call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
             try:
-                kept = self._link.call("Ask", msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
+                kept = self._link.call("KvRequest",
+                                       msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
                                        messages.KvReply, call_s)
             except (PeerLost, DeadlineExceeded) as error:  # a network failure; the request is idempotent
                 now = time.monotonic()
@@ -108,7 +109,7 @@ class SiteLease:
             try:
                 known = known or diagnose(self.address, self._keys, now + CALL_S) is not None
                 request = msgspec.structs.replace(self.request, waited_s=now - begin)
-                answer = self._link.call("Attend", request, messages.SiteReply, CALL_S) if known else None
+                answer = self._link.call("RegisterSite", request, messages.SiteReply, CALL_S) if known else None
             except (PeerLost, DeadlineExceeded):
                 answer = None
                 diagnose(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
@@ -141,7 +142,7 @@ class SiteLease:
     def _stay(self) -> None:
         while not self._closing.wait(self._config.heartbeat_s):
             try:
-                answer = self._link.call("Attend", self.request, messages.SiteReply, CALL_S)
+                answer = self._link.call("RegisterSite", self.request, messages.SiteReply, CALL_S)
             except CommError as error:  # the job may be over, or continue without coordinator; workers detect which
                 log.debug("%s", error)
                 continue
@@ -157,7 +158,7 @@ class SiteLease:
         self._closing.set()
         try:
             if self._answered:
-                self._link.call("Attend", msgspec.structs.replace(self.request, leave=reason), messages.SiteReply, 1.0)
+                self._link.call("RegisterSite", msgspec.structs.replace(self.request, leave=reason), messages.SiteReply, 1.0)
         except CommError as error:
             log.debug("left without notice: %s", error)
         if self._thread is not None:

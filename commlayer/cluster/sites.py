@@ -31,7 +31,7 @@ RESTARTED = coded("E-RENDEZVOUS-ENDED",
 
 
 class Site(Record, frozen=True):
-    asked: RegisterSite
+    request: RegisterSite
     seen_s: float
     first: int = ANY
     """Rank of its first worker; ANY until ranks are assigned."""
@@ -41,7 +41,7 @@ class Site(Record, frozen=True):
 
     @property
     def who(self) -> str:
-        return f"{self.asked.certificate or self.asked.name} (pid {self.asked.pid})"
+        return f"{self.request.certificate or self.request.name} (pid {self.request.pid})"
 
 
 class AdmissionState(Record, frozen=True):
@@ -73,10 +73,10 @@ class Sites(Record, frozen=True):
     """`workers`: of the whole job; 0 if the number is not known, and then homes cannot register."""
 
     workers: int = 0
-    here: Mapping[str, Site] = msgspec.field(default_factory=dict)
+    present: Mapping[str, Site] = msgspec.field(default_factory=dict)
     """By token, in order of arrival."""
     meeting: str = ""
-    met: bool = False
+    ranks_assigned: bool = False
     begun: bool = False
     numbers: int = 0
     """How many ranks were given to workers that joined later. Ranks are not reused, so records of dead workers stay valid."""
@@ -84,88 +84,91 @@ class Sites(Record, frozen=True):
     """Why homes of an ended meeting, and homes that left since the job began, are gone."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Ranks of homes that have left since the job began, with the reason."""
-    outlived: Mapping[str, RetainedQuota] = msgspec.field(default_factory=dict)
+    retained: Mapping[str, RetainedQuota] = msgspec.field(default_factory=dict)
     """By certificate."""
     version: str = ""
     """Of the coordinator's software; empty: of the first home's."""
 
 
-def register(state: Sites, asked: RegisterSite, now: float, door: AdmissionState | None = None,
+def register(state: Sites, request: RegisterSite, now: float, door: AdmissionState | None = None,
              grace_s: float = 0.0) -> tuple[Sites, SiteReply]:
     """Registers a home, refuses it, or repeats its reply. `door`: of the running job; None: the job admits no homes.
 
     `grace_s`: how long a home should ask again while no worker is known to be gone. One of the workers may be the home's own
     earlier process, whose silence has not been noticed yet.
     """
-    if (why := state.former.get(asked.home)) is not None:
+    if (why := state.former.get(request.home)) is not None:
         return state, SiteReply(error=why)
-    if asked.leave:
-        why = f"has left: {asked.leave}" if state.begun else f"left before the job began: {asked.leave}"
-        return remove(state, asked.home, why, door.generation if door else 1), SiteReply()
-    if asked.meeting not in ("", state.meeting):
+    if request.leave:
+        why = f"has left: {request.leave}" if state.begun else f"left before the job began: {request.leave}"
+        return remove(state, request.home, why, door.generation if door else 1), SiteReply()
+    if request.meeting not in ("", state.meeting):
         return state, SiteReply(error=RESTARTED)
-    if asked.home in state.here:
-        state = mark_seen(state, asked.home, now)
+    if request.home in state.present:
+        state = mark_seen(state, request.home, now)
     elif state.begun and door is not None and (
-            door.retry_reason or (door.closed_reason and door.all_present and asked.waited_s < grace_s)):
+            door.retry_reason or (door.closed_reason and door.all_present and request.waited_s < grace_s)):
         return state, SiteReply(missing=door.retry_reason or door.closed_reason)
-    elif problem := _problem(state, asked, door):
-        return state, SiteReply(error=f"home {asked.certificate or asked.name} (pid {asked.pid}): {problem}")
+    elif problem := _problem(state, request, door):
+        return state, SiteReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
     elif state.begun:
         assert door is not None
         number = state.workers + state.numbers
-        home = Site(asked, now, number, number, door.size + asked.workers)
-        state = msgspec.structs.replace(state, here={**state.here, asked.home: home}, numbers=state.numbers + asked.workers)
+        home = Site(request, now, number, number, door.size + request.workers)
+        state = msgspec.structs.replace(state, present={**state.present, request.home: home},
+                                        numbers=state.numbers + request.workers)
     else:
-        state = _met(msgspec.structs.replace(state, here={**state.here, asked.home: Site(asked, now)}))
-    home = state.here[asked.home]
-    world = home.world or (state.workers if state.met else 0)
-    return state, SiteReply(missing=missing(state), first=home.first, world=world, node=home.node, nodes=len(state.here),
+        state = _met(msgspec.structs.replace(state, present={**state.present, request.home: Site(request, now)}))
+    home = state.present[request.home]
+    world = home.world or (state.workers if state.ranks_assigned else 0)
+    return state, SiteReply(missing=missing(state), first=home.first, world=world, node=home.node, nodes=len(state.present),
                            meeting=state.meeting, joins=home.world > 0)
 
 
 def mark_seen(state: Sites, home: str, now: float) -> Sites:
-    return msgspec.structs.replace(state, here={**state.here, home: msgspec.structs.replace(state.here[home], seen_s=now)})
+    return msgspec.structs.replace(state, present={**state.present,
+                                                   home: msgspec.structs.replace(state.present[home], seen_s=now)})
 
 
 def reset_silence(state: Sites, now: float) -> Sites:
     """Resets the silence of all homes, for a coordinator that has resumed and could not receive their calls before."""
-    present = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.here.items()}
-    return msgspec.structs.replace(state, here=present)
+    present = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.present.items()}
+    return msgspec.structs.replace(state, present=present)
 
 
 def remove(state: Sites, home: str, why: str, view: int = 1) -> Sites:
     """Removes a home. Before the job begins this ends the meeting; after that it affects only its own ranks. `view`: newest."""
-    if home not in state.here:
+    if home not in state.present:
         return state
     if state.begun:
-        one = state.here[home]
+        one = state.present[home]
         reason = f"its home {one.who} {why}"
-        ranks = range(one.first, one.first + one.asked.workers) if state.met else ()
-        remaining = {token: h for token, h in state.here.items() if token != home}
-        outlived = dict(state.outlived)
-        if of := one.asked.certificate:
+        ranks = range(one.first, one.first + one.request.workers) if state.ranks_assigned else ()
+        remaining = {token: h for token, h in state.present.items() if token != home}
+        outlived = dict(state.retained)
+        if of := one.request.certificate:
             outlived[of] = RetainedQuota(quota_workers(state, of), max(1, view))
-        return msgspec.structs.replace(state, here=remaining, left={**state.left, **dict.fromkeys(ranks, reason)},
-                                       former=_kept({**state.former, home: reason}), outlived=outlived)
-    if not state.met:
-        return msgspec.structs.replace(state, here={token: h for token, h in state.here.items() if token != home})
-    reason = coded("E-RENDEZVOUS-ENDED", f"home {state.here[home].who} {why}; start all homes again")
-    former = {**state.former, **dict.fromkeys(state.here, reason)}
-    return msgspec.structs.replace(state, here={}, met=False, former=_kept(former))
+        return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(ranks, reason)},
+                                       former=_kept({**state.former, home: reason}), retained=outlived)
+    if not state.ranks_assigned:
+        return msgspec.structs.replace(state, present={token: h for token, h in state.present.items() if token != home})
+    reason = coded("E-RENDEZVOUS-ENDED", f"home {state.present[home].who} {why}; start all homes again")
+    former = {**state.former, **dict.fromkeys(state.present, reason)}
+    return msgspec.structs.replace(state, present={}, ranks_assigned=False, former=_kept(former))
 
 
-def predecessor(state: Sites, asked: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
-    """Token of the earlier home that `asked` restarts; "" for none.
+def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
+    """Token of the earlier home that `request` restarts; "" for none.
 
     It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: last heartbeat of each worker,
     by rank.
     """
-    if not asked.certificate or asked.leave or asked.home in state.here or asked.home in state.former:
+    if not request.certificate or request.leave or request.home in state.present or request.home in state.former:
         return ""
-    same = [token for token, home in state.here.items()
-            if (home.asked.certificate, home.asked.name) == (asked.certificate, asked.name)]
-    seen = {token: max([state.here[token].seen_s, *(seen_s[rank] for rank in _ranks(state.here[token]) if rank in seen_s)])
+    same = [token for token, home in state.present.items()
+            if (home.request.certificate, home.request.name) == (request.certificate, request.name)]
+    seen = {token: max([state.present[token].seen_s,
+                        *(seen_s[rank] for rank in _ranks(state.present[token]) if rank in seen_s)])
             for token in same}
     token = min(seen, key=lambda one: seen[one], default="")
     return token if token and now - seen[token] >= silence_s else ""
@@ -174,20 +177,20 @@ def predecessor(state: Sites, asked: RegisterSite, now: float, silence_s: float,
 def quota_workers(state: Sites, certificate: str) -> int:
     """Number of workers that sets the store quota of that certificate: those of its present homes, or more if a departed home
     left values. A home that comes back replaces a departed one and counts once."""
-    workers = sum(h.asked.workers for h in state.here.values() if h.asked.certificate == certificate)
-    return max(workers, state.outlived[certificate].workers if certificate in state.outlived else 0)
+    workers = sum(h.request.workers for h in state.present.values() if h.request.certificate == certificate)
+    return max(workers, state.retained[certificate].workers if certificate in state.retained else 0)
 
 
 def forget(state: Sites, view: int) -> Sites:
     """Drops the quotas of homes whose values are all older than the view of that generation."""
-    stay = {of: outlived for of, outlived in state.outlived.items() if outlived.view >= view}
-    return state if len(stay) == len(state.outlived) else msgspec.structs.replace(state, outlived=stay)
+    stay = {of: outlived for of, outlived in state.retained.items() if outlived.view >= view}
+    return state if len(stay) == len(state.retained) else msgspec.structs.replace(state, retained=stay)
 
 
 def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Sites:
     """Removes silent homes. After the job has begun, only those whose workers have all `ended`, since the heartbeats of workers
     detect failures better. Such a home may have left while no coordinator was running. `view`: newest generation."""
-    for token, home in state.here.items():
+    for token, home in state.present.items():
         if now - home.seen_s < max(silence_s, SILENCE_S):
             continue
         if not state.begun:
@@ -200,28 +203,28 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
 def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
     """Whether a home is still present: its scripts may continue after the job's end and use the store. Homes do not count if
     all their workers are `dead`."""
-    return any(now - home.seen_s < silence_s and not _ranks(home) <= {*dead} for home in state.here.values())
+    return any(now - home.seen_s < silence_s and not _ranks(home) <= {*dead} for home in state.present.values())
 
 
 def missing(state: Sites) -> str:
     """How many workers have not come yet; "" when all have."""
-    if state.met:
+    if state.ranks_assigned:
         return ""
-    homes = ", ".join(f"{h.asked.certificate or h.asked.name}" + (f" with {h.asked.workers}" if h.asked.workers > 1 else "")
-                      for h in state.here.values())
-    return f"{_count(state)} of {state.workers} workers are here ({homes})"
+    requests = [site.request for site in state.present.values()]
+    names = ", ".join((r.certificate or r.name) + (f" with {r.workers}" if r.workers > 1 else "") for r in requests)
+    return f"{_count(state)} of {state.workers} workers have joined ({names})"
 
 
 def _ranks(home: Site) -> set[int]:
-    return {*range(home.first, home.first + home.asked.workers)}
+    return {*range(home.first, home.first + home.request.workers)}
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:
     return dict(list(former.items())[-MAX_FORMER:])
 
 
-def _problem(state: Sites, asked: RegisterSite, door: AdmissionState | None) -> str:
-    if problem := incompatible(asked, state.version or next((h.asked.version for h in state.here.values()), "")):
+def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -> str:
+    if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.workers:
         return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
@@ -229,39 +232,40 @@ def _problem(state: Sites, asked: RegisterSite, door: AdmissionState | None) -> 
     if state.begun and door is None:
         return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job takes no new members")
     if state.begun and door is not None:
-        return _late(state, asked, door)
+        return _late(state, request, door)
     left = state.workers - _count(state)
-    if not 1 <= asked.workers <= left:
-        names = ", ".join(h.who for h in state.here.values())
-        return coded("E-WORKERS", f"brings {asked.workers} workers, and {left} of the job's {state.workers} are missing (here: "
+    if not 1 <= request.workers <= left:
+        names = ", ".join(h.who for h in state.present.values())
+        return coded("E-WORKERS",
+                     f"brings {request.workers} workers, and {left} of the job's {state.workers} are missing (here: "
                      f"{names or 'nobody'}): start the coordinator with a larger --workers, or this home with fewer")
-    if asked.place != ANY and not 0 <= asked.place < state.workers:
-        return coded("E-RANK", f"wishes to be home {asked.place}, allowed: 0 to {state.workers - 1}")
-    other = next((h for h in state.here.values() if asked.place not in (ANY,) and h.asked.place == asked.place), None)
+    if request.place != ANY and not 0 <= request.place < state.workers:
+        return coded("E-RANK", f"wishes to be home {request.place}, allowed: 0 to {state.workers - 1}")
+    other = next((h for h in state.present.values() if request.place not in (ANY,) and h.request.place == request.place), None)
     if other is None:
         return ""
-    return coded("E-RANK", f"wishes to be home {asked.place}, which {other.who} is: give each --node-rank of its own")
+    return coded("E-RANK", f"wishes to be home {request.place}, which {other.who} is: give each --node-rank of its own")
 
 
-def _late(state: Sites, asked: RegisterSite, door: AdmissionState) -> str:
+def _late(state: Sites, request: RegisterSite, door: AdmissionState) -> str:
     """As `_problem`, for a home that comes while the job runs."""
     if why := closed_reason(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
-    if asked.workers > state.workers - door.size:
-        return coded("E-WORKERS", f"brings {asked.workers} workers, and {state.workers - door.size} of the job's "
+    if request.workers > state.workers - door.size:
+        return coded("E-WORKERS", f"brings {request.workers} workers, and {state.workers - door.size} of the job's "
                      f"{state.workers} are missing: start this home with fewer")
-    if state.workers + state.numbers + asked.workers > SERVER_BASE:
+    if state.workers + state.numbers + request.workers > SERVER_BASE:
         return coded("E-JOB-FULL", "the job has had too many workers")
     return ""
 
 
 def closed_reason(state: Sites, door: AdmissionState) -> str:
     """Why a running job admits no home; "" if it does."""
-    return door.closed_reason or ("" if state.met else RESTARTED)
+    return door.closed_reason or ("" if state.ranks_assigned else RESTARTED)
 
 
 def _count(state: Sites) -> int:
-    return sum(h.asked.workers for h in state.here.values())
+    return sum(h.request.workers for h in state.present.values())
 
 
 def _met(state: Sites) -> Sites:
@@ -269,17 +273,17 @@ def _met(state: Sites) -> Sites:
     if _count(state) < state.workers:
         return state
     placed, first = dict[str, Site](), 0
-    for node, token in enumerate(_in_order(state.here)):
-        home = state.here[token]
+    for node, token in enumerate(_in_order(state.present)):
+        home = state.present[token]
         placed[token] = msgspec.structs.replace(home, first=first, node=node)
-        first += home.asked.workers
-    return msgspec.structs.replace(state, here=placed, met=True)
+        first += home.request.workers
+    return msgspec.structs.replace(state, present=placed, ranks_assigned=True)
 
 
 def _in_order(here: Mapping[str, Site]) -> list[str]:
     """Homes with a requested index get it if there are enough homes; the others fill the gaps in order of arrival."""
-    wished = dict(sorted((h.asked.place, token) for token, h in here.items() if h.asked.place != ANY))
-    others = [token for token, h in here.items() if h.asked.place == ANY]
+    wished = dict(sorted((h.request.place, token) for token, h in here.items() if h.request.place != ANY))
+    others = [token for token, h in here.items() if h.request.place == ANY]
     order = []
     for place in range(len(here)):
         if place in wished:
@@ -322,7 +326,7 @@ class WaitTracker:
         self._names: dict[str, dict[int, dict[int, _Wait]]] = {}
         """By key and by the rank that is to write it, as readers report it: the waits, by waiting rank."""
 
-    def waits(self, rank: int, want: Iterable[tuple[str, int]], limit_s: float, now: float) -> None:
+    def add(self, rank: int, want: Iterable[tuple[str, int]], limit_s: float, now: float) -> None:
         """Records that the rank waits for these keys, each given with the rank that is to write it."""
         with self._lock:
             many = len(self._names) > MAX_KEYS
@@ -335,19 +339,19 @@ class WaitTracker:
                 begin_s = by[rank].begin_s if rank in by else now
                 self._names.setdefault(name, {}).setdefault(of, {})[rank] = _Wait(begin_s, now, limit_s)
 
-    def ends(self, rank: int, names: Iterable[str]) -> None:
+    def remove(self, rank: int, names: Iterable[str]) -> None:
         """The rank no longer waits for these keys, although they were not written."""
         with self._lock:
             for name in names:
                 for by in self._names.get(name, {}).values():
                     by.pop(rank, None)
 
-    def came(self, names: Iterable[str]) -> None:
+    def written(self, names: Iterable[str]) -> None:
         with self._lock:
             for name in names:
                 self._names.pop(name, None)
 
-    def unmet(self, now: float) -> list[PendingWait]:
+    def pending(self, now: float) -> list[PendingWait]:
         pending = []
         with self._lock:
             for name, owners in list(self._names.items()):

@@ -46,7 +46,7 @@ class TlsTerminator:
 
     def __init__(self, keys: Keys, host: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._refused = keys, refused
-        self._hall = PendingHandshakes(hurry_s=2 * EVICT_AFTER_S)
+        self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S)
         self._lock = threading.Lock()
         self._known: dict[str, TlsConnection] = {}  # by gRPC's name of the connection
         self._unheard: set[str] = set()
@@ -104,14 +104,14 @@ class TlsTerminator:
         with self._lock:
             self._closed = True
             socks = [one.sock for one in self._known.values()]
-        self._hall.close()
+        self._handshakes.close()
         _shut_down(self._listener)
         close_channel(self._listener)
         for sock in socks:
             _shut_down(sock)
 
     def _accept(self) -> None:
-        while self._hall.room():
+        while self._handshakes.acquire():
             try:
                 sock, address = self._listener.accept()
             except OSError:
@@ -126,7 +126,7 @@ class TlsTerminator:
                 close_channel(sock)
                 continue
             track(tls)
-            self._hall.enter(tls)
+            self._handshakes.add(tls)
             where = join_host(*address[:2])
             threading.Thread(target=self._greet, args=(tls, where), name=f"control {where}", daemon=True).start()
 
@@ -146,17 +146,17 @@ class TlsTerminator:
                 return
             sock.settimeout(None)
             tune_socket(sock, KEEPALIVE_S, SILENT_S)
-            self._hall.leave(sock)
+            self._handshakes.remove(sock)
             self._pass_on(TlsConnection(certified, sock, where))
         except CommError as error:
-            self._refused(where, self._hall.why(sock, error))
+            self._refused(where, self._handshakes.drop_reason(sock, error))
         except OSError:
             pass  # either end closed the connection
         finally:
             if certified is not None:
                 with self._lock:
                     self._counts[certified.name] -= 1
-            self._hall.leave(sock)
+            self._handshakes.remove(sock)
             close_channel(sock)
 
     def _pass_on(self, known: TlsConnection) -> None:

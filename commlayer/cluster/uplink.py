@@ -40,8 +40,8 @@ FAILED_S = 0.5
 
 
 class Uplink:
-    """Joins, then connects to the servers. Failures before `follow` are kept for it. The coordinator reports a failure once, so
-    it is also passed to every later `follow`, since it may come while the worker changes its view."""
+    """Joins, then connects to the servers. Failures before `subscribe` are kept for it. The coordinator reports a failure
+    once, so it is also passed to every later `subscribe`, since it may come while the worker changes its view."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -57,10 +57,10 @@ class Uplink:
         self._dial: Callable[[float], None] = lambda _: None
         self._names: dict[int, tuple[str, str]] = {}
         self.address = ""
-        self.staying: tuple[str, ...] = ()
+        self.remaining: tuple[str, ...] = ()
         """After close(): workers that were still in the job."""
         self.transport: Transport
-        self.resumed: ReconnectingTransport | None = None
+        self.reconnecting: ReconnectingTransport | None = None
         """The same object as `transport`, with the state of its reconnects."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
@@ -72,8 +72,8 @@ class Uplink:
         """Registers and waits for all processes to join."""
         keys = Keys(self._config.keys) if self._config.keys else None  # first: invalid keys must not leave a registration
         self._membership = membership = client.join(
-            address, request, self._config, self._judged, on_silence=self._silent, on_left=self._gone, keep=True)
-        self.address, self._regroups = address, request.regroups
+            address, request, self._config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
+        self.address, self._regroups = address, request.elastic
         hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=new_nonce())
         window_s = reconnect_window_s(self._config)
         carrier = StreamTransport(hello, settings=Settings(
@@ -82,7 +82,7 @@ class Uplink:
         self.transport = transport = ReconnectingTransport(
             shaped_by(self._config.shape, carrier, membership.view), carrier,
             ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
-        self.resumed = transport
+        self.reconnecting = transport
 
         def limit_kept(nbytes: int) -> None:
             carrier.limit_kept(nbytes)
@@ -126,7 +126,7 @@ class Uplink:
                 return name
         return ""
 
-    def called(self, peer: str) -> str:
+    def display_name(self, peer: str) -> str:
         """Display name of a peer: "worker 2 (ben)" for "worker 2"."""
         kind, _, number = peer.partition(" ")
         name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
@@ -139,11 +139,11 @@ class Uplink:
         return self._membership.plan
 
     def check(self) -> None:
-        """Raises a failure that came before `follow`."""
+        """Raises a failure that came before `subscribe`."""
         if self._early is not None:
             raise self._early
 
-    def heed(self, on_view: OnView) -> None:
+    def subscribe_epochs(self, on_view: OnView) -> None:
         """Subscribes to newer views. A view that has come already is passed at once."""
         membership = self._membership
         assert membership is not None
@@ -151,7 +151,7 @@ class Uplink:
         if membership.newest is not membership.view:
             on_view(membership.newest)
 
-    def adopt(self, view: View) -> None:
+    def switch_view(self, view: View) -> None:
         """Switches to the view. Departures of peers that are not in it are ignored from now on."""
         assert self._membership is not None
         self._membership.view = view
@@ -161,39 +161,39 @@ class Uplink:
         gone = None if self._membership is None else self._membership.left.get(peer_name(member))
         return -1 if gone is None or gone.reason != messages.FINISHED else gone.exchanges
 
-    def follow(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
+    def subscribe(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
         """Subscribes: deaths go to `fail`, orderly departures to `left`, and the servers' stall reports of that generation to
         `stalled`. Replaces the former subscriber."""
         with self._lock:
             self._fail, self._stalled, self._left = fail, stalled, left
             self._generation = generation
         for gone in [] if self._membership is None else list(self._membership.left.values()):
-            self._gone(gone)
+            self._on_exit(gone)
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:
             # Receives of earlier generations stay posted forever, so they must not keep a worker alive.
-            follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._told, s.id))
+            follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
 
-    def _told(self, server: int, said: Stalled) -> None:
-        if said.failed:
-            self._failed(CommError(said.failed, peer=peer_name(SERVER_BASE + server), step=said.step, bucket=said.bucket))
+    def _on_stalled(self, server: int, report: Stalled) -> None:
+        if report.failed:
+            self._failed(CommError(report.failed, peer=peer_name(SERVER_BASE + server), step=report.step, bucket=report.bucket))
             return
-        for member, why in said.dropped.items():
+        for member, why in report.dropped.items():
             # If the job can continue without the member, the coordinator reports the drop, which the server has sent to it.
             if not (self._regroups and self.coordinated):
                 self._failed(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
-                                      step=said.step, bucket=said.bucket))
-        self._stalled(said.bucket, said.step, said.missing)
+                                      step=report.step, bucket=report.bucket))
+        self._stalled(report.bucket, report.step, report.missing)
 
-    def _gone(self, gone: messages.PeerExit) -> None:
+    def _on_exit(self, gone: messages.PeerExit) -> None:
         with self._lock:
             left = self._left
-        awaited = self._membership is None or self._membership.awaited(gone.peer)
+        awaited = self._membership is None or self._membership.is_expected(gone.peer)
         if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
             left(gone.peer, gone.exchanges)
 
-    def _judged(self, error: CommError) -> None:
+    def _on_death(self, error: CommError) -> None:
         with self._lock:
             self._early = self._early or error
         self._failed(error)
@@ -206,16 +206,16 @@ class Uplink:
                 return
         fail(error)
 
-    def _silent(self, silent_s: float) -> None:
+    def _on_silence(self, silent_s: float) -> None:
         """The coordinator does not answer. Training can continue without it, but not without a server in its process, whose
         death no other process would report."""
-        near = [] if self._membership is None else [s for s in self.view.servers if s.beside]
-        over = [s for s in near if f"server {s.id}" in self._missed() and not s.returns]
+        near = [] if self._membership is None else [s for s in self.view.servers if s.colocated]
+        over = [s for s in near if f"server {s.id}" in self._missed() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
                                   f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
 
-    def named(self, error: CommError) -> CommError:
+    def with_address(self, error: CommError) -> CommError:
         """The same error, with the address and node if it is about a server."""
         servers = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
         if not servers or "node " in error.what:
@@ -300,7 +300,7 @@ class Uplink:
                 self._fail = self.transport.abort  # a server that dies now must not be waited for
             self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
             delivered = membership.leave(exchanges=exchanges)
-        self.staying, self._membership = membership.staying, None
+        self.remaining, self._membership = membership.remaining, None
         return delivered
 
 
@@ -373,7 +373,7 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
 def streams_at(server: ServerInfo, joined: str) -> str:
     """The server's address for gRPC streams, for a process that reached the coordinator at `joined`; "" for none."""
     # The coordinator's own address may not be reachable from here (proxy, router), but `joined` is.
-    return joined if server.beside and server.streams else server.streams
+    return joined if server.colocated and server.streams else server.streams
 
 
 def only_streams(server: ServerInfo, joined: str) -> bool:
@@ -424,7 +424,7 @@ def leave_job(
         until = time.monotonic() + notice_s  # without a coordinator it cannot know whether others still need it
     try:
         if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
-            names = ", ".join(link.staying) if link is not None and link.staying else "others"
+            names = ", ".join(link.remaining) if link is not None and link.remaining else "others"
             log.warning("this process has ended, but it hosts a server that %s may still need: it stays until they have ended, "
                         "for %.0f s at most (deadline_s)", names, stay_s)
         for child in children:

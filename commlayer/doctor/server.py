@@ -253,11 +253,11 @@ def _streams(address: str, keys: Keys | None) -> str:
 
 def _query_status(link: CoordinatorChannel) -> tuple[StatusReply, float, float]:
     """Returns (status, round trip, clock difference) of the fastest of several calls, which bounds the clock most tightly."""
-    status = link.call("About", StatusRequest(), StatusReply, CALL_S)  # the first call opens the connection
+    status = link.call("Status", StatusRequest(), StatusReply, CALL_S)  # the first call opens the connection
     best = (float("inf"), 0.0)
     for _ in range(PINGS):
         begin_s, begin = time.time(), time.monotonic()
-        status = link.call("About", StatusRequest(), StatusReply, CALL_S)
+        status = link.call("Status", StatusRequest(), StatusReply, CALL_S)
         took_s = time.monotonic() - begin
         best = min(best, (took_s, begin_s + took_s / 2 - status.time_s))
     return status, *best
@@ -265,7 +265,7 @@ def _query_status(link: CoordinatorChannel) -> tuple[StatusReply, float, float]:
 
 def _passes(link: CoordinatorChannel, request: StatusRequest) -> str:
     try:
-        link.call("About", request, StatusReply, CALL_S)
+        link.call("Status", request, StatusReply, CALL_S)
     except CommError as error:
         return error.what
     return ""
@@ -306,7 +306,7 @@ def _probe(channel: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down:
     def call() -> None:
         error: Exception | None = None
         try:
-            channel.call("About", StatusRequest(secrets.token_bytes(-(-up // each)), -(-down // each) if down > 1 else 0),
+            channel.call("Status", StatusRequest(secrets.token_bytes(-(-up // each)), -(-down // each) if down > 1 else 0),
                          StatusReply, CALL_S)
         except CommError as failure:
             error = failure

@@ -257,7 +257,7 @@ class Connection:
 
     def stats(self) -> dict[str, float]:
         counters = Counters() if self.worker is None else self.worker.counters
-        resumed = None if self.uplink is None else self.uplink.resumed
+        resumed = None if self.uplink is None else self.uplink.reconnecting
         return {"steps": self.passes, **counters.as_dict(), "reconnects": 0 if resumed is None else resumed.breaks,
                 "resent_nbytes": 0 if resumed is None else resumed.resent_nbytes,
                 "kept_nbytes": 0 if resumed is None else resumed.kept_nbytes}
@@ -286,9 +286,9 @@ class Connection:
             if (error := worker.ended.hear(peer, exchanges)) is not None:
                 fail(error)
 
-        self.uplink.follow(fail, worker.stalled, left, worker.generation)
+        self.uplink.subscribe(fail, worker.stalled, left, worker.generation)
         if self._notices is None:
-            self._notices = WaitNotices(self._waiting, self.uplink.called, self.waits.silent_s, self.log)
+            self._notices = WaitNotices(self._waiting, self.uplink.display_name, self.waits.silent_s, self.log)
             self.on_close.append(self._notices.close)
         if (members := self.members) is not None:
             worker.now.heed = lambda here: members.heed(worker, here)
@@ -335,7 +335,7 @@ class Connection:
         """Names the peer that caused the error, as soon as the coordinator reports it."""
         error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
         if isinstance(error, CommError) and self.uplink is not None:
-            error.call(", ".join(map(self.uplink.called, error.peer.split(", "))))
+            error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
         return error
 
     # ---- decisions and logs

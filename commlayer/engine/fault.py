@@ -40,4 +40,4 @@ class FaultVerdict:
         if error.peer == ANY_PEER and link.embedded and not link.coordinated:
             silent = f"the coordinator {link.address} that it hosts no longer answers"
             return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
-        return link.named(error)
+        return link.with_address(error)

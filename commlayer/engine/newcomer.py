@@ -46,7 +46,7 @@ def enter(
     def offer(view: View) -> None:
         words.newest = view
 
-    link.heed(offer)
+    link.subscribe_epochs(offer)
     log.warning("joins a job that runs, as worker %d: waits for the others to come to a step", made.id)
     begin, dialled = time.monotonic(), False
     while True:
@@ -72,7 +72,7 @@ def enter(
             break
         except Newer:
             continue
-    made.uplink.adopt(view)
+    made.uplink.switch_view(view)
     new_world(made, config, home, view)
     made.plan, made.terms.auto, made.matched = plan, given.automatic, given.matched
     made.joined, made.fresh = Joined(local, restore, dict(given.followed)), True

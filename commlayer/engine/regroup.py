@@ -60,7 +60,7 @@ class Regrouping:
         self._words = ViewWords(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
         self._stands = Standing()
         self._agreed: tuple[View, list[Word]] | None = None
-        made.uplink.heed(self.offer)
+        made.uplink.subscribe_epochs(self.offer)
 
     def offer(self, view: View) -> None:
         self._words.newest = view
@@ -226,12 +226,12 @@ class Regrouping:
         new_worker = made.worker_for(plan, old.job, old.device, generation)
         made.hand_on(old, new_worker)
         new_worker.units.regroup(sum(word.weight for word in words))
-        made.uplink.adopt(view)
+        made.uplink.switch_view(view)
         made.follow(new_worker)
         old.close()
         old.forget_states()
-        if made.uplink.resumed is not None:
-            made.uplink.resumed.end(generation)
+        if made.uplink.reconnecting is not None:
+            made.uplink.reconnecting.end(generation)
         self._stands = self._stands.gone_over()
         for act in made.after_regroup:
             act()
@@ -249,8 +249,8 @@ class Regrouping:
     def _say(self, former: View, view: View, took_s: float) -> None:
         made, current = self._made, {m.rank for m in view.members}
         assert made.uplink is not None
-        gone = [made.uplink.called(peer_name(m.rank)) for m in former.members if m.rank not in current]
-        joined = [made.uplink.called(peer_name(rank)) for rank in new_in(view, former)]
+        gone = [made.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
+        joined = [made.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
         parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
                  for who, what in ((gone, "gone"), (joined, "taken in")) if who]
         parts = parts or ["who was to be taken in is gone"]

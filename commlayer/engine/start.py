@@ -59,14 +59,14 @@ def connect(
     made.terms.loss, made.terms.learning = config.loss, config.learning
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
     made.waits = Waits(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
-    regroups = False
+    elastic = False
     if met.members is not None:
         made.rank = made.id = met.members.rank
         made.world = met.members.world
-        regroups = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
-    made.replica = replica if regroups else None
-    per_node = 1 if regroups else met.per_node  # workers leave one by one, so each sends for itself
-    if regroups:
+        elastic = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
+    made.replica = replica if elastic else None
+    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
+    if elastic:
         made.terms.forbids = forbids = forbidding(forbids)
     how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
                            "fragments": asked.fragments or 1}
@@ -93,7 +93,7 @@ def connect(
             made.say(met.note)
         if met.differs:
             made.say(f'{met.differs}; training goes on with them, since drift="warn"')
-        if config.min_workers and not regroups and made.rank == 0:
+        if config.min_workers and not elastic and made.rank == 0:
             made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
                      "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
         nodes = made.world // per_node
@@ -103,15 +103,15 @@ def connect(
         if made.rank == 0 and (asked.fragments or 1) > made.plan.fragments:
             made.say(f"fragments={asked.fragments} becomes fragments={made.plan.fragments}: a round has at most as many as the "
                      f"plan has buckets ({len(made.plan.buckets)})")
-        if regroups and (why := unfit(made.plan)):
+        if elastic and (why := unfit(made.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
         if made.rank == 0 and (note := float64.told(job, nodes)):
             made.say(note)
         # Also without servers: a broken collective does not show which rank failed, the coordinator's heartbeats do.
-        _join(made, job, _placed(config, met.address, made), per_node, dials=not met.reachable, regroups=regroups,
-              alike=compared(must, config) if regroups else {})
-        if regroups:
+        _join(made, job, _placed(config, met.address, made), per_node, outbound_only=not met.reachable, elastic=elastic,
+              must_match=compared(must, config) if elastic else {})
+        if elastic:
             made.members = Regrouping(made, config, met.launch.home)
         made.follow(made.worker_for(made.plan, job, device))
         made.log(f"begins with plan {records.digest(made.plan)}: {in_words(made.plan)}")
@@ -131,7 +131,7 @@ def _of(plan: Plan, whole: Job | None) -> Plan:
 
 def _enter(
     made: Connection, job: Job, device: torch.device, met: Met, config: Config, forbids: Forbids, replica: Replica | None,
-    alike: Mapping[str, str],
+    must_match: Mapping[str, str],
 ) -> None:
     """Joins a running job."""
     if replica is None or not config.min_workers:
@@ -145,12 +145,13 @@ def _enter(
         check_plan(plan, job, workers, 1, device, forbids, reachable=False)
 
     enter(made, job, device, replica, messages.worker_request(
-        job.digest(), made.id, 0, node=made.id, dials=True, regroups=True, alike=alike,
+        job.digest(), made.id, 0, node=made.id, outbound_only=True, elastic=True, must_match=must_match,
         gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
 
 
 def _join(
-    made: Connection, job: Job, config: Config, per_node: int, *, dials: bool, regroups: bool, alike: Mapping[str, str],
+    made: Connection, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
+    must_match: Mapping[str, str],
 ) -> None:
     """Starts the embedded servers if none were named, then registers with the coordinator and connects."""
     assert made.plan is not None
@@ -161,8 +162,8 @@ def _join(
         config = msgspec.structs.replace(config, token=token)
     made.uplink = uplink.connect(address, messages.worker_request(
         job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
-        plan_digest=records.digest(made.plan), dials=dials, regroups=regroups,
-        gradients=sum(not tensor.buffer for tensor in job.tensors), alike=alike,
+        plan_digest=records.digest(made.plan), outbound_only=outbound_only, elastic=elastic,
+        gradients=sum(not tensor.buffer for tensor in job.tensors), must_match=must_match,
     ), config)
 
 

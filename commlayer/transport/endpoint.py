@@ -98,7 +98,7 @@ class StreamTransport:
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
         # A TLS handshake takes one more round trip.
-        self._hall = PendingHandshakes(hurry_s=2 * EVICT_AFTER_S if settings.keys else EVICT_AFTER_S)
+        self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S if settings.keys else EVICT_AFTER_S)
         self._closed = threading.Event()
         self._missed: set[int] = set()  # peers whose machine ended the connection and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions ended by this end, and why
@@ -175,7 +175,7 @@ class StreamTransport:
 
     def take(self, channel: ByteChannel, where: str) -> bool:
         """Runs the handshake of an incoming channel, on its own thread. Returns False if too many handshakes are pending."""
-        if not self._hall.enter_now(channel):
+        if not self._handshakes.try_add(channel):
             return False
         self._heed_revoked()
         threading.Thread(target=self._greet, args=(channel, where), name=f"greet {where}", daemon=True).start()
@@ -188,7 +188,7 @@ class StreamTransport:
             self._taken.add(peer)
 
     def _accept_loop(self, listener: socket.socket) -> None:
-        while self._hall.room():
+        while self._handshakes.acquire():
             try:
                 sock, address = listener.accept()
             except OSError as error:
@@ -207,7 +207,7 @@ class StreamTransport:
                     close_channel(sock)
                     continue
             track(sock)
-            self._hall.enter(sock)
+            self._handshakes.add(sock)
             threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
     def _greet(self, sock: ByteChannel, where: str) -> None:
@@ -224,7 +224,7 @@ class StreamTransport:
                 who = where = f"{certified.name} at {where}"
             hello, proof = greeting.accept_handshake(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
-            self._hall.leave(sock)
+            self._handshakes.remove(sock)
             reason = self._crowded(sock) or self._judge(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
@@ -235,7 +235,7 @@ class StreamTransport:
             else:
                 self._connect(sock, peer, reader, hello.session)
         except (CommError, OSError) as error:
-            self._settings.refused(where, self._hall.why(sock, error))
+            self._settings.refused(where, self._handshakes.drop_reason(sock, error))
             close_channel(sock)
             if peer is not None:
                 if not self._settings.resume:
@@ -244,7 +244,7 @@ class StreamTransport:
                     self._taken.discard(peer)
                     self._lock.notify_all()
         finally:
-            self._hall.leave(sock)
+            self._handshakes.remove(sock)
 
     def _crowded(self, sock: ByteChannel) -> str:
         certified = peer_certificate(sock)
@@ -394,7 +394,7 @@ class StreamTransport:
             self._closed.set()
             listeners, self._listeners = self._listeners, []
             connections = list(self._connections.values())
-        self._hall.close()
+        self._handshakes.close()
         for listener in listeners:
             interrupt_accept(listener)
             close_channel(listener)

@@ -215,60 +215,60 @@ class SilentConnection(str):
 class PendingHandshakes:
     """The pending handshakes. Thread-safe."""
 
-    def __init__(self, most: int = MAX_PENDING, hurry_s: float = EVICT_AFTER_S) -> None:
-        self._most, self._hurry_s = most, hurry_s
+    def __init__(self, most: int = MAX_PENDING, evict_after_s: float = EVICT_AFTER_S) -> None:
+        self._most, self._evict_after_s = most, evict_after_s
         self._work = threading.Condition()
-        self._here: dict[ByteChannel, float] = {}  # start times, oldest first
+        self._pending: dict[ByteChannel, float] = {}  # start times, oldest first
         self._closed = False
 
-    def room(self) -> bool:
+    def acquire(self) -> bool:
         """Waits until another connection may enter, evicting the oldest if it has exceeded its time. False once closed."""
         with self._work:
-            while len(self._here) >= self._most and not self._closed:
-                first, since = next(iter(self._here.items()))
-                left_s = since + self._hurry_s - time.monotonic()
+            while len(self._pending) >= self._most and not self._closed:
+                first, since = next(iter(self._pending.items()))
+                left_s = since + self._evict_after_s - time.monotonic()
                 if left_s <= 0:
-                    del self._here[first]
+                    del self._pending[first]
                     _wake(first)
                 else:
                     self._work.wait(left_s)
             return not self._closed
 
-    def enter_now(self, sock: ByteChannel) -> bool:
-        """Like `room` and `enter` without waiting; False if there is no room."""
+    def try_add(self, sock: ByteChannel) -> bool:
+        """Like `acquire` and `add` without waiting; False if there is no room."""
         with self._work:
-            if len(self._here) >= self._most:
-                first, since = next(iter(self._here.items()))
-                if time.monotonic() < since + self._hurry_s:
+            if len(self._pending) >= self._most:
+                first, since = next(iter(self._pending.items()))
+                if time.monotonic() < since + self._evict_after_s:
                     return False
-                del self._here[first]
+                del self._pending[first]
                 _wake(first)
             if not self._closed:
-                self._here[sock] = time.monotonic()
+                self._pending[sock] = time.monotonic()
             return not self._closed
 
-    def enter(self, sock: ByteChannel) -> None:
+    def add(self, sock: ByteChannel) -> None:
         with self._work:
-            self._here[sock] = time.monotonic()
+            self._pending[sock] = time.monotonic()
 
-    def leave(self, sock: ByteChannel) -> None:
+    def remove(self, sock: ByteChannel) -> None:
         """Removes a connection that has authenticated or failed. Idempotent."""
         with self._work:
-            self._here.pop(sock, None)
+            self._pending.pop(sock, None)
             self._work.notify_all()
 
-    def why(self, sock: ByteChannel, error: Exception) -> str:
+    def drop_reason(self, sock: ByteChannel, error: Exception) -> str:
         """The reason for a failed handshake. A connection evicted for its silence is no Probe, because this end closed it."""
         with self._work:
-            return SilentConnection(error.what) if isinstance(error, Unsaid) and sock in self._here else str(error)
+            return SilentConnection(error.what) if isinstance(error, Unsaid) and sock in self._pending else str(error)
 
     def close(self) -> None:
         """Ends all pending handshakes."""
         with self._work:
             self._closed = True
-            for sock in self._here:
+            for sock in self._pending:
                 _wake(sock)
-            self._here.clear()
+            self._pending.clear()
             self._work.notify_all()
 
 

@@ -78,12 +78,12 @@ class _Link:
     def __init__(self, dial: Dial) -> None:
         self.dial = dial
         self.order = threading.RLock()
-        self.unanswered: InFlightRequests[_InFlight] = InFlightRequests()
+        self.inflight: InFlightRequests[_InFlight] = InFlightRequests()
         self.state = threading.Lock()
-        self.up, self.mending, self.broken_anew = True, False, False
-        self.since: float | None = None
+        self.up, self.reconnecting, self.broke_again = True, False, False
+        self.broken_since_s: float | None = None
         """When it first broke since the last message arrived; None after a message."""
-        self.back = 0.0
+        self.restored_s = 0.0
         """When it was last re-established."""
         self.pause_s = 0.0
 
@@ -107,7 +107,7 @@ class ReconnectingTransport(Wrapper):
     @property
     def kept_nbytes(self) -> int:
         """Bytes of the bodies that a break now would send again. They are not copies: the callers own them."""
-        return sum(link.unanswered.nbytes for link in self._links.values())
+        return sum(link.inflight.nbytes for link in self._links.values())
 
     def limit_kept(self, nbytes: int) -> None:
         """Sets Mailbox.max_kept_nbytes."""
@@ -135,11 +135,11 @@ class ReconnectingTransport(Wrapper):
         tracked = _InFlight(mailbox.sending(peer, header))
         with link.order:
             if (error := self._mailbox.failure(peer)) is None:
-                request = link.unanswered.ask(header, body, tracked)
+                request = link.inflight.add(header, body, tracked)
                 try:
                     tracked.sending = self._inner.send(peer, request.header, body) if link.up else None
                 except ValueError:  # the caller's mistake
-                    link.unanswered.forget(request)
+                    link.inflight.forget(request)
                     raise
         if error is not None:
             tracked.operation.fail(error)
@@ -158,33 +158,33 @@ class ReconnectingTransport(Wrapper):
         while True:
             handle = self._inner.recv(peer)
             if not handle.done():
-                handle.on_done(lambda handle: self._arrived(peer, handle))
+                handle.on_done(lambda handle: self._on_arrival(peer, handle))
                 return
-            if not self._took(peer, handle):
+            if not self._on_handle(peer, handle):
                 return
 
-    def _arrived(self, peer: int, handle: Handle) -> None:
-        if self._took(peer, handle):
+    def _on_arrival(self, peer: int, handle: Handle) -> None:
+        if self._on_handle(peer, handle):
             self._listen(peer)
 
-    def _took(self, peer: int, handle: Handle) -> bool:
+    def _on_handle(self, peer: int, handle: Handle) -> bool:
         if (error := handle.error()) is not None:
-            self._lose(peer, error)
+            self._fail_peer(peer, error)
             return False
-        self._take(handle.message())
+        self._on_message(handle.message())
         return True
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         link = self._links[message.peer]
-        if link.since is not None:
+        if link.broken_since_s is not None:
             with link.state:
-                link.since, link.pause_s = None, 0.0
+                link.broken_since_s, link.pause_s = None, 0.0
         if not is_answer(message.header):
             self._deliver(message)
             return
         with link.order:
-            request = link.unanswered.answer(message.header)
-            duplicate = request is None and link.unanswered.had(message.header)
+            request = link.inflight.answer(message.header)
+            duplicate = request is None and link.inflight.seen(message.header)
         if duplicate:
             with self._count:
                 self.repeats += 1
@@ -206,12 +206,12 @@ class ReconnectingTransport(Wrapper):
         except CorruptFrame as error:
             self.abort(error, message.peer)
 
-    def _lose(self, peer: int, error: CommError) -> None:
+    def _fail_peer(self, peer: int, error: CommError) -> None:
         """Fails all requests of a peer that will not return."""
         self._mailbox.end(error, peer)
         link = self._links[peer]
         with link.order:
-            requests = link.unanswered.clear()
+            requests = link.inflight.clear()
         for request in requests:
             request.tag.operation.fail(error)
 
@@ -220,7 +220,7 @@ class ReconnectingTransport(Wrapper):
         reason = CommError("its view has ended")
         for link in self._links.values():
             with link.order:
-                requests = link.unanswered.end(generation)
+                requests = link.inflight.end(generation)
             for request in requests:
                 request.tag.operation.fail(reason)
         self._mailbox.end_generations(reason, generation)
@@ -233,22 +233,23 @@ class ReconnectingTransport(Wrapper):
             return
         with link.state:
             link.up = False
-            if link.mending:
-                link.broken_anew = True
+            if link.reconnecting:
+                link.broke_again = True
                 return
-            link.mending = True
+            link.reconnecting = True
         # On a new thread: the noticing thread may hold locks of the transport below, and other threads wait for it.
-        threading.Thread(target=self._mend, args=(peer, link, error), name=f"again to {peer_name(peer)}", daemon=True).start()
+        threading.Thread(target=self._reconnect, args=(peer, link, error), name=f"again to {peer_name(peer)}",
+                         daemon=True).start()
 
-    def _mend(self, peer: int, link: _Link, error: CommError) -> None:
+    def _reconnect(self, peer: int, link: _Link, error: CommError) -> None:
         begin, last = time.monotonic(), error
         with link.state:
-            if link.since is None or begin - link.back > STABLE_S:
-                link.since, link.pause_s = begin, 0.0
-            until = link.since + self._waits.window_s
-        self._say("%s: it is dialled again, for up to %.0f s, and the step goes on then", without_code(error),
+            if link.broken_since_s is None or begin - link.restored_s > STABLE_S:
+                link.broken_since_s, link.pause_s = begin, 0.0
+            until = link.broken_since_s + self._waits.window_s
+        self._warn("%s: it is dialled again, for up to %.0f s, and the step goes on then", without_code(error),
                   self._waits.window_s)
-        while self._wanted(peer):
+        while self._is_wanted(peer):
             if time.monotonic() + link.pause_s >= until:
                 self._give_up(peer, PeerLost(f"{error.what}, and it could not be reached again within "
                                              f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
@@ -261,32 +262,32 @@ class ReconnectingTransport(Wrapper):
                 link.dial(min(until, time.monotonic() + DIAL_LIMIT_S))
             except CommError as failure:
                 last = failure
-                if self._final(failure):
+                if self._is_final(failure):
                     self._give_up(peer, failure)
                     return
             else:
-                count, nbytes = self._ask_again(peer, link)
-                if self._done(link):
-                    self._say("%s: connected again after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
+                count, nbytes = self._replay(peer, link)
+                if self._finish_reconnect(link):
+                    self._warn("%s: connected again after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
                               time.monotonic() - begin, count, nbytes)
                     return
 
-    def _wanted(self, peer: int) -> bool:
+    def _is_wanted(self, peer: int) -> bool:
         return not self._closing.is_set() and self._mailbox.failure(peer) is None
 
-    def _final(self, error: CommError) -> bool:
+    def _is_final(self, error: CommError) -> bool:
         """Whether another attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
         return self._waits.refused_is_over and is_refused(error)
 
-    def _ask_again(self, peer: int, link: _Link) -> tuple[int, int]:
+    def _replay(self, peer: int, link: _Link) -> tuple[int, int]:
         with link.order:
-            requests = link.unanswered.again()
+            requests = link.inflight.pending()
             for request in requests:
                 request.tag.sending = self._inner.send(peer, request.header, request.body)
             with link.state:
-                link.up = not link.broken_anew
+                link.up = not link.broke_again
         for request in requests:
             if (sending := request.tag.sending) is not None:
                 sending.on_done(lambda handle, request=request: self._sent(request, handle))  # type: ignore[misc]
@@ -296,19 +297,19 @@ class ReconnectingTransport(Wrapper):
             self.resent_nbytes += nbytes
         return len(requests), nbytes
 
-    def _done(self, link: _Link) -> bool:
+    def _finish_reconnect(self, link: _Link) -> bool:
         with link.state:
-            if link.broken_anew:
-                link.broken_anew = False
+            if link.broke_again:
+                link.broke_again = False
                 return False
-            link.mending, link.back = False, time.monotonic()
+            link.reconnecting, link.restored_s = False, time.monotonic()
             return True
 
     def _give_up(self, peer: int, error: CommError) -> None:
-        if self._wanted(peer):
+        if self._is_wanted(peer):
             self._inner.abort(error, peer)
 
-    def _say(self, line: str, *values: object) -> None:
+    def _warn(self, line: str, *values: object) -> None:
         if not self._closing.is_set():
             mailbox.log.warning(line, *values)
 
@@ -360,17 +361,17 @@ class InFlightRequests(Generic[T]):
 
     def __init__(self) -> None:
         self._kept: dict[Key | int, Request[T]] = {}  # in the order of sending
-        self._had: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step of the last answer of each kind
+        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step of the last answer of each kind
         self._number = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(len(request.body) for request in self.again())
+        return sum(len(request.body) for request in self.pending())
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def ask(self, header: Header, body: memoryview | bytes, tag: T) -> Request[T]:
+    def add(self, header: Header, body: memoryview | bytes, tag: T) -> Request[T]:
         """Records a request. Returns it as it must be sent: with a sequence number if its kind has one."""
         if header.kind in NUMBERED:
             self._number += 1
@@ -399,34 +400,34 @@ class InFlightRequests(Generic[T]):
         if header.flags & request.header.flags & Flag.AGAIN:
             return None  # an earlier demand to encode again, which the kept request already meets
         del self._kept[place]
-        self._had[_place(header)] = header.generation, header.step
+        self._last_answers[_place(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:
-            self._heard(header.used)
+            self._ack_undos(header.used)
         return request
 
-    def had(self, header: Header) -> bool:
+    def seen(self, header: Header) -> bool:
         """Whether the header repeats an earlier answer. Otherwise it answers no request of this end."""
-        return key(header) in self._kept or (header.generation, header.step) <= self._had.get(_place(header), (-1, 0))
+        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_place(header), (-1, 0))
 
-    def _heard(self, number: int) -> None:
+    def _ack_undos(self, number: int) -> None:
         """Drops earlier UNDO requests: requests arrive in the order of their numbers, so the peer has received them."""
         for place, request in list(self._kept.items()):
             if request.header.kind == Kind.UNDO and request.header.used < number:
                 del self._kept[place]
 
-    def again(self) -> list[Request[T]]:
+    def pending(self) -> list[Request[T]]:
         """All requests in flight, in the order of sending."""
         return list(self._kept.values())
 
     def end(self, generation: int) -> list[Request[T]]:
         """Drops and returns the requests of earlier generations."""
-        dropped = [request for request in self.again() if request.header.generation < generation]
+        dropped = [request for request in self.pending() if request.header.generation < generation]
         self._kept = {place: kept for place, kept in self._kept.items() if kept.header.generation >= generation}
         return dropped
 
     def clear(self) -> list[Request[T]]:
         """Drops and returns all requests: no answers will come."""
-        kept = self.again()
+        kept = self.pending()
         self._kept.clear()
         return kept
 

@@ -46,7 +46,7 @@ class Server:
     """A coordinator with a server in its process, or a server of its own, until the test ends."""
 
     def __init__(self, opened: contextlib.ExitStack, *, beside: bool = True, **fields: Any) -> None:
-        self.opened, self.beside, self.config = opened, beside, quick(**fields)
+        self.opened, self.colocated, self.config = opened, beside, quick(**fields)
         self.coordinator = Coordinator(self.config, servers=1)
         opened.callback(self.coordinator.close)
         self.serving = DataServer("127.0.0.1", 0, self.config, self.coordinator if beside else None)
@@ -56,7 +56,8 @@ class Server:
         """One that joins by that address and hears that TCP is there."""
         address = joined or self.coordinator.address
         with ThreadPoolExecutor(2) as pool:
-            request = messages.server_request(data or self.serving.address, beside=self.beside, streams=self.serving.streams)
+            request = messages.server_request(data or self.serving.address, colocated=self.colocated,
+                                              streams=self.serving.streams)
             seat = pool.submit(client.join, self.coordinator.address, request, self.config, Failures())
             mine = messages.worker_request(PLAN.job, 0, 1, plan=records.encode(PLAN))
             up = pool.submit(uplink.connect, address, mine, quick(**fields))

@@ -81,7 +81,7 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
     call = client.CoordinatorChannel.call
 
     def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
-        if method in ("Join", "Part"):
+        if method in ("Join", "PlanPart"):
             (polls if method == "Join" else parts).put(request)
         return call(self, method, request, *rest)
 
@@ -183,7 +183,7 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
             channel.call("Join", Later(**mine | said), messages.JoinReply, WAIT_S)
-    assert not coordinator._state.places
+    assert not coordinator._state.registrations
 
 
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:

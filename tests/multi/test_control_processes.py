@@ -67,15 +67,15 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
     config = quick()
     child = EmbeddedServer.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
     told: queue.Queue[float] = queue.Queue()
-    real, failures = uplink.Uplink._silent, Failures()
+    real, failures = uplink.Uplink._on_silence, Failures()
 
     def silent(self: uplink.Uplink, silent_s: float) -> None:
         real(self, silent_s)
         told.put(silent_s)
 
-    monkeypatch.setattr(uplink.Uplink, "_silent", silent)
+    monkeypatch.setattr(uplink.Uplink, "_on_silence", silent)
     link = uplink.connect(child.control, messages.worker_request("job", 0, 1), config)
-    link.follow(failures, lambda *_: None, lambda *_: None)
+    link.subscribe(failures, lambda *_: None, lambda *_: None)
     membership = link._membership
     assert membership is not None
     try:
@@ -117,7 +117,7 @@ def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinato
     os.kill(keeper.pid, signal.SIGKILL)
     wait_gone(keeper.pid)
     member.leave()
-    keeper.look()
+    keeper.check_running()
     assert "kept this worker's heartbeats going has ended" in caplog.text
 
 

@@ -115,7 +115,7 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code:
     assert caught.value.what.startswith("address of server 0: ")
     assert address.partition(":")[0] in caught.value.what
     assert caught.value.code == code
-    assert coordinator._state.places[request.token].left == f"could not reach a server: {caught.value}"
+    assert coordinator._state.registrations[request.token].left == f"could not reach a server: {caught.value}"
 
 
 class Pair:
@@ -140,7 +140,7 @@ class Pair:
         until(lambda: len(self.serving._transport.peers) == len(self.ups), "both are connected")
         self.failures, self.stalled = Failures(), threading.Event()
         self.left: queue.Queue[tuple[str, int]] = queue.Queue()
-        self.ups[1].follow(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)
+        self.ups[1].subscribe(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)
 
     def failure(self) -> CommError:
         assert self.failures.came.wait(WAIT_S)
@@ -162,7 +162,7 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
     job.stalled.clear()
     assert job.stalled.wait(WAIT_S), "it is said again"
     assert job.failures.errors == []
-    job.ups[1].follow(job.failures, lambda *_: None, lambda *told: job.left.put(told), 1)
+    job.ups[1].subscribe(job.failures, lambda *_: None, lambda *told: job.left.put(told), 1)
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
 
 
@@ -170,10 +170,10 @@ def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[
     """It says so once. The worker that heard it may be on its way to another view, and has no use for it any more."""
     job = Pair(opened)
     assert job.ups[1]._membership is not None
-    job.ups[1]._membership._take(messages.HeartbeatReply(lost=(messages.PeerExit("worker 0", "no heartbeat for 4.0 s"),)))
+    job.ups[1]._membership._on_reply(messages.HeartbeatReply(failed=(messages.PeerExit("worker 0", "no heartbeat for 4.0 s"),)))
     assert job.failure().peer == "worker 0"
     after = Failures()
-    job.ups[1].follow(after, lambda *_: None, lambda *_: None, 65537)
+    job.ups[1].subscribe(after, lambda *_: None, lambda *_: None, 65537)
     assert [error.peer for error in after.errors] == ["worker 0"]
 
 

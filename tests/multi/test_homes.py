@@ -47,7 +47,7 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
     state, replies = come(sites.Sites(4), a, b)
     assert [r.first for r in replies] == [messages.ANY] * 2
-    assert replies[1].missing == "3 of 4 workers are here (a, b with 2)"
+    assert replies[1].missing == "3 of 4 workers have joined (a, b with 2)"
     state, _ = come(state, c)
     _, (of_a, of_b, of_c) = come(state, a, b, c)
     assert [(r.node, r.first, r.world, r.nodes) for r in (of_c, of_a, of_b)] == [(0, 0, 4, 3), (1, 1, 4, 3), (2, 2, 4, 3)]
@@ -93,7 +93,7 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     assert sites.tick(begun, 45.0, 10.0) == begun
     assert sites.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
     left = sites.tick(begun, 45.0, 10.0, {0, 1})
-    assert list(left.here) == [a.home], "it may have left while nobody was there to hear it"
+    assert list(left.present) == [a.home], "it may have left while nobody was there to hear it"
     assert "behind its workers' end" in left.left[1]
 
 
@@ -163,7 +163,7 @@ NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, QuotaOwner("a", 1 << 20)
 @pytest.mark.parametrize(("act", "values"), [
     (lambda store: store.put([(NAME + "n", b"")], BY), "257.*256"),
     (lambda store: store.add(NAME + "n", 1, "once", BY), "257.*256"),
-    (lambda store: store.add("n", 1, NAME + "n", BY), "257.*256"), (lambda store: store.found(["n", "n"]), "2 keys.* 1 "),
+    (lambda store: store.add("n", 1, NAME + "n", BY), "257.*256"), (lambda store: store.values(["n", "n"]), "2 keys.* 1 "),
 ])
 def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
     with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
@@ -178,7 +178,7 @@ def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
         with contextlib.suppress(CorruptFrame):
             store.add("sum", 1, str(number), BY)
     assert (1 << 20) - 2 * kv_store.TOKEN_NBYTES < store.nbytes <= 1 << 20
-    assert store.add("sum", 1, "0", BY) == int(store.found(["sum"])[0] or b"") > 1000, "what was refused is not added"
+    assert store.add("sum", 1, "0", BY) == int(store.values(["sum"])[0] or b"") > 1000, "what was refused is not added"
     store.drop([NAME, "sum"])
     assert (store.nbytes, store._sums) == (0, {})
 
@@ -187,9 +187,9 @@ def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
     store = kv_store.KvStore()
     store.put([("a", bytes(6)), ("b", bytes(6))], BY)
-    assert store.found(["a"]) == (bytes(6),)
+    assert store.values(["a"]) == (bytes(6),)
     with pytest.raises(CorruptFrame, match=r"\b12 bytes.*\b10 \[E-FRAME"):
-        store.found(["a", "b"])
+        store.values(["a", "b"])
 
 
 # ---- over sockets
@@ -274,7 +274,7 @@ def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(ope
 
     desks = met(opened)
     assert together(desks, act) == [True] * HOMES
-    kept = opened[0]._gathering._store.nbytes
+    kept = opened[0]._rendezvous._store.nbytes
     assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 

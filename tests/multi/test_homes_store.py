@@ -54,7 +54,7 @@ def told(coordinator: Coordinator) -> messages.StatusReply:
     """As the doctor hears it."""
     link = CoordinatorChannel(coordinator.address, quick().token, None)
     try:
-        return link.call("About", messages.StatusRequest(), messages.StatusReply, WAIT_S)
+        return link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
     finally:
         link.close()
 
@@ -71,9 +71,9 @@ def there(desk: KvClient, *names: str) -> list[bool]:
     return [value is not None for value in found]
 
 
-def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, regroups: bool = True) -> list[client.Membership]:
+def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, elastic: bool = True) -> list[client.Membership]:
     def one(rank: int) -> client.Membership:
-        request = messages.worker_request("job", rank, workers, plan=b"a plan", regroups=regroups)
+        request = messages.worker_request("job", rank, workers, plan=b"a plan", elastic=elastic)
         return client.join(coordinator.address, request, quick(), Failures())
 
     with ThreadPoolExecutor(workers) as pool:
@@ -122,13 +122,13 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
 
     def beaten() -> None:
         """Each has told once more what is in force there."""
-        for place in [place for place in coordinator._state.places.values() if place.here]:
+        for place in [place for place in coordinator._state.registrations.values() if place.present]:
             for _ in range(2):
-                before = coordinator._state.places[place.join.token].seen_s
+                before = coordinator._state.registrations[place.join.token].seen_s
                 assert until(functools.partial(heard, place.join.token, before))
 
     def heard(token: str, since_s: float) -> bool:
-        return coordinator._state.places[token].seen_s > since_s
+        return coordinator._state.registrations[token].seen_s > since_s
 
     stay[0].view = stay[0].newest
     beaten()
@@ -136,7 +136,7 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     stay[1].view = stay[1].newest
     assert until(lambda: there(desks[0], *names) == [False] * 4)
     assert there(desks[1], "view2/group/0/0") == [True]
-    assert coordinator._gathering._store.nbytes < 2 * PART_NBYTES
+    assert coordinator._rendezvous._store.nbytes < 2 * PART_NBYTES
 
 
 def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list[Any]) -> None:
@@ -156,7 +156,7 @@ def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list
 
 def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
-    joined(opened, coordinator, 2, regroups=False)
+    joined(opened, coordinator, 2, elastic=False)
     assert "admits no new members: worker 0, worker 1 cannot" in told(coordinator).closed_reason
     assert not told(coordinator).full
     opened.append(coordinator := Coordinator(quick(), workers=1))
@@ -198,13 +198,13 @@ class Certified:
         asked = messages.site_request(1)
         one = messages.RegisterSite(name or asked.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave=leave,
                               certificate=certificate)
-        assert self.made.attend(one).error == ""
+        assert self.made.register(one).error == ""
         return one.home
 
     def put(self, home: str, *numbers: int) -> None:
         for number in numbers:
             asked = messages.KvRequest(home, ((f"{home}/{self.view}/{number}", PART),))
-            assert asyncio.run(self.made.ask(asked)).error == ""
+            assert asyncio.run(self.made.handle(asked)).error == ""
 
     def go(self, how: str, home: str) -> None:
         if how == "leaves":
@@ -253,7 +253,7 @@ def test_what_a_home_has_left_takes_nothing_from_another_of_its_certificate(narr
 def test_many_workers_have_room_for_what_they_need_each() -> None:
     made = RendezvousService(64, 10.0, dict, Audit(""))
     one = messages.site_request(1)
-    made.attend(one)
+    made.register(one)
     by = made._writer(one.home, 1)
     assert (by.most_nbytes, by.all_nbytes) == (kv_store.LEAST_EACH_NBYTES, 64 * kv_store.LEAST_EACH_NBYTES)
 
@@ -264,7 +264,7 @@ def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
     anna, ben = (msgspec.structs.replace(messages.site_request(1, name=name), certificate=name) for name in ("anna", "ben"))
     again = msgspec.structs.replace(messages.site_request(1, name="anna"), certificate="anna")
     for one in (anna, ben):
-        made.attend(one)
+        made.register(one)
     now[0] = 30.0
     assert made.supersede(again, {}, 30.0) == (frozenset(), "")
     made.tick(still_s=30.0)

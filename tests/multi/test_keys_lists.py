@@ -44,7 +44,7 @@ def test_a_revoked_coordinator_is_refused_ahead_of_the_first_word(folders: Folde
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked)), workers=1)
     with pytest.raises(Refused, match="E-CERTIFICATE-REVOKED"):
         joined(coordinator.address, folders.worker)
-    assert not coordinator._state.places, "nobody has told it anything"
+    assert not coordinator._state.registrations, "nobody has told it anything"
     coordinator.close()
 
 
@@ -156,13 +156,13 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
     member = client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(folders.worker)),
                          Failures())
-    link = member._link
+    link = member._channel
     request = messages.Heartbeat("nobody")
-    assert link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).stranger
+    assert link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     # A restarted one, with a key as good as before, is taken.
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.second), port=port), workers=1)
-    assert until_answered(link).stranger
+    assert until_answered(link).unknown_token
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
     heard: list[str] = []
@@ -181,10 +181,10 @@ def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
     request = messages.Heartbeat("nobody")
-    assert member._link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).stranger
+    assert member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     authority.revoke(ca.parent, "server-1")
     with pytest.raises(Refused, match=r"\(server-1\).*E-CERTIFICATE-REVOKED"):
-        member._link.call("Heartbeat", request, messages.HeartbeatReply, 5.0)
+        member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0)
     member.close()
     coordinator.close()
 

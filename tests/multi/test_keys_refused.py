@@ -191,7 +191,7 @@ def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capf
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = client.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
     with pytest.raises(PeerLost, match=f"{coordinator.address}: .*E-PEER-LOST"):
-        channel.call("About", messages.StatusRequest(), messages.StatusReply, WAIT_S)
+        channel.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
     channel.close()
     coordinator.close()
     assert capfd.readouterr().err == ""
@@ -275,7 +275,7 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     send = mine._asker._call
     mine._asker._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
     request = messages.Heartbeat("nobody")
-    assert mine.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).stranger
+    assert mine.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     with pytest.raises(Exception, match="does not prove"):
         other._send("Heartbeat", sent[-1], WAIT_S)
     relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))

@@ -251,7 +251,7 @@ def test_a_coordinator_loads_no_numpy() -> None:
     try:
         assert child.stdout is not None
         with contextlib.closing(CoordinatorChannel(json.loads(child.stdout.readline())["control"], "", None)) as link:
-            assert link.call("About", messages.StatusRequest(wanted=1), messages.StatusReply, 30.0).workers == 1
+            assert link.call("Status", messages.StatusRequest(wanted=1), messages.StatusReply, 30.0).workers == 1
         child.terminate()
         assert child.communicate(timeout=60)[0].strip() == "[]"
     finally:

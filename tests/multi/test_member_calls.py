@@ -50,15 +50,15 @@ def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
 
 
 @pytest.mark.parametrize(("method", "request_", "line"), [
-    ("Heartbeat", messages.HeartbeatReply(), ".*Heartbeat.*`stranger`"),
-    ("Part", messages.PlanPart("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
+    ("Heartbeat", messages.HeartbeatReply(), ".*Heartbeat.*`unknown_token`"),
+    ("PlanPart", messages.PlanPart("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
 ])
 def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     keyed: Coordinator, folders: Folders, audit: Path, method: str, request_: Record, line: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
-    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
+    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
     front = keyed._port._front
     assert front is not None
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
@@ -78,7 +78,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     while where in {one.where for one in front._known.copy().values()}:
         assert time.monotonic() < until, "its connection is still there"
         time.sleep(0.02)
-    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
+    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
     for each in (bad, good):
         each.close()
 
@@ -86,7 +86,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
 # ---- what cannot be met, again and again
 
 
-@pytest.mark.parametrize("kind", ["Join", "Attend"])
+@pytest.mark.parametrize("kind", ["Join", "RegisterSite"])
 def test_a_flood_of_requests_that_are_refused_fills_neither_log(
     kind: str, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -118,7 +118,7 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, capl
             mine.call("Join", msgspec.structs.replace(messages.worker_request("job", 9, 2), name=forged), messages.JoinReply,
                       WAIT_S).error,
             mine.call("Join", msgspec.structs.replace(requests[0], version=forged, rank=9), messages.JoinReply, WAIT_S).error,
-            mine.call("Attend", messages.site_request(9, name=forged), messages.SiteReply, WAIT_S).error,
+            mine.call("RegisterSite", messages.site_request(9, name=forged), messages.SiteReply, WAIT_S).error,
         ]
         mine.send_plan(b"a plan", WAIT_S)
         for request in requests:
@@ -126,7 +126,7 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, capl
             mine.call("Join", plain, messages.JoinReply, WAIT_S)
         mine.call("Leave", messages.Leave(requests[1].token, f"PeerLost: {forged}"), messages.HeartbeatReply, WAIT_S)
         pulse = mine.call("Heartbeat", messages.Heartbeat(requests[0].token), messages.HeartbeatReply, WAIT_S)
-    (left,) = pulse.left
+    (left,) = pulse.departed
     assert left.reason.startswith("PeerLost: a\\nLOG worker 0: FORGED")
     lines = [*answers, left.reason, *(r.getMessage() for r in caplog.records)]
     for line in lines:

@@ -130,7 +130,7 @@ def test_a_job_whose_workers_have_one_certificate_has_room_for_all_their_connect
     if said_by != "serve":
         links[0].call("Join", messages.worker_request("job", 0, 4), messages.JoinReply, WAIT_S)
     for link in links:
-        assert link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
+        assert link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
     for each in (*links, made):
         each.close()
 
@@ -188,7 +188,7 @@ def test_who_asks_too_much_is_named_once_and_others_go_on(keyed: bool, folders: 
 
 def answered(link: CoordinatorChannel) -> bool:
     try:
-        return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).stranger
+        return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
     except CommError:
         return False
 
@@ -204,7 +204,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     made = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("nobody")
-    assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).stranger
+    assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     front = made._port._front
     assert front is not None
     for name in list(front._known):
@@ -212,7 +212,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     until = time.monotonic() + WAIT_S
     while True:
         try:
-            assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).stranger
+            assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
             break
         except CommError:
             assert time.monotonic() < until

@@ -86,7 +86,7 @@ class Served:
             self.failures(error)
             worker.latch(error)
 
-        self.ups[rank].follow(fail, worker.stalled, lambda *_: None, 1)
+        self.ups[rank].subscribe(fail, worker.stalled, lambda *_: None, 1)
         return worker
 
     def train(self, rank: int) -> list[Any]:

@@ -93,8 +93,8 @@ def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
 
 
 def summing(state: State) -> State:
-    place = msgspec.structs.replace(state.places["s0"], overdue=Overdue(7))
-    return msgspec.structs.replace(state, places={**state.places, "s0": place})
+    place = msgspec.structs.replace(state.registrations["s0"], overdue=Overdue(7))
+    return msgspec.structs.replace(state, registrations={**state.registrations, "s0": place})
 
 
 def test_while_a_sum_waits_that_counts_alone() -> None:
@@ -122,36 +122,36 @@ def test_the_dead_neither_wait_nor_hang() -> None:
 
 
 def rows(meetings: WaitTracker, now: float) -> list[PendingWait]:
-    return sorted(meetings.unmet(now), key=lambda one: one.rank)
+    return sorted(meetings.pending(now), key=lambda one: one.rank)
 
 
 def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks() -> None:
     meetings = WaitTracker()
-    meetings.waits(0, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
-    meetings.waits(1, [("a/2", 2)], 7.0, 12.0)
-    meetings.waits(0, [("a/2", 2), ("a/3", 3)], 5.0, 13.0)
+    meetings.add(0, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.add(1, [("a/2", 2)], 7.0, 12.0)
+    meetings.add(0, [("a/2", 2), ("a/3", 3)], 5.0, 13.0)
     assert rows(meetings, 14.0) == [PendingWait(2, {0: 4.0, 1: 2.0}, 7.0), PendingWait(3, {0: 4.0}, 5.0)]
-    meetings.came(["a/2"])
+    meetings.written(["a/2"])
     assert rows(meetings, 14.0) == [PendingWait(3, {0: 4.0}, 5.0)]
     assert rows(meetings, 13.0 + sites.WAIT_EXPIRES_S) == []
-    meetings.waits(0, [("a/3", 3)], 5.0, 50.0)
+    meetings.add(0, [("a/3", 3)], 5.0, 50.0)
     assert rows(meetings, 51.0) == [PendingWait(3, {0: 1.0}, 5.0)], "it begins anew"
 
 
 def test_who_has_been_told_that_somebody_is_gone_waits_for_nobody_there() -> None:
     meetings = WaitTracker()
     for rank in (0, 1):
-        meetings.waits(rank, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
-    meetings.ends(0, ["a/2", "a/3", "a/4"])
+        meetings.add(rank, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.remove(0, ["a/2", "a/3", "a/4"])
     assert rows(meetings, 11.0) == [PendingWait(2, {1: 1.0}, 5.0), PendingWait(3, {1: 1.0}, 5.0)]
-    meetings.ends(1, ["a/2"])
+    meetings.remove(1, ["a/2"])
     assert rows(meetings, 11.0) == [PendingWait(3, {1: 1.0}, 5.0)]
 
 
 def test_who_says_that_a_name_is_anothers_keeps_nobody_from_saying_whose_it_is() -> None:
     meetings = WaitTracker()
-    meetings.waits(3, [("a/2", 0)], 5.0, 10.0)
-    meetings.waits(0, [("a/2", 2)], 5.0, 11.0)
+    meetings.add(3, [("a/2", 0)], 5.0, 10.0)
+    meetings.add(0, [("a/2", 2)], 5.0, 11.0)
     assert rows(meetings, 12.0) == [PendingWait(0, {3: 2.0}, 5.0), PendingWait(2, {0: 1.0}, 5.0)]
 
 
@@ -159,9 +159,9 @@ def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest
     monkeypatch.setattr(sites, "MAX_KEYS", 4)
     meetings = WaitTracker()
     for first in (0, 6, 12):
-        meetings.waits(3, [(f"{n}", 2) for n in range(first, first + 6)], 5.0, 10.0)
+        meetings.add(3, [(f"{n}", 2) for n in range(first, first + 6)], 5.0, 10.0)
     assert len(rows(meetings, 11.0)) <= 8
-    meetings.waits(0, [("a/2", 2)], 5.0, 10.0)
+    meetings.add(0, [("a/2", 2)], 5.0, 10.0)
     assert PendingWait(2, {0: 1.0}, 5.0) in rows(meetings, 11.0)
 
 
@@ -176,7 +176,7 @@ class Clock:
 
 
 def dead(coordinator: Coordinator) -> list[int]:
-    return sorted(p.rank for p in coordinator._state.places.values() if p.dead)
+    return sorted(p.rank for p in coordinator._state.registrations.values() if p.dead)
 
 
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
@@ -212,18 +212,18 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
 def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
     assert desks[0].ask(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).found == (None,)
-    assert coordinator._gathering.unmet() == []
+    assert coordinator._rendezvous.pending_waits() == []
 
 
 def test_what_is_said_in_a_view_that_is_over_has_not_come(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1)
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
-    coordinator._gathering._meetings.waits(0, [("a/1", 1)], 30.0, time.monotonic())
+    coordinator._rendezvous._waits.add(0, [("a/1", 1)], 30.0, time.monotonic())
     desks[1].ask(time.monotonic() + WAIT_S, put=[("a/1", b"late")], view=1)
-    assert [one.rank for one in coordinator._gathering.unmet()] == [1]
+    assert [one.rank for one in coordinator._rendezvous.pending_waits()] == [1]
     desks[1].ask(time.monotonic() + WAIT_S, put=[("a/1", b"in time")], view=2)
-    assert coordinator._gathering.unmet() == []
+    assert coordinator._rendezvous.pending_waits() == []
 
 
 def test_who_was_held_up_by_one_that_hangs_is_not_sent_away_behind_it(opened: list[Any]) -> None:
@@ -231,21 +231,21 @@ def test_who_was_held_up_by_one_that_hangs_is_not_sent_away_behind_it(opened: li
     coordinator, _ = met(opened, 4, min_workers=1, deadline_s=30.0, reconnect_s=20.0)
     joined(opened, coordinator, 4)
     clock = Clock()
-    coordinator._clock = coordinator._gathering._clock = clock
-    meetings = coordinator._gathering._meetings
+    coordinator._clock = coordinator._rendezvous._clock = clock
+    meetings = coordinator._rendezvous._waits
     with coordinator._lock:
         for _ in range(5):
-            meetings.waits(0, [("pair/1", 1)], 30.0, clock.now)
+            meetings.add(0, [("pair/1", 1)], 30.0, clock.now)
             for rank in (2, 3):
-                meetings.waits(rank, [("world/0", 0), ("world/1", 1)], 30.0, clock.now)
+                meetings.add(rank, [("world/0", 0), ("world/1", 1)], 30.0, clock.now)
             clock.now += 9.0
             coordinator._drop_awaited()
         assert dead(coordinator) == [1]
-        meetings.ends(0, ["pair/1"])
+        meetings.remove(0, ["pair/1"])
         for now, found in ((54.0, [1]), (63.0, [1]), (65.0, [1]), (66.0, [0, 1])):
             clock.now = now
             for rank in (2, 3):
-                meetings.waits(rank, [("world/0", 0)], 30.0, now)
+                meetings.add(rank, [("world/0", 0)], 30.0, now)
             coordinator._drop_awaited()
             assert dead(coordinator) == found
 
@@ -254,8 +254,8 @@ def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0/2", 2)
-    until(lambda: bool(coordinator._gathering.unmet()), "somebody waits")
-    assert {rank for one in coordinator._gathering.unmet() for rank in one.waited_s} == {0}
+    until(lambda: bool(coordinator._rendezvous.pending_waits()), "somebody waits")
+    assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
 
 
 def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) -> None:
@@ -268,7 +268,7 @@ def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) ->
     desks[2].ask(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
     for thread in threads:
         thread.join(WAIT_S)
-    assert (errors, coordinator._gathering.unmet()) == ([], [])
+    assert (errors, coordinator._rendezvous.pending_waits()) == ([], [])
 
 
 # ---- how long collectives wait for that
@@ -309,7 +309,7 @@ def test_under_local_steps_others_may_be_longer_to_the_step_and_no_longer_behind
 
     plan = SimpleNamespace(local_steps=8)
     made = SimpleNamespace(id=0, waits=Waits(3.0, 13.0), plan=plan, lets_in=True, uplink=SimpleNamespace(
-        view=view, heed=lambda _: None, finished=lambda _: -1))
+        view=view, subscribe_epochs=lambda _: None, finished=lambda _: -1))
     worker = SimpleNamespace(step=7, weight=1.0, plan=plan, intact=True, unheard=lambda: ())
     one = Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home")  # type: ignore[arg-type]
     one._words = Words()  # type: ignore[assignment]

@@ -62,7 +62,7 @@ def test_a_good_server_is_all_ok_and_nobody_has_joined(keyed: Coordinator, folde
     found = look(config)
     assert verdicts(found) == {"server": "ok", "clock": "ok", "latency": "ok", "packets": "ok"}, found
     assert "0 of 2 workers" in found[0].seen
-    assert not keyed._state.places
+    assert not keyed._state.registrations
     measured = server.measure_link(config, 0.001, 0.4)
     assert not measured.error
     assert min(measured.up_bps, measured.down_bps) > 1e6
@@ -107,7 +107,7 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
         with socket.create_server(("127.0.0.1", 0)) as sock:
             closed = f"127.0.0.1:{sock.getsockname()[1]}"
         with contextlib.closing(CoordinatorChannel(made.address, "", None)) as link:
-            link.call("Join", messages.server_request(closed, beside=True, streams=serving.streams), messages.JoinReply,
+            link.call("Join", messages.server_request(closed, colocated=True, streams=serving.streams), messages.JoinReply,
                       LIMIT_S)
         (one,) = [found for found in look(quick(join=made.address, carrier=carrier)) if found.check in ("carrier", "port")]
     assert one.verdict == verdict
@@ -167,7 +167,7 @@ def test_a_job_that_has_begun_is_not_measured(monkeypatch: pytest.MonkeyPatch) -
     found = look(quick(token=SECRET, join=made.address))
     assert verdicts(found)["server"] == "warn"
     link = server.open_channel(quick(token=SECRET, join=made.address))
-    assert link.call("About", messages.StatusRequest(wanted=1 << 17), messages.StatusReply, LIMIT_S).data == b""
+    assert link.call("Status", messages.StatusRequest(wanted=1 << 17), messages.StatusReply, LIMIT_S).data == b""
     link.close()
     member.leave()
     made.close()
@@ -283,7 +283,7 @@ def test_a_folder_of_keys_tells_what_it_is(folders: Folders, tmp_path: Path) -> 
     good = security.read_keys(folders.worker, time.time())
     assert (good.error, good.name, good.revoked, good.dials_only, good.readable) == ("", "gpu-1", False, False, ())
     assert 360 < (good.until - good.now) / 86400 <= 365
-    assert security.read_keys(folders.dials, 0.0).dials_only
+    assert security.read_keys(folders.outbound_only, 0.0).dials_only
     assert code_of(security.read_keys(folders.expired, 0.0).error) == "E-CERTIFICATE-DATE"
     revoked = security.read_keys(folders.revoked, time.time())
     (line,) = security.check_keys(revoked, serves=False)

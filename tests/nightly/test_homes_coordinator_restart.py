@@ -21,7 +21,7 @@ from support.sites import WAIT_S, Homes, ended
 from commlayer.cluster import client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import KV_NAME, CoordinatorJournal
-from commlayer.cluster.coordinator_journal import KV_NAME as SEATS
+from commlayer.cluster.coordinator_journal import NAME as SEATS
 from commlayer.cluster.site_client import KvClient, SiteLease
 
 KILLS = 2
@@ -170,7 +170,8 @@ class Restarted:
 
     def heard(self) -> None:
         """Each worker who is here has been, by this one: what it says once is not said to nobody."""
-        until(lambda: all(p.seen_s > self._began_s for p in self.coordinator._state.places.values() if p.here), "all are heard")
+        until(lambda: all(p.seen_s > self._began_s for p in self.coordinator._state.registrations.values() if p.present),
+              "all are heard")
 
     @property
     def files(self) -> list[str]:
@@ -191,7 +192,7 @@ class Home:
         opened.append(self)
 
     def join(self) -> client.Membership:
-        request = messages.worker_request("job", self.seat.first, self.seat.world, plan=b"a plan", regroups=True)
+        request = messages.worker_request("job", self.seat.first, self.seat.world, plan=b"a plan", elastic=True)
         member = client.join(self._address, request, self._config, Failures())
         self._opened.append(member)
         return member

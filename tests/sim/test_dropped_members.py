@@ -69,7 +69,7 @@ def test_without_a_coordinator_a_worker_believes_its_server(opened: list[Any]) -
     job = Pair(opened)
     job.ups[1]._regroups = True
     job.ups[1]._membership.reachable = False  # type: ignore[union-attr]
-    job.ups[1]._told(0, Stalled(0, 3, (0,), {0: "noise"}))
+    job.ups[1]._on_stalled(0, Stalled(0, 3, (0,), {0: "noise"}))
     error = job.failure()
     assert (error.peer, error.code) == ("worker 0", "E-PEER-LOST")
     assert "noise" in error.what
@@ -187,33 +187,33 @@ def says(teller: str, peer: str, state: Any) -> Any:
 
 def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
     state = epoch_change.next_view(says("s0", "worker 1", elastic()))
-    assert state.places["w1"].dead == "was dropped (by server 0): noise"
+    assert state.registrations["w1"].dead == "was dropped (by server 0): noise"
     assert members(state) == (2, [0, 2, 3])
     assert epoch_change.next_view(says("s0", "worker 1", state)) == state, "said again it changes nothing"
 
 
 def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
     _, pulse = membership.heartbeat(says("s0", "worker 1", running(3)), "w0", 2.0)
-    assert pulse.lost == (PeerExit("worker 1", "was dropped (by server 0): noise"),)
+    assert pulse.failed == (PeerExit("worker 1", "was dropped (by server 0): noise"),)
 
 
 @pytest.mark.parametrize(("teller", "peer"), [
     ("w2", "worker 1"), ("s0", "server 0"), ("s0", "server 1"), ("stranger", "worker 1")])
 def test_nobody_else_can_send_anyone_away(teller: str, peer: str) -> None:
     state = says(teller, peer, running(3, servers=2))
-    assert not any(place.dead for place in state.places.values())
+    assert not any(place.dead for place in state.registrations.values())
 
 
 def test_a_server_that_is_gone_has_no_say() -> None:
     dead = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
     left = membership.leave(running(2), "s0", FINISHED)
     for state in (dead, left):
-        assert not says("s0", "worker 1", state).places["w1"].dead
+        assert not says("s0", "worker 1", state).registrations["w1"].dead
 
 
 def test_what_a_server_quotes_stands_in_one_line() -> None:
     state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(PeerExit("worker 1", "a\nb"),)))
-    assert state.places["w1"].dead == "was dropped (by server 0): a\\nb"
+    assert state.registrations["w1"].dead == "was dropped (by server 0): a\\nb"
 
 
 def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> None:

@@ -32,7 +32,7 @@ def test_what_must_not_be_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: (self._under_way.append(self._under_way[0]),
                                                                      emit(self, r, acc, out))[1])
     elif wrong == "one that is not asked for again":
-        monkeypatch.setattr(InFlightRequests, "again", lambda self: [])
+        monkeypatch.setattr(InFlightRequests, "pending", lambda self: [])
         monkeypatch.setattr("bench.chaos.simulated.MOST_EVENTS", 2000)
     else:
         monkeypatch.setattr(World, "_keep", lambda self, bucket, words, state: self._count(bucket))

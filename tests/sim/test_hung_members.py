@@ -41,9 +41,10 @@ PATIENCE_S = 60.0
 def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int = -1) -> State:
     """Of several servers, and workers that may go on without others."""
     state = msgspec.structs.replace(running(workers, servers=servers), min_workers=least)
-    places = {token: msgspec.structs.replace(p, in_force=1, join=msgspec.structs.replace(p.join, regroups=p.rank != unable))
-              for token, p in state.places.items()}
-    return msgspec.structs.replace(state, places=places)
+    places = {token: msgspec.structs.replace(p, active_generation=1,
+                                             join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
+              for token, p in state.registrations.items()}
+    return msgspec.structs.replace(state, registrations=places)
 
 
 def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
@@ -56,7 +57,7 @@ def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: flo
 
 
 def gone(state: State) -> list[int]:
-    return sorted(p.rank for p in state.places.values() if p.dead)
+    return sorted(p.rank for p in state.registrations.values() if p.dead)
 
 
 TWICE = [
@@ -90,7 +91,7 @@ def test_blamed_is_who_is_missing_in_the_earliest_step_and_is_said_twice(
 
 def test_its_seat_ends_with_a_line_that_it_hears_itself() -> None:
     state = hears(elastic(), ("s0", 7, (2,)), ("s0", 7, (2,)))
-    assert state.places["w2"].dead == WHY
+    assert state.registrations["w2"].dead == WHY
     _, pulse = membership.heartbeat(state, "w2", 2.0)
     assert pulse.dead == WHY
     assert hears(state, ("s0", 7, (2,))).view == state.view, "said again it changes nothing"
@@ -111,23 +112,23 @@ def test_a_server_that_is_gone_holds_nobody_up() -> None:
     assert 2 in gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,))))
 
 
-def joining(in_force: int = 1) -> State:
+def joining(active_generation: int = 1) -> State:
     """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
     state = hears(membership.evict(several(), ["w3"], "killed"))
-    state = epoch_change.admit(state, worker(4, world=4, regroups=True), 0.0).state
+    state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0).state
     assert members(state) == (3, [0, 1, 2, 4])
-    state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", in_force=3))
+    state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", active_generation=3))
     for token in ("w0", "w1", "w2"):
-        state, _ = membership.heartbeat(state, token, 1.0, Heartbeat(token, in_force=in_force + 1))
+        state, _ = membership.heartbeat(state, token, 1.0, Heartbeat(token, active_generation=active_generation + 1))
     return state
 
 
-@pytest.mark.parametrize(("missing", "in_force", "blamed"), [
+@pytest.mark.parametrize(("missing", "active_generation", "blamed"), [
     ((0, 2), 1, [2]), ((0,), 1, []), ((2,), 1, [2]), ((0,), 2, [0])])
 def test_the_first_that_waits_for_all_to_let_somebody_in_is_not_blamed_for_that(
-        missing: tuple[int, ...], in_force: int, blamed: list[int]) -> None:
+        missing: tuple[int, ...], active_generation: int, blamed: list[int]) -> None:
     """It keeps its part of the step back until all have come to it."""
-    state = joining(in_force)
+    state = joining(active_generation)
     assert gone(hears(state, ("s0", 7, missing), ("s0", 7, missing))) == sorted([*blamed, 3])
 
 
@@ -205,10 +206,10 @@ def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:  # noqa
 
 def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> None:
     state = msgspec.structs.replace(hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,))), held=(7, 0, 1.0))
-    assert any(p.overdue for p in state.places.values())
+    assert any(p.overdue for p in state.registrations.values())
     kept = coordinator_journal.decode_record(coordinator_journal.encode_record(coordinator_journal.CoordinatorRecord("", "",
                                                                                                                      state)))
-    assert {(p.overdue, p.hangs) for p in kept.state.places.values()} == {(None, ())}
+    assert {(p.overdue, p.hung) for p in kept.state.registrations.values()} == {(None, ())}
     assert kept.state.held is None
 
 
@@ -230,7 +231,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
     """And the coordinator ends the seat, once it has heard it twice."""
     coordinator = Coordinator(quick(min_workers=1), workers=2, servers=1)
     opened.append(coordinator)
-    workers = (messages.worker_request("job", rank, 2, plan=b"plan", regroups=True) for rank in range(2))
+    workers = (messages.worker_request("job", rank, 2, plan=b"plan", elastic=True) for rank in range(2))
     requests = [messages.server_request("127.0.0.1:1"), *workers]
     with ThreadPoolExecutor(3) as pool:
         seats = list(pool.map(lambda request: client.join(coordinator.address, request, quick(), Failures()), requests))
@@ -238,7 +239,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
     seats[0].overdue = lambda: Overdue(3, (1,), 5.0)
     until(lambda: seats[0].newest.generation > 1, "there is another view")
     assert [m.rank for m in seats[0].newest.members] == [0]
-    dead = coordinator._state.places[requests[2].token].dead
+    dead = coordinator._state.registrations[requests[2].token].dead
     assert "sent nothing for 5 s while others waited (step 3, said by server 0)" in dead
 
 
@@ -247,7 +248,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
 
 def test_behind_its_deadline_a_worker_waits_for_the_verdict() -> None:
     made = Connection()
-    made.uplink = SimpleNamespace(view=None, heed=lambda _: None)  # type: ignore[assignment]
+    made.uplink = SimpleNamespace(view=None, subscribe_epochs=lambda _: None)  # type: ignore[assignment]
     config = quick(reconnect_s=60.0, dead_after_s=10.0, heartbeat_s=1.0, deadline_s=600.0)
     three_heartbeats_s = 3.0
     assert Regrouping(made, config, "home").patience() == 60.0 + 10.0 + three_heartbeats_s

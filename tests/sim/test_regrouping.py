@@ -29,14 +29,14 @@ from commlayer.transport.protocol import Header, Kind, Message, key
 
 def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:
     state = msgspec.structs.replace(running(workers), min_workers=least)
-    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, regroups=p.rank != unable))
-              for token, p in state.places.items()}
-    return msgspec.structs.replace(state, places=places)
+    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
+              for token, p in state.registrations.items()}
+    return msgspec.structs.replace(state, registrations=places)
 
 
 def without(state: State, *ranks: int) -> State:
     """Those fall silent."""
-    for token, p in state.places.items():
+    for token, p in state.registrations.items():
         if not (p.join.kind == "worker" and p.rank in ranks):
             state, _ = membership.heartbeat(state, token, DEAD_AFTER_S)
     return epoch_change.next_view(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
@@ -52,7 +52,7 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert members(state) == (2, [1, 2, 3])
     state, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=1))
     assert pulse.view == state.view
-    assert not pulse.lost, "it is no member any more, so its death is nobody's failure"
+    assert not pulse.failed, "it is no member any more, so its death is nobody's failure"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=2))
     assert pulse.view is None, "said once"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", parent="stopped"))
@@ -95,7 +95,7 @@ def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_fin
     finished = membership.leave(membership.leave(elastic(2, 2), "w0", FINISHED), "w1", FINISHED)
     assert (waits(finished), membership.failure(finished)) == (False, "")
     _, pulse = membership.heartbeat(over, "s0", 1.0)
-    assert (pulse.over, pulse.failed) == (True, True)
+    assert (pulse.job_done, pulse.job_failed) == (True, True)
     without_the_dead = membership.leave(without(elastic(2, 1), 1), "w0", FINISHED)
     assert membership.failure(without_the_dead) == "", "those who were left have finished"
 
@@ -104,42 +104,43 @@ def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_witho
     state = epoch_change.next_view(membership.leave(elastic(), "w3", FINISHED, 7))
 
     def told(state: State, token: str, **known: int) -> list[str]:
-        return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].left]
+        return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].departed]
 
     for token in ("w0", "w1"):
-        assert told(state, token, generation=2, in_force=1) == ["worker 3"], "it may wait for that one's part still"
-    state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, in_force=2))
-    assert told(state, "w0", generation=2, in_force=2) == []
-    assert told(state, "w1", generation=2, in_force=1) == ["worker 3"]
+        assert told(state, token, generation=2, active_generation=1) == ["worker 3"], "it may wait for that one's part still"
+    state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, active_generation=2))
+    assert told(state, "w0", generation=2, active_generation=2) == []
+    assert told(state, "w1", generation=2, active_generation=1) == ["worker 3"]
     assert (told(state, "s0", generation=1), told(state, "s0", generation=2)) == (["worker 3"], [])
 
 
 def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
     state, sizes = elastic(), list[tuple[int, int]]()
-    first = state.places["w0"].join
+    first = state.registrations["w0"].join
     state = epoch_change.next_view(membership.leave(state, "w3", FINISHED, 1))
     for rank in range(4, 4 + 4 * epoch_change.MAX_FORMER):
-        request = worker(rank, token=f"w{rank}", world=0, regroups=True, plan=PLAN, alike=first.alike)
+        request = worker(rank, token=f"w{rank}", world=0, elastic=True, plan=PLAN, must_match=first.must_match)
         state, seat = epoch_change.admit(state, request, 1.0)
         assert seat.view is not None, seat.error
         state = epoch_change.next_view(membership.leave(state, f"w{rank}", FINISHED, 1))
         newest = members(state)[0]
         for token in ("w0", "w1", "w2"):
-            state, pulse = membership.heartbeat(state, token, 1.0, Heartbeat(token, generation=newest, in_force=newest))
+            state, pulse = membership.heartbeat(state, token, 1.0,
+                                                Heartbeat(token, generation=newest, active_generation=newest))
         sizes.append((len(pack(pulse)), len(encode_record(CoordinatorRecord("", "", state)))))
-    assert len(state.places) <= 5 + epoch_change.MAX_FORMER
+    assert len(state.registrations) <= 5 + epoch_change.MAX_FORMER
     half = len(sizes) // 2
     assert sizes[-1][0] == sizes[half][0] < 100
     assert sizes[-1][1] < 1.05 * sizes[half][1]
     state, pulse = membership.heartbeat(state, f"w{rank}", 1.0, Heartbeat(f"w{rank}"))
-    assert not pulse.stranger, "the last of them are known still"
+    assert not pulse.unknown_token, "the last of them are known still"
 
 
 def test_a_plan_is_kept_once_and_with_no_seat() -> None:
     state = elastic()
     state = epoch_change.next_view(membership.leave(state, "w3", FINISHED, 1))
-    first = state.places["w0"].join
-    state, seat = epoch_change.admit(state, worker(4, world=0, regroups=True, plan=PLAN, alike=first.alike), 1.0)
+    first = state.registrations["w0"].join
+    state, seat = epoch_change.admit(state, worker(4, world=0, elastic=True, plan=PLAN, must_match=first.must_match), 1.0)
     assert seat.plan == PLAN
     assert encode_record(CoordinatorRecord("", "", state)).count(PLAN) == 1
     assert decode_record(encode_record(CoordinatorRecord("", "", state))).state.plan == PLAN
@@ -150,7 +151,7 @@ def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
     state = without(elastic(3, 3), 1)
     assert members(state) == (1, [0, 1, 2])
     state, pulse = membership.heartbeat(state, "w0", 12.0)
-    (gone,) = epoch_change.explain_end(state, pulse).lost
+    (gone,) = epoch_change.explain_end(state, pulse).failed
     assert gone.peer == "worker 1"
     assert gone.reason.endswith("; 2 workers are left, and fewer than 3 do not go on (min_workers): start all again from the "
                                 "last save")
@@ -161,7 +162,7 @@ def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(st
     state = without(state, 0)
     assert members(state) == (1, [0, 1, 2, 3])
     state, pulse = membership.heartbeat(state, "w1", 12.0)
-    (gone,) = epoch_change.explain_end(state, pulse).lost
+    (gone,) = epoch_change.explain_end(state, pulse).failed
     assert (gone.peer, "min_workers" in gone.reason) == ("worker 0", False)
 
 
@@ -173,7 +174,7 @@ def ended() -> State:
 
 
 def newcomer(rank: int, **fields: Any) -> Join:
-    return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), regroups=True, **fields)
+    return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), elastic=True, **fields)
 
 
 def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> None:
@@ -189,7 +190,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
 @pytest.mark.parametrize(("state", "asked", "line"), [
     (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
-    (elastic(least=0), msgspec.structs.replace(newcomer(4), regroups=False), "a running job takes no new members"),
+    (elastic(least=0), msgspec.structs.replace(newcomer(4), elastic=False), "a running job takes no new members"),
     (elastic(unable=3), newcomer(4), "worker 3 cannot continue without others"),
     (ended(), newcomer(4), "the job is over"),
     (without(elastic(), 0), newcomer(0), "takes in homes alone"),
@@ -244,9 +245,9 @@ def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_i
 def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view() -> None:
     link, heard = Uplink(Config()), list[str]()
     link._membership = SimpleNamespace(left={}, view=SimpleNamespace(servers=()))  # type: ignore[assignment]
-    link.follow(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
-    link._judged(PeerLost("is dead, and too few are left", peer="worker 2"))
-    link.follow(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
+    link.subscribe(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
+    link._on_death(PeerLost("is dead, and too few are left", peer="worker 2"))
+    link.subscribe(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
     assert heard == ["before: worker 2", "behind: worker 2"]
 
 
@@ -264,7 +265,7 @@ def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
 def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:
     """Alike for who comes early and late. What it had left before it went counts for both."""
     desks = met(opened)
-    opened[0]._gathering.begin()
+    opened[0]._rendezvous.begin()
     gone = threading.Event()
 
     def act(group: RelayedGroup, rank: int) -> list[Any]:

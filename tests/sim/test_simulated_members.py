@@ -49,7 +49,8 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
 
 
 def hasty(state: State, token: str, said: Any, *_: float) -> State:
-    return state if said is None else membership.evict(state, [t for t, p in state.places.items() if p.rank == 0], "it hangs")
+    return state if said is None else membership.evict(state, [t for t, p in state.registrations.items() if p.rank == 0],
+                                                       "it hangs")
 
 
 def mute(state: State, *asked: Any) -> Any:

@@ -123,7 +123,7 @@ def test_a_refusal_says_why_and_changes_no_seat(
     assert reply.error.endswith(f"[{code}]")
     assert "\n" not in reply.error
     assert not any(told in reply.error for told in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
-    assert refused.places == state.places
+    assert refused.registrations == state.registrations
     assert refused.view == state.view
 
 
@@ -143,16 +143,16 @@ def test_asking_again_is_not_joining_twice() -> None:
     state, _ = after(State(0, 0), worker(0))
     again, reply = after(state, worker(0), worker(0), now=5.0)
     assert reply.error == ""
-    assert len(again.places) == 1
-    assert again.places["w0"].seen_s == 5.0
+    assert len(again.registrations) == 1
+    assert again.registrations["w0"].seen_s == 5.0
 
 
 def test_silence_before_the_view_frees_the_seat() -> None:
     state, _ = after(State(3, 0), worker(0, world=3))
     state = membership.tick(state, 9.9, DEAD_AFTER_S)
-    assert "w0" in state.places
+    assert "w0" in state.registrations
     state = membership.tick(state, 10.0, DEAD_AFTER_S)
-    assert not state.places
+    assert not state.registrations
     _, reply = after(state, worker(0, world=3, token="restarted"), now=11.0)
     assert (reply.error, reply.rank) == ("", 0)
 
@@ -166,7 +166,7 @@ def test_a_process_that_was_stopped_has_not_heard_anybody_meanwhile() -> None:
 
 def test_giving_up_before_the_view_frees_the_seat() -> None:
     state, _ = after(State(0, 0), worker(0))
-    assert not membership.leave(state, "w0", "waited in vain").places
+    assert not membership.leave(state, "w0", "waited in vain").registrations
 
 
 def beat(state: State, *tokens: str, now: float) -> State:
@@ -187,14 +187,14 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     state = ticked(running(3), 0.0, 5.0)
     state = beat(state, "w0", "w1", "s0", now=5.0)
     state = ticked(state, 6.0, 9.0)
-    assert membership.heartbeat(state, "w0", 9.0)[1].lost == ()
+    assert membership.heartbeat(state, "w0", 9.0)[1].failed == ()
     state = ticked(state, 10.0, 10.0)
     state, pulse = membership.heartbeat(state, "w0", 10.0)
-    assert [(gone.peer, gone.reason) for gone in pulse.lost] == [
+    assert [(gone.peer, gone.reason) for gone in pulse.failed] == [
         ("worker 2", "no heartbeat for 10.0 s from host2 (pid 102): it was killed, stopped or cut off")]
     state, own = membership.heartbeat(state, "w2", 10.5)
-    assert own.dead == pulse.lost[0].reason, "one that comes back is told that it counts as dead"
-    assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].lost == pulse.lost
+    assert own.dead == pulse.failed[0].reason, "one that comes back is told that it counts as dead"
+    assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].failed == pulse.failed
     assert "no longer of this job" in after(state, worker(2, world=3))[1].error
 
 
@@ -208,10 +208,10 @@ def patient(state: State, stop: float) -> State:
 def test_who_is_only_silent_may_come_back_for_a_while() -> None:
     """A router that changes its address, a network that drops for a minute: nobody says that the process has ended."""
     state = patient(running(3), 59.0)
-    assert not any(place.dead for place in state.places.values())
+    assert not any(place.dead for place in state.registrations.values())
     back = beat(state, "w2", now=59.5)
-    assert not any(place.dead for place in patient(back, 60.0).places.values())
-    assert [p.peer for p in patient(state, 60.0).places.values() if p.dead] == ["worker 2"]
+    assert not any(place.dead for place in patient(back, 60.0).registrations.values())
+    assert [p.peer for p in patient(state, 60.0).registrations.values() if p.dead] == ["worker 2"]
 
 
 @pytest.mark.parametrize(("token", "said", "at"), [
@@ -221,33 +221,33 @@ def test_what_its_machine_says_of_a_process_tells_when_it_is_dead(token: str, sa
     state, _ = membership.heartbeat(running(3), token, 0.0, Heartbeat(token, **said))
     for now in range(61):
         state = membership.tick(beat(state, "w0", "w1", "s0", now=float(now)), float(now), DEAD_AFTER_S, 60.0)
-        assert bool(state.places["w2"].dead) == (now >= at), now
+        assert bool(state.registrations["w2"].dead) == (now >= at), now
 
 
 def test_who_has_come_back_is_missed_no_longer() -> None:
     state, _ = membership.heartbeat(running(3), "s0", 0.0, Heartbeat("s0", ("worker 2",)))
     state, _ = membership.heartbeat(state, "s0", 1.0, Heartbeat("s0"))
-    assert not any(place.dead for place in patient(state, 30.0).places.values())
+    assert not any(place.dead for place in patient(state, 30.0).registrations.values())
 
 
 def test_a_dead_server_is_named_too() -> None:
     state = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
-    assert [gone.peer for gone in membership.heartbeat(state, "w0", 10.0)[1].lost] == ["server 0"]
+    assert [gone.peer for gone in membership.heartbeat(state, "w0", 10.0)[1].failed] == ["server 0"]
 
 
 def test_an_orderly_leave_is_not_a_loss() -> None:
     state = membership.leave(running(3), "w2", "training finished")
     state, pulse = membership.heartbeat(state, "w0", 1.0)
-    assert pulse.lost == ()
-    assert [(gone.peer, gone.reason) for gone in pulse.left] == [("worker 2", "training finished")]
+    assert pulse.failed == ()
+    assert [(gone.peer, gone.reason) for gone in pulse.departed] == [("worker 2", "training finished")]
     state = ticked(beat(ticked(state, 1.0, 9.0), "w0", "w1", "s0", now=9.0), 10.0, 15.0)
-    assert membership.heartbeat(state, "w0", 15.0)[1].lost == (), "it owes no heartbeats any more"
+    assert membership.heartbeat(state, "w0", 15.0)[1].failed == (), "it owes no heartbeats any more"
 
 
 def heard(state: State, token: str, now: float) -> list[str]:
     """Whom that one hears of, as it names the first of them."""
     pulse = membership.heartbeat(state, token, now)[1]
-    return [gone.peer for gone in (*pulse.lost, *pulse.left)]
+    return [gone.peer for gone in (*pulse.failed, *pulse.departed)]
 
 
 WITHOUT_SERVER = "PeerLost: server 1: connection lost, and it could not be reached again"
@@ -292,16 +292,16 @@ def test_who_leaves_because_of_one_that_is_known_to_be_lost_is_told_of_at_once()
 def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
     state = ticked(running(3), 0.0, 3.0)
     state = membership.tick(state, 600.0, DEAD_AFTER_S)
-    assert not any(place.dead for place in state.places.values())
+    assert not any(place.dead for place in state.registrations.values())
     state = beat(state, "w0", "w1", "s0", now=605.0)
     state = ticked(state, 600.0, 607.0)
-    assert [p.peer for p in state.places.values() if p.dead] == ["worker 2"], "the 3 s before the stop still count"
+    assert [p.peer for p in state.registrations.values() if p.dead] == ["worker 2"], "the 3 s before the stop still count"
 
 
 def test_a_stranger_is_told_so() -> None:
     state, pulse = membership.heartbeat(running(2), "someone", 1.0)
-    assert pulse.stranger
-    assert "someone" not in state.places
+    assert pulse.unknown_token
+    assert "someone" not in state.registrations
 
 
 def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
@@ -313,7 +313,7 @@ def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
     state = ticked(beat(ticked(state, 0.0, 9.0), "s0", now=9.0), 10.0, 10.0)
     assert membership.over(state), "left or dead, both are gone"
     assert not membership.empty(state)
-    assert membership.heartbeat(state, "s0", 10.0)[1].over
+    assert membership.heartbeat(state, "s0", 10.0)[1].job_done
     assert membership.empty(membership.leave(state, "s0", "finished"))
 
 
@@ -328,17 +328,17 @@ def test_a_job_whose_workers_have_all_ended_unheard_is_over_once_servers_say_so(
     every = ("worker 0", "worker 1", "worker 2")
     state = silent(every)
     assert membership.over(state)
-    assert {p.left for p in state.places.values() if p.join.kind == "worker"} == {FINISHED}
-    assert membership.heartbeat(state, "s0", 6.0)[1].over
+    assert {p.left for p in state.registrations.values() if p.join.kind == "worker"} == {FINISHED}
+    assert membership.heartbeat(state, "s0", 6.0)[1].job_done
     for other in (silent(every[:2]), silent(every, last_s=1.0), silent(every, teller="w0")):
         assert not membership.over(other)
-        assert all(p.here for p in other.places.values())
+        assert all(p.present for p in other.registrations.values())
 
 
 def test_a_plan_that_is_left_out_is_asked_for_where_it_is_not_known() -> None:
     bare = worker(0, plan=b"")
     state, reply = after(State(0, 0), bare)
-    assert (reply.plan_wanted, reply.error, state.places) == (True, "", {})
+    assert (reply.plan_wanted, reply.error, state.registrations) == (True, "", {})
     state, reply = after(state, worker(0), bare)
     assert not reply.plan_wanted
     _, reply = after(state, worker(1))
@@ -370,7 +370,7 @@ def test_no_history_seats_two_in_one_place_or_changes_a_view(events: list[tuple[
             state = membership.leave(state, request.token, "finished")
         else:
             state = membership.tick(state, now, DEAD_AFTER_S)
-        seats = [place.peer for place in state.places.values()]
+        seats = [place.peer for place in state.registrations.values()]
         assert len(seats) == len(set(seats))
         assert view is None or state.view == view
         view = state.view

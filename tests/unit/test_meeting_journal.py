@@ -31,7 +31,7 @@ def taken_up(folder: Path) -> KvStore:
     store = KvStore()
     for record in read(folder):
         if not isinstance(record, SitesRecord):
-            store.again(record)
+            store.replay(record)
     return store
 
 
@@ -180,7 +180,7 @@ class Meeting:
         self.start().begin()
 
     def ask(self, home: str, **asked: Any) -> messages.KvReply:
-        return asyncio.run(self.gathering.ask(messages.KvRequest(home, **asked)))
+        return asyncio.run(self.gathering.handle(messages.KvRequest(home, **asked)))
 
 
 def home(name: str, workers: int = 1) -> messages.RegisterSite:
@@ -209,8 +209,8 @@ def test_while_a_disk_blocks_nobody_is_judged(meeting: Meeting) -> None:
 def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meeting: Meeting) -> None:
     every = [home("a", 2), home("b")]
     for one in every:
-        assert meeting.gathering.attend(one).error == ""
-    before = [meeting.gathering.attend(one) for one in every]
+        assert meeting.gathering.register(one).error == ""
+    before = [meeting.gathering.register(one) for one in every]
     meeting.ask("a", put=(("ahead of the job", b"1"),), add=("count", 5, "once"))
     meeting.gathering.begin()
     meeting.ask("a", put=(("key", b"value"), ("gone", b"")))
@@ -219,9 +219,9 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
         meeting.now = 1000.0 * (number + 1)
         meeting.again()
         assert meeting.gathering.staying(()), "their silence begins anew"
-        assert [meeting.gathering.attend(one) for one in every] == before
+        assert [meeting.gathering.register(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
-        assert meeting.gathering.attend(known) == before[0]
+        assert meeting.gathering.register(known) == before[0]
         assert meeting.ask("b", add=("count", 2, "again")).sum == meeting.ask("a", add=("count", 5, "once")).sum == 7
         wanted = tuple((name, messages.ANY) for name in ("ahead of the job", "key", "gone", "count"))
         assert meeting.ask("b", want=wanted).found == (b"1", b"value", None, b"7")
@@ -232,25 +232,25 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
 def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_twice(meeting: Meeting) -> None:
     every = [home("a"), home("b"), home("c")]
     for one in every:
-        meeting.gathering.attend(one)
+        meeting.gathering.register(one)
     meeting.gathering.begin()
-    meeting.gathering.attend(msgspec.structs.replace(every[2], leave="it has had enough"))
-    late = meeting.gathering.attend(home("d"))
+    meeting.gathering.register(msgspec.structs.replace(every[2], leave="it has had enough"))
+    late = meeting.gathering.register(home("d"))
     assert (late.first, late.joins) == (3, True)
     meeting.again()
-    assert meeting.gathering.attend(home("d")) == msgspec.structs.replace(late, nodes=late.nodes)
-    assert "has left: it has had enough" in meeting.gathering.attend(every[2]).error
+    assert meeting.gathering.register(home("d")) == msgspec.structs.replace(late, nodes=late.nodes)
+    assert "has left: it has had enough" in meeting.gathering.register(every[2]).error
     assert "has left: it has had enough" in meeting.ask("a", want=(("never", 2),)).error
     assert meeting.ask("a", want=(("never", 2),), without=True).over
-    assert meeting.gathering.attend(home("e")).first == 4
+    assert meeting.gathering.register(home("e")).first == 4
     meeting.again()
-    assert meeting.gathering.attend(home("f")).first == 5
+    assert meeting.gathering.register(home("f")).first == 5
     meeting.lost = {1: "died"}
     assert meeting.ask("b", put=(("late", b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
 
 
 def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:
-    meeting.gathering.attend(home("a", 3))
+    meeting.gathering.register(home("a", 3))
     meeting.gathering.begin()
     meeting.ask("a", put=(("of 2", b""),), view=2)
     meeting.door = sites.AdmissionState("", 3, 3)
@@ -267,13 +267,13 @@ def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeti
 
 def test_homes_that_have_met_and_begun_nothing_start_again(meeting: Meeting, tmp_path: Path) -> None:
     one = home("a", 3)
-    there = meeting.gathering.attend(one)
+    there = meeting.gathering.register(one)
     assert list(tmp_path.iterdir()) == []
     meeting.start()
-    assert meeting.gathering.attend(msgspec.structs.replace(one, meeting=there.meeting)).error == sites.RESTARTED
+    assert meeting.gathering.register(msgspec.structs.replace(one, meeting=there.meeting)).error == sites.RESTARTED
 
 
 def test_a_job_without_homes_has_no_such_file(meeting: Meeting, tmp_path: Path) -> None:
     meeting.gathering.begin()
-    meeting.gathering.attend(home("a"))
+    meeting.gathering.register(home("a"))
     assert list(tmp_path.iterdir()) == []

@@ -43,7 +43,7 @@ def main(rank: int, world: int, steps: int, settings: dict[str, Any]) -> None:
     codecs = {b.id: codec_of(b, rank, made) for b in made.buckets}
     worker = Worker(job(), made, codecs, torch.device("cpu"), rank=rank, members=world, transport=up.transport,
                     recycle=up.recycle)
-    up.follow(worker.latch, worker.stalled, lambda *_: None, 1)
+    up.subscribe(worker.latch, worker.stalled, lambda *_: None, 1)
     found = []
     for number in range(steps):
         found.append(step(worker, gradients(rank, number), deadline_s=config.deadline_s))
