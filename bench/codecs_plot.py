@@ -29,7 +29,7 @@ def draw_rows(json_file: Path, target: Path) -> Path | str:
     except ImportError:
         return "nothing: matplotlib is not installed (pip install 'commlayer[plot]')"
     rows = [row for row in json.loads(json_file.read_text())["rows"] if "bits_per_element" in row]
-    best = "native" if any(row["backend"] == "native" for row in rows) else "reference"
+    best = "native" if any(row["backend"] == "native" for row in rows) else "fallback"
     n = max(row["elements"] for row in rows if row["backend"] == best)
     ours = [row for row in rows if row["backend"] == best and row["elements"] == n]
     torchs = [row for row in rows if row["backend"] == "torch" and row["elements"] == n]

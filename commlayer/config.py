@@ -34,7 +34,7 @@ Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number abov
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKET_NBYTES, description=f"a number of bytes from 0 to {MAX_BUCKET_NBYTES}")]
 Servers = Annotated[Literal["one", "each"], msgspec.Meta(description='"one" (on rank 0\'s node) or "each" (one on every node)')]
 Carrier = Annotated[Literal["auto", "tcp", "grpc"], msgspec.Meta(description='"auto", "tcp" or "grpc"')]
-Backend = Annotated[Literal["auto", "native", "reference"], msgspec.Meta(description='"auto", "native" or "reference"')]
+Backend = Annotated[Literal["auto", "native", "fallback"], msgspec.Meta(description='"auto", "native" or "fallback"')]
 RatioOver = Annotated[Literal["bucket", "plan"], msgspec.Meta(description='"bucket" or "plan"')]
 CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]

@@ -1,4 +1,4 @@
-"""Loads the native core, or logs once that the reference backend runs instead."""
+"""Loads the native core, or logs once that the slower fallback runs instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load() -> ModuleType | None:
     try:
         return importlib.import_module("commlayer._core")
     except ImportError as error:
-        log.warning("native core not available (%s): running on the reference backend, which is correct but slow", error)
+        log.warning("native core not available (%s): default codecs run on a slower fallback, others are refused", error)
         return None
 
 

@@ -1,7 +1,7 @@
 """The process that serves a job: a coordinator, a summation server, or both, until the job is over.
 
 `commlayer serve` runs it, and embedded.py starts it as a child of a training process. attach() waits until it prints its
-addresses, so it imports little: no torch, except on the reference backend, and no command-line library.
+addresses, so it imports little: no torch and no command-line library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from commlayer import native
 from commlayer.cluster import child_processes, client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
@@ -114,7 +113,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         if part.parent:
             child_processes.follow_parent(part.parent, end, orphaned)
         if part.sums:
-            _choose_tensors(config)
+            _choose_tensors()
             # Imported late: it loads numpy, which a coordinator does not need.
             from commlayer.cluster.summation_server import DataServer
 
@@ -219,12 +218,11 @@ def _launch_command(config: Config, control: str, made: str) -> str:
     return " ".join([*line, "SCRIPT"])
 
 
-def _choose_tensors(config: Config) -> None:
-    """Avoids importing torch, which this process does not need with native kernels."""
-    if native.core is not None and config.backend != "reference":
-        from commlayer.compressors import tensors
+def _choose_tensors() -> None:
+    """Avoids importing torch, which this process does not need."""
+    from commlayer.compressors import tensors
 
-        tensors.without_torch()
+    tensors.without_torch()
 
 
 def _set_reason(reason: list[str], parent: int) -> None:

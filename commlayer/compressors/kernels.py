@@ -1,6 +1,6 @@
 """The kernels of codecs, and the choice of their backend.
 
-The backend is native if it is built, else the reference in Python; for tensors on a CUDA device it is the kernels in cuda/.
+The backend is native if it is built, else fallback.py; for tensors on a CUDA device it is the kernels in cuda/.
 Tensors are float32, contiguous and one-dimensional. Payload bytes are memoryviews of any alignment, or uint8 tensors on the
 device of the other tensors. All backends produce the same bytes. native/include/commlayer.h specifies each kernel.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commlayer import native
-from commlayer.compressors import tensors
+from commlayer.compressors import fallback, tensors
 from commlayer.compressors.payload import Buffer
 from commlayer.errors import InvalidInput
 
@@ -39,21 +39,27 @@ MOST = {
 
 
 @functools.cache
-def _load(backend: str) -> ModuleType:
-    """Imports a backend written in Python, which loads torch."""
-    return importlib.import_module(f"commlayer.compressors.{backend}")
+def _device() -> ModuleType:
+    """The kernels for CUDA. Loads torch."""
+    return importlib.import_module("commlayer.compressors.device.kernels")
 
 
-BACKENDS = ("reference",) if native.core is None else ("reference", "native")
+BACKENDS: Mapping[str, ModuleType] = {"fallback": fallback} | ({} if native.core is None else {"native": native.core})
 
-_chosen: list[ModuleType] = [native.core or _load("reference")]
+_chosen: list[ModuleType] = [native.core or fallback]
 
 
 def choose(backend: str) -> None:
-    """Sets the backend of this process: "reference", "native", or "auto" for the fastest available."""
+    """Sets the backend of this process: "fallback", "native", or "auto" for the fastest available."""
     if backend not in ("auto", *BACKENDS):
         raise InvalidInput("E-CODEC-BACKEND", f"backend {backend!r}: available are {', '.join(BACKENDS)}")
-    _chosen[0] = native.core if native.core is not None and backend != "reference" else _load("reference")
+    _chosen[0] = (native.core or fallback) if backend == "auto" else BACKENDS[backend]
+
+
+def check_family(family: str) -> None:
+    """Raises for a family of codecs that the backend has no kernels for."""
+    if _chosen[0] is fallback and family not in fallback.FAMILIES:
+        raise fallback.refusal(f"codec {family}")
 
 
 GRAIN = 1 << 18
@@ -67,10 +73,9 @@ def threads(count: int) -> None:
 
 
 @contextlib.contextmanager
-def use(backend: str) -> Iterator[None]:
+def use(backend: ModuleType) -> Iterator[None]:
     """Sets the backend inside a with block. For tests and measurements."""
-    before = _chosen[0]
-    choose(backend)
+    before, _chosen[0] = _chosen[0], backend
     try:
         yield
     finally:
@@ -81,8 +86,8 @@ def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
     """The backend for x, or for x and a payload."""
     if not tensors.real:
         return _chosen[0]
-    on_device = _load("device.kernels").serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
-    return _load("device.kernels") if on_device else _chosen[0]
+    on_device = _device().serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
+    return _device() if on_device else _chosen[0]
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
@@ -307,7 +312,7 @@ def store_f32(dst: Buffer, src: torch.Tensor) -> None:
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
     """The largest of the unsigned numbers in src, or 0 if there are none."""
     if isinstance(src, torch.Tensor):
-        return int(_load("device.kernels").largest(src, np.dtype(dtype).itemsize))
+        return int(_device().largest(src, np.dtype(dtype).itemsize))
     numbers = np.frombuffer(src, dtype)
     return int(numbers.max()) if numbers.size else 0
 
@@ -320,7 +325,7 @@ def octets(src: Buffer) -> npt.NDArray[np.uint8]:
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
     """Whether every float32 scale in src is from 0 to `most`."""
     if isinstance(src, torch.Tensor):
-        return bool(_load("device.kernels").within(src, float(most)))
+        return bool(_device().within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import msgspec
 
 from commlayer.codec_name import CodecName, named
+from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd, int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrapper, spell
 from commlayer.compressors.dense import Bf16, Fp16, Identity, bf16, fp16, identity
@@ -120,6 +121,9 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
     states.
     """
     codec = wrap(parse(bucket.codec))
+    for text in filter(None, (bucket.codec, bucket.down)):
+        for part in named(text).layers():
+            kernels.check_family(part.family)
     for text in bucket.by_node:
         _check_alike(bucket, codec, wrap(parse(text)))
     if node is not None and bucket.by_node:

@@ -69,7 +69,7 @@ def notes(settings: Settings, results: Mapping[str, Any], *, native: bool) -> st
         "what one worker pushes.",
     ]
     if not native:
-        text.append("The native core is missing: codecs ran on the slow reference backend.")
+        text.append("The native core is missing: codecs ran on the slow fallback in numpy.")
     return "\n".join(text)
 
 
@@ -84,7 +84,7 @@ def write_json(path: Path, results: Mapping[str, Any], *, native: bool) -> None:
     """Writes {"name", "machine", "rows", "summary"}, completely or not at all."""
     machine = {
         "system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": version("torch"),
-        "backend": "native" if native else "reference",
+        "backend": "native" if native else "fallback",
     }
     write_whole({path: (json.dumps({"name": "demo", "machine": machine, **results}, indent=1) + "\n").encode()})
 

@@ -47,7 +47,7 @@ def check_software(f: Software) -> Iterator[Finding]:
     if f.native:
         yield ok("core", f"native, with {f.native} code")
     else:
-        yield warn("core", "no native core: codecs run on the reference backend, which is slow",
+        yield warn("core", "no native core: codecs run on the fallback in numpy, which is slow",
                    "install a C++ compiler, then `pip install --force-reinstall --no-deps commlayer`")
 
 

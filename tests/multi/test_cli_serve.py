@@ -160,7 +160,7 @@ def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
 
 
 def test_settings_reach_serve_through_the_environment(served: Any) -> None:
-    _, said = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="reference")
+    _, said = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="fallback")
     assert said["control"].startswith("127.0.0.4:")
 
 

@@ -62,7 +62,7 @@ class Both:
     def start(self, x: torch.Tensor) -> tuple[bytes, list[str]]:
         """The payload, after checking that both made the same; and the kernels that made it."""
         self.x = x
-        with kernels.use("native"):
+        with kernels.use(kernels.BACKENDS["native"]):
             nbytes = self.codec.start(x, self.host, self.out)
         with running(self.n) as launcher:
             got = self.codec.start(x.to(DEVICE), self.there, self.memory)

@@ -1,4 +1,4 @@
-"""Without a compiler the package installs all the same, and says once that it runs on the reference backend."""
+"""Without a compiler the package installs all the same, and says once that it runs on the fallback."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ def test_an_install_without_a_compiler_is_complete_and_says_so_once(tmp_path: Pa
     assert ran.returncode == 0, ran.stderr[-3000:]
     logged = [line for line in ran.stdout.splitlines() if line.startswith("LOGGED")]
     assert len(logged) == 1, ran.stdout
-    assert "reference backend" in logged[0]
+    assert "slower fallback" in logged[0]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from oracle import codec_kernels
 
+from commlayer import native
 from commlayer.compressors import (
     bf16,
     block_threshold,
@@ -15,6 +18,7 @@ from commlayer.compressors import (
     identity,
     int4,
     int8,
+    kernels,
     onebit,
     parse,
     qsgd,
@@ -23,7 +27,6 @@ from commlayer.compressors import (
     wrap,
 )
 from commlayer.compressors.codec import Codec, State
-from commlayer.compressors.kernels import BACKENDS
 from commlayer.records import Spec
 
 PLAIN: list[Codec] = [
@@ -77,7 +80,13 @@ EVERY: dict[str, Codec] = {name: wrap(parse(text)) for name, text in NAMED.items
 COARSE = ("int4", "qsgd", "onebit", "randomk", "block_threshold")
 """Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]
+BACKENDS = {"oracle": codec_kernels} | ({} if native.core is None else {"native": native.core})
 AVAILABLE = list(BACKENDS)
+
+
+def use(backend: str) -> AbstractContextManager[None]:
+    """Codecs run on this backend inside a with block."""
+    return kernels.use(BACKENDS[backend])
 
 
 def noise(n: int, seed: int = 0) -> torch.Tensor:

@@ -19,8 +19,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from oracle import codec_kernels as reference
 
-from commlayer.compressors import reference
 from commlayer.compressors.device import kernels as device
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.gpu import launch

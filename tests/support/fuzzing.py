@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from commlayer.compressors import Codec, kernels, parse, seed, snapshot, wrap
+from commlayer.compressors import Codec, parse, seed, snapshot, wrap
 from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -165,7 +165,7 @@ class Stands:
         """What each reader said. AssertionError, or anything but CorruptFrame, is a finding."""
         r, seen = self.target.r, []
         for backend in kit.AVAILABLE:
-            with kernels.use(backend):
+            with kit.use(backend):
                 s = self.made.pop(backend, None) or stand(self.target)
                 seen.append([add(s, bad, r, first=False), add(s, bad, r, first=True), following(s, bad, r), decode(s, bad)])
             if all(words for words, _ in seen[-1]):

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from commlayer.compressors import reference
+from oracle import codec_kernels as reference
 
 core = pytest.importorskip("commlayer._core", reason="built without the native core")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import codecs as kit
 
-from commlayer.compressors import Codec, kernels, parse, seed
+from commlayer.compressors import Codec, parse, seed
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.records import Spec
 
@@ -148,7 +148,7 @@ def test_native_and_reference_give_the_same_bytes(name: str, spec: Spec) -> None
         pytest.skip("the native core is not built")
     runs = []
     for backend in kit.AVAILABLE:
-        with kernels.use(backend):
+        with kit.use(backend):
             cluster, seen = seeded(kit.EVERY[name], spec, 2), []
             for step in range(4):
                 sums = cluster.step(noises(step, spec.numel, 2))

@@ -34,7 +34,7 @@ def flushing() -> Iterator[None]:
 @pytest.mark.parametrize("n", [300, 20_011])
 def test_codecs_work_where_denormals_are_flushed(codec: Codec, backend: str, n: int) -> None:
     """Fewer entries that are not zero than topk wants, denormals among them: what is put in is what comes out and is kept."""
-    with kernels.use(backend):
+    with kit.use(backend):
         cluster = kit.Cluster(codec, Spec((n,)), 2)
         put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
         for step in range(4):
@@ -101,7 +101,7 @@ def test_plain_fp16_flags_what_it_cannot_hold() -> None:
 @pytest.mark.parametrize("codec", [int8(block=16), topk(ratio=1.0)], ids=str)
 def test_the_largest_numbers_lose_nothing(codec: Codec, backend: str) -> None:
     wrapped, n = error_feedback(codec), 40
-    with kernels.use(backend):
+    with kit.use(backend):
         state = wrapped.init(Spec((n,)))
         x = torch.linspace(-1, 1, n) * MOST
         out = torch.empty(n)

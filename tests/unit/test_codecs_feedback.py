@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import codecs as kit
 
-from commlayer.compressors import Codec, error_feedback, identity, int8, kernels, restore, snapshot, topk, wrap
+from commlayer.compressors import Codec, error_feedback, identity, int8, restore, snapshot, topk, wrap
 from commlayer.compressors.codec import Round, State
 from commlayer.compressors.feedback import ErrorFeedback, Fed
 from commlayer.records import Spec
@@ -33,7 +33,7 @@ class General(msgspec.Struct, frozen=True):
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 @pytest.mark.parametrize("n", [0, 1, 300, 20_011])
 def test_fused_equals_general(codec: Codec, backend: str, n: int) -> None:
-    with kernels.use(backend):
+    with kit.use(backend):
         fused, general = error_feedback(codec), ErrorFeedback(General(codec))
         assert isinstance(fused.inner, Fed)
         assert not isinstance(general.inner, Fed)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
 
-from commlayer.compressors import Codec, Round, error_feedback, kernels
+from commlayer.compressors import Codec, Round, error_feedback
 from commlayer.records import Spec
 
 each = pytest.mark.parametrize("codec", kit.CODECS, ids=str)
@@ -163,7 +163,7 @@ def test_backends_give_the_same_bytes(codec: Codec, n: int) -> None:
         pytest.skip("the native core is not built")
     runs = []
     for backend in kit.AVAILABLE:
-        with kernels.use(backend):
+        with kit.use(backend):
             state, seen = codec.init(Spec((n,))), []
             for step in range(5):
                 payload = kit.encode(codec, kit.noise(n, step) * 4.0 ** (step % 3), state)

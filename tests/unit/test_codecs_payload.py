@@ -21,7 +21,6 @@ from commlayer.compressors import (
     identity,
     int4,
     int8,
-    kernels,
     onebit,
     qsgd,
     randomk,
@@ -74,7 +73,7 @@ def test_golden_payloads(name: str, backend: str) -> None:
     """Set COMMLAYER_WRITE_GOLDEN=1 to write them anew after a change of format."""
     codec, n = CASES[name]
     file = GOLDEN / f"{name}.bin"
-    with kernels.use(backend):
+    with kit.use(backend):
         payload = bytes(kit.encode(codec, golden_input(name, n), codec.init(Spec((n,)))))
         if os.environ.get("COMMLAYER_WRITE_GOLDEN"):
             GOLDEN.mkdir(parents=True, exist_ok=True)
@@ -126,7 +125,7 @@ def test_a_header_that_is_off_is_named(payload: bytes, words: str) -> None:
 @given(data=st.data())
 def test_mutated_payloads_raise_or_decode_and_never_write_on_error(codec: Codec, backend: str, data: st.DataObject) -> None:
     n = 300
-    with kernels.use(backend):
+    with kit.use(backend):
         good = bytearray(kit.encode(codec, kit.noise(n), codec.init(Spec((n,)))))
         for _ in range(data.draw(st.integers(1, 3))):
             where = data.draw(st.integers(0, len(good) - 1) | st.integers(0, min(40, len(good) - 1)))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
 
-from commlayer.compressors import Codec, error_feedback, kernels, powersgd, seed, wrap
+from commlayer.compressors import Codec, error_feedback, powersgd, seed, wrap
 from commlayer.compressors.powersgd import orthonormal, signs
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -179,7 +179,7 @@ def test_backends_agree(codec: Codec) -> None:
     """To the bit but for the products of matrices, which are torch's on both."""
     runs = []
     for backend in kit.AVAILABLE:
-        with kernels.use(backend):
+        with kit.use(backend):
             cluster = kit.Cluster(codec, SPEC, 2)
             runs.append([cluster.step(noises(step, 2))[0] for step in range(3)])
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True))
@@ -196,7 +196,7 @@ def test_golden_payloads(name: str, backend: str) -> None:
     """Payload and result of each round, one after another, for two workers with keys of their own."""
     codec, spec = CASES[name]
     seen = b""
-    with kernels.use(backend):
+    with kit.use(backend):
         states, server = [codec.init(spec) for _ in range(2)], codec.init_server(spec)
         rooms, result = [kit.room(codec, spec) for _ in range(2)], b""
         for rank, state in enumerate(states):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import codec_kernels as reference
+from oracle.codec_kernels.draws import words
 from support.native_builds import core, numbers, portable
-
-from commlayer.compressors import reference
-from commlayer.compressors.reference.draws import words
 
 quick = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**32 - 1)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import codec_kernels as reference
+from oracle.codec_kernels.draws import philox4x32
 from support.native_builds import KINDS, SIZES, bits, core, numbers, positions, same, unaligned
 
-from commlayer.compressors import reference
-from commlayer.compressors.reference.draws import philox4x32
 from commlayer.errors import CorruptFrame
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

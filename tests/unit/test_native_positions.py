@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import codec_kernels as reference
 from support.native_builds import SIZES, core, numbers, portable, positions, unaligned
 
-from commlayer.compressors import reference
 from commlayer.compressors.entries import BLOCKS, decode_positions, encode_positions
 from commlayer.errors import CorruptFrame
 

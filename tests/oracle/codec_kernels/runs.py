@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from oracle.codec_kernels.memory import Memory, floats, increasing, octets_of, positions, total, write
+from oracle.codec_kernels.sparse import LEAST_THRESHOLD
 
-from commlayer.compressors.reference.memory import Memory, floats, increasing, octets_of, positions, total, write
-from commlayer.compressors.reference.sparse import LEAST_THRESHOLD
 from commlayer.errors import CorruptPayload, InvalidInput
 
 RUNS = (8, 16, 32, 64)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-
-from commlayer.compressors.reference.memory import Memory, floats, octets_of, read, total, write
+from oracle.codec_kernels.memory import Memory, floats, octets_of, read, total, write
 
 LEAST = 2.0**-126
 """Below this a scale would not be a normal number: the block counts as zeros."""

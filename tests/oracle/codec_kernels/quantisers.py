@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-
-from commlayer.compressors.reference import blockwise as bw
-from commlayer.compressors.reference.draws import uniform, words
-from commlayer.compressors.reference.memory import Memory, floats
+from oracle.codec_kernels import blockwise as bw
+from oracle.codec_kernels.draws import uniform, words
+from oracle.codec_kernels.memory import Memory, floats
 
 
 def _steps(rows: torch.Tensor, scale: torch.Tensor, top: int, word: torch.Tensor | None) -> torch.Tensor:

@@ -4,8 +4,8 @@ Names, arguments and results equal those of the native kernels (native/include/c
 the same, except that a NaN may become another NaN.
 """
 
-from commlayer.compressors.reference.blocks import blocks_decode, blocks_encode, blocks_nbytes
-from commlayer.compressors.reference.dense import (
+from oracle.codec_kernels.blocks import blocks_decode, blocks_encode, blocks_nbytes
+from oracle.codec_kernels.dense import (
     MOST_SCALE,
     add_bf16,
     add_f16,
@@ -19,16 +19,16 @@ from commlayer.compressors.reference.dense import (
     int8_decode,
     int8_encode,
 )
-from commlayer.compressors.reference.draws import draw_strata, draw_word, philox, take
-from commlayer.compressors.reference.lowrank import outer
-from commlayer.compressors.reference.quantisers import (
+from oracle.codec_kernels.draws import draw_strata, draw_word, philox, take
+from oracle.codec_kernels.lowrank import outer
+from oracle.codec_kernels.quantisers import (
     linear_decode,
     linear_encode,
     onebit_decode,
     onebit_encode,
 )
-from commlayer.compressors.reference.runs import gather_runs, scatter_runs, score_runs, select_runs
-from commlayer.compressors.reference.sparse import (
+from oracle.codec_kernels.runs import gather_runs, scatter_runs, score_runs, select_runs
+from oracle.codec_kernels.sparse import (
     bitmap_decode,
     bitmap_encode,
     count_above,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from oracle.codec_kernels.memory import MAX_N, Memory, floats, increasing, octets_of, positions, write
 
-from commlayer.compressors.reference.memory import MAX_N, Memory, floats, increasing, octets_of, positions, write
 from commlayer.errors import CorruptPayload, InvalidInput
 
 Words = npt.NDArray[np.uint64]

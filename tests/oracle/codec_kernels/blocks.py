@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from commlayer.compressors.reference.memory import Memory, octets_of, positions, read, write
-from commlayer.compressors.reference.sparse import (
+from oracle.codec_kernels.memory import Memory, octets_of, positions, read, write
+from oracle.codec_kernels.sparse import (
     bitmap_decode,
     bitmap_encode,
     checked_positions,
@@ -14,6 +13,7 @@ from commlayer.compressors.reference.sparse import (
     ef_decode,
     ef_encode,
 )
+
 from commlayer.errors import CorruptPayload
 
 BLOCK = 16

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from commlayer.compressors.reference.blockwise import encode, most_of
-from commlayer.compressors.reference.memory import Memory, floats, octets_of, read, total, write
+from oracle.codec_kernels.blockwise import encode, most_of
+from oracle.codec_kernels.memory import Memory, floats, octets_of, read, total, write
 
 SMALLEST = 127.0 * 2.0**-126
 """Below this an int8 block counts as zeros: its scale would not be a normal number."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from oracle.codec_kernels.dense import int8_values
+from oracle.codec_kernels.memory import MAX_N, Memory, floats, increasing, octets_of, positions, read, total, write
 
-from commlayer.compressors.reference.dense import int8_values
-from commlayer.compressors.reference.memory import MAX_N, Memory, floats, increasing, octets_of, positions, read, total, write
 from commlayer.errors import CorruptPayload, InvalidInput
 
 LEAST_THRESHOLD = 2.0**-126

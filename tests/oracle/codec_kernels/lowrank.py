@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.compressors.reference.memory import Memory, floats
+from oracle.codec_kernels.memory import Memory, floats
 
 
 def outer(out: Memory, p: Memory, q: Memory, rank: int) -> None:

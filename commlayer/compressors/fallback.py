@@ -1,0 +1,429 @@
+"""The kernels of the default codecs in numpy, for installations without a compiler: slow, with the bytes of the native kernels.
+
+They serve identity, fp16, bf16, int8, int4 and topk, with error feedback and momentum. Names and arguments are those of
+commlayer._core; native/include/commlayer.h specifies each kernel. Arrays are float32 or int32 on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from commlayer.errors import CorruptPayload, InvalidInput
+
+FAMILIES = ("identity", "fp16", "bf16", "int8", "int4", "topk", "error_feedback", "momentum")
+
+F32, U32, I32, U16, U8 = np.float32, np.uint32, np.int32, np.uint16, np.uint8
+SMALLEST = F32(2.0**-126)
+"""Below this a scale is no normal number: the block counts as zeros."""
+MOST_SCALE = F32(np.finfo(F32).max / 128)
+INT4_LEVELS, INT4_MOST16 = 7, 0x7F7F - (3 << 7)
+NIBBLE_MOST = F32(np.finfo(F32).max / 8)
+RUN = 16
+"""Positions per block of the encoding as blocks."""
+
+Array = npt.NDArray[Any]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise refusal(name)
+
+
+def refusal(what: str) -> InvalidInput:
+    return InvalidInput("E-CODEC-BACKEND", f"{what} needs the native core, which is not installed; without it codecs are "
+                        f"{', '.join(FAMILIES)}. Install a C++ compiler and commlayer again")
+
+
+def _view(memory: Any, dtype: Any) -> Array:
+    """The whole memory of an array, a tensor or a buffer as numbers of `dtype`, without a copy."""
+    array = memory.numpy() if hasattr(memory, "numpy") else np.frombuffer(memory, U8)
+    return array.reshape(-1).view(dtype)
+
+
+def _total(x: Any, residual: Any) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _view(x, F32) if residual is None else _view(x, F32) + _view(residual, F32)
+
+
+def _wide(bits: Array) -> Array:
+    """bfloat16 bits as float32."""
+    return (bits.astype(U32) << 16).view(F32)
+
+
+# ---- dense
+
+
+def all_finite(x: Any, residual: Any = None) -> bool:
+    return bool(np.isfinite(_total(x, residual)).all())
+
+
+def add_f32(acc: Any, x: Any) -> None:
+    _add(acc, _view(x, F32))
+
+
+def add_f16(acc: Any, x: Any) -> None:
+    _add(acc, _view(x, np.float16).astype(F32))
+
+
+def add_bf16(acc: Any, x: Any) -> None:
+    _add(acc, _wide(_view(x, U16)))
+
+
+def _add(acc: Any, values: Array) -> None:
+    target = _view(acc, F32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        target += values
+
+
+def f32_to_f16(dst: Any, src: Any) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = _view(src, F32).astype(np.float16)
+    _view(dst, np.float16)[:] = narrow
+    return bool(np.isfinite(narrow).all())
+
+
+def f32_to_bf16(dst: Any, src: Any) -> bool:
+    bits = _view(src, U32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    narrow = np.where(np.isnan(_view(src, F32)), bits >> 16 | 0x40, rounded).astype(U16)
+    _view(dst, U16)[:] = narrow
+    return bool(np.isfinite(_wide(narrow)).all())
+
+
+def f16_to_f32(dst: Any, src: Any) -> None:
+    _view(dst, F32)[:] = _view(src, np.float16)
+
+
+def bf16_to_f32(dst: Any, src: Any) -> None:
+    _view(dst, F32)[:] = _wide(_view(src, U16))
+
+
+# ---- blockwise
+
+
+def _rows(v: Array, block: int) -> Array:
+    """Blocks as rows; the last one is padded with zeros, which change no largest magnitude."""
+    rows = np.zeros((-(-v.size // block), block), v.dtype)
+    rows.reshape(-1)[: v.size] = v
+    return rows
+
+
+def _largest(rows: Array) -> Array:
+    largest: Array = np.abs(rows).max(1, keepdims=True, initial=0)
+    return largest
+
+
+def _encode(x: Any, residual: Any, block: int, code: Callable[[Array], Array]) -> bool:
+    """`code` takes the blocks as rows, writes the payload and returns the decoded payload.
+
+    Where x + residual is not finite, the residual takes its finite part; before the first block that is not finite, it takes
+    the rounding error plus the decoded values, as the native kernels do.
+    """
+    v = _total(x, residual)
+    finite = np.isfinite(v)
+    rows = _rows(np.where(finite, v, F32(0)), block)
+    decoded = code(rows)
+    rest = rows - decoded
+    good = bool(finite.all())
+    if residual is not None:
+        kept = _view(residual, F32)
+        if good:
+            kept[:] = rest.reshape(-1)[: v.size]
+        else:
+            first = int(np.argmin(finite)) // block * block
+            kept[:first] = (rest + decoded).reshape(-1)[:first]
+            kept[first:] = np.where(finite, v, kept)[first:]
+    return good
+
+
+def _levels(rows: Array, scales: Array, top: int) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        levels = np.where(scales == 0, F32(0), np.clip(rows / scales, -top, top))
+    return np.rint(levels).astype(np.int8)
+
+
+def _assign(acc: Any, values: Array, assign: bool) -> None:
+    target = _view(acc, F32)
+    if assign:
+        target[:] = values.reshape(-1)[: target.size]
+    else:
+        _add(acc, values.reshape(-1)[: target.size])
+
+
+def int8_encode(q: Any, scale: Any, x: Any, residual: Any, block: int) -> bool:
+    def code(rows: Array) -> Array:
+        most = _largest(rows)
+        scales = np.where(most < F32(127) * SMALLEST, F32(0), np.minimum(most / F32(127), MOST_SCALE))
+        quanta = _levels(rows, scales, 127)
+        _view(q, np.int8)[:] = quanta.reshape(-1)[: _view(q, np.int8).size]
+        _view(scale, F32)[:] = scales.reshape(-1)
+        return scales * quanta.astype(F32)
+
+    return _encode(x, residual, block, code)
+
+
+def int8_decode(acc: Any, q: Any, scale: Any, block: int, assign: bool = False) -> None:
+    quanta = _view(q, np.int8).astype(F32)
+    _assign(acc, np.repeat(_view(scale, F32), block)[: quanta.size] * quanta, assign)
+
+
+def _pack(q: Any, levels: Array) -> None:
+    """Two's complement in 4 bits, the even element in the low half of a byte."""
+    packed = _view(q, U8)
+    codes = np.zeros(2 * packed.size, U8)
+    codes[: levels.size] = levels.view(U8) & 15
+    packed[:] = codes[::2] | codes[1::2] << 4
+
+
+def _unpack(q: Any, n: int) -> Array:
+    packed = _view(q, U8)
+    codes = np.stack([packed & 15, packed >> 4], 1).reshape(-1)[:n].astype(np.int16)
+    return np.where(codes > 7, codes - 16, codes).astype(F32)
+
+
+def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: int, euclidean: bool, dither: bool,
+                  key: int = 0, step: int = 0) -> bool:
+    if bits != 4 or euclidean or dither:
+        raise refusal("qsgd")
+
+    def code(rows: Array) -> Array:
+        size = _largest(rows) / F32(INT4_LEVELS)
+        up = np.minimum((size.view(U32).astype(np.uint64) + 0xFFFF) >> 16, INT4_MOST16)
+        scales = np.where(size >= SMALLEST, up, 0).astype(U16)
+        levels = _levels(rows, _wide(scales), INT4_LEVELS)
+        _view(scale, U16)[:] = scales.reshape(-1)
+        _pack(q, levels.reshape(-1)[: _view(x, F32).size])
+        return _wide(scales) * levels.astype(F32)
+
+    return _encode(x, residual, block, code)
+
+
+def linear_decode(acc: Any, q: Any, scale: Any, block: int, bits: int, assign: bool = False) -> None:
+    if bits != 4:
+        raise refusal("qsgd")
+    levels = _unpack(q, _view(acc, F32).size)
+    _assign(acc, np.repeat(_wide(_view(scale, U16)), block)[: levels.size] * levels, assign)
+
+
+def nibbles_encode(q: Any, scale: Any, x: Any, rest: Any, block: int) -> bool:
+    v = _view(x, F32)
+    if not np.isfinite(v).all():
+        return False
+    rows = _rows(v, block)
+    most = _largest(rows)
+    scales = np.where(most < F32(7) * SMALLEST, F32(0), np.minimum(most / F32(7), NIBBLE_MOST))
+    levels = _levels(rows, scales, 7)
+    _view(scale, F32)[:] = scales.reshape(-1)
+    _pack(q, levels.reshape(-1)[: v.size])
+    _view(rest, F32)[:] = (rows - scales * levels.astype(F32)).reshape(-1)[: v.size]
+    return True
+
+
+def nibbles_decode(out: Any, q: Any, scale: Any, block: int) -> None:
+    levels = _unpack(q, _view(out, F32).size)
+    _view(out, F32)[:] = np.repeat(_view(scale, F32), block)[: levels.size] * levels
+
+
+# ---- selection
+
+
+def _magnitudes(x: Array) -> Array:
+    """Magnitudes as integers: the same order, with NaN above infinity."""
+    return (x.view(U32) & 0x7FFFFFFF).astype(np.int64)
+
+
+def select(g: Any, residual: Any, threshold: float, start: int, idx: Any, val: Any) -> tuple[int, int, bool]:
+    v = _total(g, residual)
+    finite = np.isfinite(v)
+    with np.errstate(invalid="ignore", over="ignore"):
+        passed = np.flatnonzero((np.abs(v) >= F32(threshold)) & finite)
+    scanned = np.concatenate([passed[passed >= start], passed[passed < start]])
+    taken = np.sort(scanned[: min(_view(idx, I32).size, _view(val, F32).size)])
+    _view(idx, I32)[: taken.size] = taken
+    _view(val, F32)[: taken.size] = v[taken]
+    if residual is not None:
+        kept = _view(residual, F32)
+        kept[:] = np.where(finite, v, kept)
+        kept[taken] = 0.0
+    return taken.size, passed.size - taken.size, bool(finite.all())
+
+
+def sample_abs(g: Any, residual: Any, offset: int, out: Any) -> None:
+    v, target = _total(g, residual), _view(out, F32)
+    if v.size == 0 or target.size == 0:
+        target.fill(0)
+        return
+    sample, groups = np.arange(target.size), (target.size + 3) // 4 | 1
+    target[:] = np.abs(v[(offset + sample // 4 * v.size // groups + sample % 4) % v.size])
+
+
+def kth_abs(g: Any, residual: Any, rank: int, scratch: Any) -> float:
+    magnitudes = _magnitudes(_total(g, residual))
+    return float(np.partition(magnitudes, magnitudes.size - rank)[magnitudes.size - rank].astype(U32).view(F32))
+
+
+def count_above(x: Any, cut: float) -> int:
+    return int((_view(x, F32) >= F32(cut)).sum())
+
+
+def trim(residual: Any, n: int, idx: Any, val: Any, count: int, keep: int, start: int, scratch: Any) -> int:
+    where, values = _positions(idx)[:count], _view(val, F32)[:count].copy()
+    order = np.concatenate([np.flatnonzero(where >= start), np.flatnonzero(where < start)])
+    kept = np.zeros(count, bool)
+    kept[order[np.argsort(-_magnitudes(values)[order], kind="stable")[:keep]]] = True
+    if residual is not None:
+        _view(residual, F32)[where[~kept]] += values[~kept]
+    _view(idx, I32)[:keep] = where[kept].astype(U32).view(I32)
+    _view(val, F32)[:keep] = values[kept]
+    return keep
+
+
+def scatter_add(acc: Any, idx: Any, val: Any) -> None:
+    _scatter(acc, idx, _view(val, F32))
+
+
+def scatter_add_int8(acc: Any, idx: Any, q: Any, scale: Any, block: int) -> None:
+    quanta = _view(q, np.int8).astype(F32)
+    _scatter(acc, idx, np.repeat(_view(scale, F32), block)[: quanta.size] * quanta)
+
+
+def _scatter(acc: Any, idx: Any, values: Array) -> None:
+    where = _positions(idx)
+    if not _increasing(where, _view(acc, F32).size):
+        raise CorruptPayload(f"scatter_add: positions do not increase below {_view(acc, F32).size}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        _view(acc, F32)[where] += values
+
+
+# ---- positions
+
+
+def _positions(idx: Any) -> Array:
+    return _view(idx, U32).astype(np.int64)
+
+
+def _increasing(where: Array, n: int) -> bool:
+    return bool((where < n).all() and (where[1:] > where[:-1]).all())
+
+
+def _corrupt(k: int, n: int) -> CorruptPayload:
+    return CorruptPayload(f"positions: bytes are not {k} positions below {n}")
+
+
+def _low_bits(n: int, k: int) -> int:
+    return max(0, (n // k).bit_length() - 1)
+
+
+def _ef_nbytes(n: int, k: int) -> int:
+    return (k * _low_bits(n, k) + 7) // 8 + (k + (n >> _low_bits(n, k)) + 1 + 7) // 8
+
+
+def _packed(bits: Array) -> Array:
+    return np.packbits(bits.astype(U8).reshape(-1), bitorder="little")
+
+
+def _ef_bytes(where: Array, n: int) -> Array:
+    k = where.size
+    low = _low_bits(n, k)
+    upper = np.zeros(k + (n >> low) + 1, U8)
+    upper[(where >> low) + np.arange(k)] = 1
+    return np.concatenate([_packed(where[:, None] >> np.arange(low) & 1), _packed(upper)])
+
+
+def _ef_positions(octets: Array, n: int, k: int) -> Array:
+    if k > n or octets.size != _ef_nbytes(n, k):
+        raise _corrupt(k, n)
+    low = _low_bits(n, k)
+    middle = (k * low + 7) // 8
+    lower, upper = (np.unpackbits(part, bitorder="little") for part in (octets[:middle], octets[middle:]))
+    ones = np.flatnonzero(upper)
+    if lower[k * low :].any() or upper[k + (n >> low) + 1 :].any() or ones.size != k:
+        raise _corrupt(k, n)
+    digits = lower[: k * low].reshape(k, low).astype(np.int64) << np.arange(low)
+    where: Array = (ones - np.arange(k) << low) + digits.sum(1)
+    if not _increasing(where, n):
+        raise _corrupt(k, n)
+    return where
+
+
+def _bitmap_bytes(where: Array, n: int) -> Array:
+    bits = np.zeros(n, U8)
+    bits[where] = 1
+    return _packed(bits)
+
+
+def _bitmap_positions(octets: Array, n: int, k: int) -> Array:
+    bits = np.unpackbits(octets, bitorder="little")
+    if octets.size != (n + 7) // 8 or bits[n:].any() or int(bits.sum()) != k:
+        raise _corrupt(k, n)
+    return np.flatnonzero(bits)
+
+
+def _write(out: Any, octets: Array) -> int:
+    _view(out, U8)[: octets.size] = octets
+    return octets.size
+
+
+def ef_encode(out: Any, idx: Any, n: int) -> int:
+    return _write(out, _ef_bytes(_positions(idx), n))
+
+
+def ef_decode(idx: Any, n: int, src: Any) -> None:
+    k = _view(idx, I32).size
+    _view(idx, U32)[:] = _ef_positions(_view(src, U8), n, k)
+
+
+def bitmap_encode(out: Any, idx: Any, n: int) -> int:
+    return _write(out, _bitmap_bytes(_positions(idx), n))
+
+
+def bitmap_decode(idx: Any, n: int, src: Any) -> None:
+    _view(idx, U32)[:] = _bitmap_positions(_view(src, U8), n, _view(idx, I32).size)
+
+
+def _numbers(n: int, count: int) -> tuple[int, bool, int]:
+    """(blocks below n, whether a bitmap encodes their numbers rather than Elias-Fano, bytes of that encoding)."""
+    blocks = -(-n // RUN)
+    sparse, dense = _ef_nbytes(blocks, count), (blocks + 7) // 8
+    return blocks, dense <= sparse, min(sparse, dense)
+
+
+def blocks_nbytes(idx: Any, n: int) -> int:
+    count = np.unique(_positions(idx) // RUN).size
+    return 4 + _numbers(n, count)[2] + 2 * count if count else 0
+
+
+def blocks_encode(out: Any, idx: Any, n: int) -> int:
+    where = _positions(idx)
+    numbers, owner = np.unique(where // RUN, return_inverse=True)
+    masks = np.zeros(numbers.size, np.int64)
+    np.add.at(masks, owner, 1 << where % RUN)
+    blocks, bitmap, _ = _numbers(n, numbers.size)
+    packed = _bitmap_bytes(numbers, blocks) if bitmap else _ef_bytes(numbers, blocks)
+    return _write(out, np.concatenate([np.array([numbers.size], U32).view(U8), packed, masks.astype(U16).view(U8)]))
+
+
+def blocks_decode(idx: Any, n: int, src: Any) -> None:
+    k, octets = _view(idx, I32).size, _view(src, U8)
+    if k == 0 and octets.size == 0:
+        return
+    count = int(octets[:4].copy().view(U32)[0]) if octets.size >= 4 else 0
+    if not 1 <= count <= min(k, -(-n // RUN)):
+        raise _corrupt(k, n)
+    blocks, bitmap, middle = _numbers(n, count)
+    if octets.size != 4 + middle + 2 * count:
+        raise _corrupt(k, n)
+    try:
+        numbers = (_bitmap_positions if bitmap else _ef_positions)(octets[4 : 4 + middle], blocks, count)
+    except CorruptPayload:
+        raise _corrupt(k, n) from None
+    bits = octets[4 + middle :].copy().view(U16)[:, None] >> np.arange(RUN) & 1
+    where = (numbers[:, None] * RUN + np.arange(RUN))[bits == 1]
+    if not bits.any(1).all() or where.size != k or int(where[-1]) >= n:
+        raise _corrupt(k, n)
+    _view(idx, U32)[:] = where
