@@ -23,10 +23,9 @@ from bench.reference.balance_default import Ours
 from bench.reference.balance_relaxed import Relaxed, local_steps, majority, n_soft, stale_synchronous
 from bench.report import Result
 from commlayer.balance import Communication, Line, shares, solve
-from commlayer.balance.fits import fit_cubic
 from commlayer.balance.lbb import Lbb
-from commlayer.balance.models import Cubic
-from commlayer.balance.profiling import profile
+from commlayer.balance.profile import profile
+from commlayer.balance.time_models import Cubic, fit_cubic
 
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
 """(ms per sample, ms of launch) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""

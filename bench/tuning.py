@@ -10,9 +10,7 @@ import torch
 
 from bench import report
 from commlayer.balance import tuner
-from commlayer.balance.tuner_engine import Engine
-from commlayer.balance.tuner_space import SearchSpace, Settings, default_space
-from commlayer.balance.tuner_store import Search, Store, TuningTrial
+from commlayer.balance.tuner import Engine, Search, SearchSpace, Settings, Store, TuningTrial, default_space
 from commlayer.demo import tuning_tasks
 
 TASKS = {"digits": tuning_tasks.digits, "chars": tuning_tasks.chars}

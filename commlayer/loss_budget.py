@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
-from commlayer.balance.tuner_loss import LossModel, family
+from commlayer.balance.loss_model import LossModel, family
 from commlayer.codec_name import SPARSE, named
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy, Profile

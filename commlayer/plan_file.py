@@ -11,7 +11,7 @@ import msgspec
 from msgspec import structs
 
 from commlayer import loss_budget, records
-from commlayer.balance.tuner_loss import LossModel
+from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.model import cluster as model
 from commlayer.planner.model.cluster import Basis, Node, Policy, Profile

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import commlayer
-from commlayer.balance import Sampler, view
+from commlayer.balance import Sampler, balancer
 from commlayer.demo.problem import accuracy, digits, mlp
 
 SPEED_MS = [(3.0, 0.4), (3.0, 0.4), (3.0, 0.8), (6.0, 2.4)]  # to begin a step, for each sample
@@ -52,7 +52,7 @@ def train(mode: str, seed: int) -> tuple[float, float]:
         if mode != "equal":
             controller.profile(model, loss_of, loader, limit_s=2.0)
             if first:
-                print(f"profiled in {time.perf_counter() - begin:.1f} s\n{view.heading(world)}", flush=True)
+                print(f"profiled in {time.perf_counter() - begin:.1f} s\n{balancer.heading(world)}", flush=True)
         begin = time.perf_counter()
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)
@@ -66,7 +66,7 @@ def train(mode: str, seed: int) -> tuple[float, float]:
                     optimizer.step()
                     optimizer.zero_grad()
                 while first and told < len(controller.events):
-                    if line := view.line(controller.events[told], world):
+                    if line := balancer.line(controller.events[told], world):
                         print(line, flush=True)
                     told += 1
             if first:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlayer.balance.rounding import apportion
+from commlayer.balance.schedule import apportion
 
 Caps = Sequence[int | None]
 

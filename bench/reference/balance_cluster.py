@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from commlayer.balance.models import Given, Line
 from commlayer.balance.share_solver import FREE, Communication, solve
+from commlayer.balance.time_models import Given, Line
 from commlayer.records import Record
 
 

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 from bench.reference.balance_cluster import PlayedCluster
-from commlayer.balance.balancer import Balancer, Policy
-from commlayer.balance.events import Decision, Input, Joined, Measurement, Vanished
-from commlayer.balance.models import Line
+from commlayer.balance.balancer import Balancer, Decision, Input, Joined, Measurement, Policy, Vanished
 from commlayer.balance.share_solver import FREE, Communication
+from commlayer.balance.time_models import Line
 
 
 class Ours:

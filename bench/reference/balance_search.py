@@ -13,9 +13,8 @@ from scipy.optimize import minimize
 
 from bench.reference.balance_cluster import PlayedCluster
 from bench.reference.balance_default import Ours
-from commlayer.balance.balancer import Policy
-from commlayer.balance.events import Outcome
-from commlayer.balance.rounding import apportion
+from commlayer.balance.balancer import Outcome, Policy
+from commlayer.balance.schedule import apportion
 
 FIRST_MOVE = 0.05
 """Of the batch, in each direction: smaller ones stay on a stair, larger ones are slow steps."""

@@ -10,30 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commlayer.balance.balancer import Balancer as Balancer
+    from commlayer.balance.balancer import Decision as Decision
+    from commlayer.balance.balancer import Joined as Joined
+    from commlayer.balance.balancer import Measurement as Measurement
+    from commlayer.balance.balancer import Note as Note
+    from commlayer.balance.balancer import Outcome as Outcome
     from commlayer.balance.balancer import Policy as Policy
-    from commlayer.balance.dealer import Dealer as Dealer
-    from commlayer.balance.events import Decision as Decision
-    from commlayer.balance.events import Joined as Joined
-    from commlayer.balance.events import Measurement as Measurement
-    from commlayer.balance.events import Note as Note
-    from commlayer.balance.events import Outcome as Outcome
-    from commlayer.balance.events import Vanished as Vanished
-    from commlayer.balance.models import Cubic as Cubic
-    from commlayer.balance.models import Line as Line
-    from commlayer.balance.models import Piecewise as Piecewise
+    from commlayer.balance.balancer import Vanished as Vanished
+    from commlayer.balance.dispatcher import Dealer as Dealer
     from commlayer.balance.sampler import Sampler as Sampler
     from commlayer.balance.share_solver import Communication as Communication
     from commlayer.balance.share_solver import Solution as Solution
     from commlayer.balance.share_solver import shares as shares
     from commlayer.balance.share_solver import solve as solve
+    from commlayer.balance.time_models import Cubic as Cubic
+    from commlayer.balance.time_models import Line as Line
+    from commlayer.balance.time_models import Piecewise as Piecewise
 
 _MODULES = {
-    "balancer": ("Balancer", "Policy"),
-    "dealer": ("Dealer",),
-    "events": ("Decision", "Joined", "Measurement", "Note", "Outcome", "Vanished"),
-    "models": ("Cubic", "Line", "Piecewise"),
+    "balancer": ("Balancer", "Decision", "Joined", "Measurement", "Note", "Outcome", "Policy", "Vanished"),
+    "dispatcher": ("Dispatcher",),
     "sampler": ("Sampler",),
     "share_solver": ("Communication", "Solution", "shares", "solve"),
+    "time_models": ("Cubic", "Line", "Piecewise"),
 }
 _MODULE_OF = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -18,18 +18,24 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from msgspec import structs
+from msgspec import field, structs
 
-from commlayer.balance.epoch_steps import KEEP_STEPS, Course
-from commlayer.balance.handout import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
-from commlayer.balance.ledger import Ledger, text_of
-from commlayer.balance.roster import SOON_STEPS, Roster
-from commlayer.balance.sampler_state import GivenSampler, SamplerState, epoch_to_come, place_among
-from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, even_shares, scaled
-from commlayer.balance.shuffle import Permutation
+from commlayer.balance.assignment import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
+from commlayer.balance.consumed_log import Course, Ledger, Permutation, text_of
+from commlayer.balance.schedule import (
+    KEEP_STEPS,
+    SOON_STEPS,
+    Announcement,
+    Roster,
+    SharesSchedule,
+    check_sizes,
+    checked_shares,
+    even_shares,
+    scaled,
+)
 from commlayer.config import read_launch
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.records import decode
+from commlayer.records import Record, decode
 
 
 class Sampler(HandsOut):
@@ -408,3 +414,44 @@ class Straight:
 
     def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
         return [index for start, stop in ranges for index in range(start, stop)]
+
+
+class SamplerState(Record, frozen=True):
+    """A sampler as a value: the same on all workers at the same step."""
+
+    length: int
+    batch: int
+    seed: int
+    epoch: int
+    step: int
+    ledger: dict[str, str]
+    schedule: list[Announcement]
+    world: int = 0
+    """Number of workers that the sampler was made for. 0: unknown. -1: workers have left or joined since."""
+    left: list[int] = field(default_factory=list)
+    """The present workers, in the order of their ranks."""
+
+
+class GivenSampler(Record, frozen=True):
+    """The state that a joining worker gets from the other workers."""
+
+    state: SamplerState
+    numbers: list[int]
+    gone: list[int]
+    amiss: int
+    """As in Roster."""
+    passes: dict[int, int]
+    """As in Sampler."""
+    under_way: bool
+    """Whether the worker joins in the middle of a step."""
+
+
+def place_among(left: Sequence[int]) -> Callable[[int], int]:
+    """Renumbers the workers in `left` from 0 on; all others come after them."""
+    places = {worker: place for place, worker in enumerate(left)}
+    return lambda worker: places.get(worker, len(places) + worker)
+
+
+def epoch_to_come(given: GivenSampler) -> int:
+    """The epoch that is in progress there, or the next one."""
+    return given.state.epoch + (not given.under_way and not Ledger.from_state(given.state.ledger).left)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 
 import msgspec
 
-from commlayer.balance.rounding import apportion
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
+
+KEEP_STEPS = 64
+"""How many steps back a loss may be announced. More steps than can complete before a dead worker is noticed, since no step
+completes without it."""
 
 Shares = dict[int, int]
 """Worker -> its part of a step's samples."""
@@ -141,3 +145,105 @@ class SharesSchedule:
     def forget(self, step: int) -> None:
         """Drops announcements that no longer apply at `step`."""
         self._all = self.since(step)
+
+
+SOON_STEPS = KEEP_STEPS - 1
+"""Number of steps after a departure or a join at which all workers change their assignments. No loader may draw more
+batches in advance than this: one that does is refused."""
+
+
+class Roster:
+    """The same on all workers after the same step."""
+
+    def __init__(self, numbers: Sequence[int] = (), gone: Sequence[int] = (), amiss: int = 0) -> None:
+        self.numbers = tuple(numbers)
+        """Session member numbers, by the sampler's worker number. Empty: the members are not known yet."""
+        self.gone = frozenset(gone)
+        """Sampler numbers of workers that left."""
+        self.amiss = amiss
+        """Before this step, samples may be assigned to workers that have left."""
+        self._there = self.numbers
+        self.changed = bool(self.gone)
+        """Whether the membership differs from the first one."""
+
+    @property
+    def left(self) -> list[int]:
+        """The sampler's present workers, in the order of their ranks."""
+        return [worker for worker in range(len(self.numbers)) if worker not in self.gone]
+
+    def meet(self, members: Sequence[int]) -> None:
+        self.numbers = self._there = tuple(members)
+
+    def heed(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int,
+             lost_from: Callable[[int], int]) -> Announcement | None:
+        """The announcement for a membership change after `step`; None without one. `shares`: those planned for the step at
+        which it takes effect. `lost_from`: the first step without a lost member, by the session's member number."""
+        if members == self._there:
+            return None
+        self._there = tuple(members)
+        come = range(len(self.numbers), len(self.numbers) + len(set(members) - set(self.numbers)))
+        self.numbers += tuple(member for member in members if member not in self.numbers)
+        gone = frozenset(worker for worker, member in enumerate(self.numbers) if member not in members)
+        lost, self.gone, self.changed = gone - self.gone, gone, True
+        begin = step + 1 + SOON_STEPS
+        if lost:
+            self.amiss = begin
+        left = {worker: share for worker, share in shares.items() if worker not in gone}
+        first = {worker: lost_from(self.numbers[worker]) for worker in lost}
+        return Announcement(begin, widened(left, come, batch, least), first)
+
+
+def widened(shares: Mapping[int, int], come: Sequence[int], batch: int, least: int) -> Shares:
+    """These shares scaled to the batch, with an even part for each worker that joined. If a share would fall below `least`,
+    all parts are even; if even parts are too small as well, the new workers get none.
+
+    >>> widened({0: 6, 2: 6}, [3], 12, 1)
+    {0: 4, 2: 4, 3: 4}
+    """
+    some = sum(share > 0 for share in shares.values())
+    if not some:
+        return scaled(dict.fromkeys([*shares, *come], 1), batch)
+    parts = {worker: share * some for worker, share in shares.items()} | dict.fromkeys(come, sum(shares.values()))
+    even = {worker: int(part > 0) for worker, part in parts.items()}
+    none = dict(shares) | dict.fromkeys(come, 0)
+    for weights in (parts, even, none):
+        result = scaled(weights, batch)
+        if all(not share or share >= least for share in result.values()):
+            break
+    return result
+
+
+def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] = ()) -> list[int]:
+    """Shares proportional to the weights, with the sum `total`. Samples above a cap go to the other workers; ties go to the
+    earlier one.
+
+    Exact for any weights, so that all machines get the same shares. If all weights are 0, all count equally.
+
+    >>> apportion([6, 2, 0], 5), apportion([1.0, 1.0], 5, [1, None])
+    ([4, 1, 0], [1, 4])
+    """
+    most = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(weights))]
+    if sum(most) < total:
+        raise InvalidInput("E-SHARES-ARGUMENT",
+                           f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a "
+                           "cap")
+    exact = [Fraction(weight) for weight in weights]
+    open_yet, left, taken = list(range(len(weights))), total, [0] * len(weights)
+    while True:
+        whole = sum(exact[i] for i in open_yet)
+        part = {i: left * exact[i] / whole if whole else Fraction(left, len(open_yet)) for i in open_yet}
+        over = [i for i in open_yet if part[i] >= most[i]]
+        if not over or len(over) == len(open_yet):
+            break
+        for i in over:
+            taken[i], left = most[i], left - most[i]
+        open_yet = [i for i in open_yet if i not in over]
+    for i in open_yet:
+        taken[i] = min(int(part[i]), most[i])
+    short = total - sum(taken)
+    order = sorted(open_yet, key=lambda i: (taken[i] - part[i], i))
+    while short > 0:
+        for i in order:
+            if short and taken[i] < most[i]:
+                taken[i], short = taken[i] + 1, short - 1
+    return taken

@@ -6,16 +6,215 @@ The first trial is dense; all others are compared with it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from commlayer.balance.tuner_loss import LossModel, LossPoint, family
-from commlayer.balance.tuner_space import DENSE, EXACT, SearchSpace, Settings, spelled
-from commlayer.balance.tuner_store import Search, Store, TuningTrial
-from commlayer.errors import InvalidInput
+import numpy as np
 
-if TYPE_CHECKING:
-    from commlayer.balance.tuner_engine import Engine
+from commlayer.balance.loss_model import LossModel, LossPoint, family
+from commlayer.errors import InvalidInput, RecordError
+from commlayer.files import write_whole
+from commlayer.records import Record, decode, encode
+
+Settings = dict[str, Any]
+"""Settings of a proxy run: a value per dimension, with `codec` spelled out."""
+
+
+class Dimension(Record, frozen=True):
+    """`low` to `high` on a logarithmic scale, or a choice."""
+
+    name: str
+    low: float = 0.0
+    high: float = 0.0
+    choices: tuple[str | int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Number of coordinates: one per choice for text, since text has no order."""
+        return len(self.choices) if self.choices and isinstance(self.choices[0], str) else 1
+
+    def coordinates(self, value: Any) -> list[float]:
+        if not self.choices:
+            return [math.log(value / self.low) / math.log(self.high / self.low)]
+        if self.width > 1:
+            # Half, so that another codec is as far away as half the range of a number.
+            return [0.5 * (value == choice) for choice in self.choices]
+        return [self.choices.index(value) / max(1, len(self.choices) - 1)]
+
+    def at(self, u: float) -> Any:
+        """The value at a fraction of the range."""
+        if self.choices:
+            return self.choices[min(len(self.choices) - 1, int(u * len(self.choices)))]
+        return float(f"{self.low * (self.high / self.low) ** u:.4g}")
+
+
+class SearchSpace(Record, frozen=True):
+    """All dimensions. `codec` is a choice of spellings in which {ratio} stands for the ratio."""
+
+    dimensions: tuple[Dimension, ...]
+
+    def at(self, units: list[float]) -> Settings:
+        """The raw settings at a point of the unit cube, one coordinate per dimension."""
+        return self.plain({d.name: d.at(u) for d, u in zip(self.dimensions, units, strict=True)})
+
+    def plain(self, settings: Settings) -> Settings:
+        """Normalizes equivalent settings: a codec without ratio gets the highest ratio, and local steps exclude staleness."""
+        if settings.get("stale") and settings.get("local_steps", 1) > 1:
+            settings = settings | {"stale": 0}
+        ratio = next((d for d in self.dimensions if d.name == "ratio"), None)
+        if ratio is not None and "{ratio}" not in str(settings.get("codec", "{ratio}")):
+            return settings | {"ratio": ratio.high}
+        return settings
+
+    def coordinates(self, settings: Mapping[str, Any]) -> list[float]:
+        """These settings as coordinates for the engine."""
+        return [x for d in self.dimensions for x in d.coordinates(settings[d.name])]
+
+    def check(self) -> None:
+        """Raises a one-line error if no engine could search the space."""
+        for d in self.dimensions:
+            if not d.choices and not 0 < d.low < d.high < math.inf:
+                raise InvalidInput("E-TUNE-ARGUMENT",
+                                   f"{d.name}: got {d.low:g} to {d.high:g}, allowed: a range above 0, such as 0.001:0.1")
+
+
+def spelled(settings: Settings) -> Settings:
+    """Settings for a proxy: the ratio inserted into the codec, staleness as a bool."""
+    stale = {"stale": bool(settings["stale"])} if "stale" in settings else {}
+    return settings | stale | {"codec": str(settings["codec"]).replace("{ratio}", f"{settings['ratio']:g}")}
+
+
+CODECS = ("fp16()", "int8()", "topk(ratio={ratio}, values='int8')")
+DENSE = "identity()"
+EXACT: dict[str, Any] = {"codec": DENSE, "local_steps": 1, "stale": 0}
+"""The values that do not change what is trained."""
+
+
+def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float] = (0.001, 0.3),
+                  batches: tuple[int, ...] = (64, 128, 256), local_steps: tuple[int, ...] = (1,),
+                  staleness: bool = False) -> SearchSpace:
+    """Codec, ratio and batch. Local steps and staleness only on request, since neither is exact."""
+    codec, batch = Dimension("codec", choices=(DENSE, *codecs)), Dimension("batch", choices=batches)
+    dimensions = [codec, Dimension("ratio", *ratio), batch]
+    if any(n > 1 for n in local_steps):
+        dimensions.append(Dimension("local_steps", choices=tuple(sorted({EXACT["local_steps"], *local_steps}))))
+    if staleness:
+        dimensions.append(Dimension("stale", choices=(EXACT["stale"], 1)))
+    space = SearchSpace(tuple(dimensions))
+    space.check()
+    return space
+
+
+class Search(Record, frozen=True):
+    """Identifies the search that a store's trials belong to."""
+
+    task: str
+    space: SearchSpace
+    budget: float
+    """Allowed relative increase of the loss, 0.005 for half a per cent."""
+    seed: int = 0
+
+
+class TuningTrial(Record, frozen=True):
+    """One proxy run. A failed one has its reason in `error`; its figures do not count."""
+
+    settings: dict[str, Any]
+    """Raw settings as the search space has them."""
+    seconds: float
+    loss: float
+    error: str = ""
+
+
+class Store:
+    """An append-only file. An incomplete last line, from a crash, is dropped."""
+
+    def __init__(self, path: Path, search: Search) -> None:
+        self.path, self.trials = path, list[TuningTrial]()
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if not whole:
+            write_whole({path: encode(search) + b"\n"})
+            return
+        kept = decode(whole[0], Search, f"{path}: line 1")
+        if kept != search:
+            name = next(f for f in Search.__struct_fields__ if getattr(kept, f) != getattr(search, f))
+            raise RecordError("E-TUNE-STORE",
+                              f"{path} holds trials of another search (its {name} differs): give another --store, or delete it")
+        self.trials = [decode(line, TuningTrial, f"{path}: line {i}") for i, line in enumerate(whole[1:], 2)]
+        if len(whole) < len(lines):
+            write_whole({path: b"".join(whole)})
+
+    def add(self, trial: TuningTrial) -> None:
+        """The trial is in the file when this returns."""
+        with self.path.open("ab") as file:
+            file.write(encode(trial) + b"\n")
+        self.trials.append(trial)
+
+
+RANDOM_TRIALS = 8
+CANDIDATES = 1500
+LENGTHS = (0.05, 10.0)
+"""Range of length scales in the unit cube, from which maximum likelihood chooses."""
+
+
+class Engine:
+    """A minimizing search: ask() proposes settings, tell() takes their result."""
+
+    def __init__(self, space: SearchSpace, seed: int) -> None:
+        self._space, self._seed = space, seed
+        self._tried: list[Settings] = []
+        self._values: list[float] = []
+
+    def ask(self) -> Settings:
+        """Settings not tried yet; the best again if none is left."""
+        # Seeded by the number of trials, so that a resumed search continues like an uninterrupted one.
+        candidates = self._candidates(np.random.default_rng([self._seed, len(self._tried)]))
+        if not candidates:
+            return self._best()
+        return candidates[0] if len(self._tried) < RANDOM_TRIALS else self._most_promising(candidates)
+
+    def tell(self, settings: Settings, value: float) -> None:
+        self._tried.append(settings)
+        self._values.append(value)
+
+    def _best(self) -> Settings:
+        return self._tried[int(np.argmin(self._values))]
+
+    def _candidates(self, random: np.random.Generator) -> list[Settings]:
+        """Random settings and variations of the best, without those already tried."""
+        candidates = [self._space.at(list(row)) for row in random.random((CANDIDATES, len(self._space.dimensions)))]
+        if self._tried:
+            best = self._best()
+            for other in candidates[: CANDIDATES // 3]:
+                kept = random.random(len(best)) < 0.6
+                candidates.append(self._space.plain({name: best[name] if keep else other[name]
+                                                for keep, name in zip(kept, sorted(best), strict=True)}))
+        seen = {_key(settings) for settings in self._tried}
+        return [settings for settings in candidates if _key(settings) not in seen]
+
+    def _most_promising(self, candidates: list[Settings]) -> Settings:
+        """The candidate with the largest expected improvement."""
+        from skopt.acquisition import gaussian_ei
+        from skopt.learning import GaussianProcessRegressor
+        from skopt.learning.gaussian_process.kernels import Matern
+
+        process: Any = GaussianProcessRegressor(Matern(0.5, LENGTHS, nu=2.5), normalize_y=True, noise="gaussian")
+        with warnings.catch_warnings():
+            # It warns of a length or noise at the end of its range, which is normal with few or flat trials.
+            warnings.simplefilter("ignore")
+            process.fit(self._points(self._tried), self._values)
+        promise = gaussian_ei(self._points(candidates), process, y_opt=min(self._values), xi=0.0)
+        return candidates[int(np.argmax(promise))]
+
+    def _points(self, settings: list[Settings]) -> list[list[float]]:
+        return [self._space.coordinates(one) for one in settings]
+
+
+def _key(settings: Settings) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(settings.items()))
+
 
 Proxy = Callable[[Settings], Mapping[str, Any]]
 """Trains for a short time with these settings: {"seconds": ..., "loss": ...}."""

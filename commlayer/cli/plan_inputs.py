@@ -10,8 +10,8 @@ from typing import Literal
 from msgspec import structs
 
 from commlayer import records
-from commlayer.balance import tuner_loss
-from commlayer.balance.tuner_loss import LossModel
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.plan_file import text_of
@@ -104,7 +104,7 @@ def objective_named(name: str) -> Literal["loss", "step"]:
 
 
 def loss_named(file: str) -> LossModel | None:
-    return tuner_loss.read(Path(file)) if file else None
+    return loss_model.read(Path(file)) if file else None
 
 
 def learning_named(file: str) -> tuple[LearningRow, ...]:

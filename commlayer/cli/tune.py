@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from commlayer.balance import tuner, tuner_loss
-from commlayer.balance.tuner_space import CODECS, SearchSpace, Settings, default_space, spelled
-from commlayer.balance.tuner_store import Search, Store, TuningTrial
+from commlayer.balance import loss_model, tuner
+from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, spelled
 from commlayer.cli import tune_learning
 from commlayer.cli.loss_part import loss_part
 from commlayer.cli.user_code import function_of
@@ -55,13 +54,13 @@ def tune(
     if importlib.util.find_spec("skopt") is None:
         raise InvalidInput("E-PACKAGE", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
     # Imported late: these load numpy and scikit-optimize, and --help must be fast.
-    from commlayer.balance.tuner_engine import Engine
+    from commlayer.balance.tuner import Engine
 
     engine, proxy = Engine(space, seed), load(task)
     search = Search(task, space, part, seed)
     kept = Store(store, search)
     _show(tuner.tune(proxy, kept, search, engine, trials), kept, search, trials)
-    tuner_loss.write(out, tuner.loss_model(kept.trials))
+    loss_model.write(out, tuner.loss_model(kept.trials))
     _tell(kept, search, out)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from commlayer import loss_budget, plan_file, planner
-from commlayer.balance import tuner_loss
+from commlayer.balance import loss_model
 from commlayer.codec_name import misspelled, up_and_down
 from commlayer.compressors import build, wrap
 from commlayer.config import Config
@@ -118,7 +118,7 @@ def _first_codec(config: Config, recipe: Recipe) -> str:
     """The first codec of plan="auto". A loss model is read on rank 0 only."""
     rows = machines.learning_rows(config.learning)  # reads the file before anything starts, so that an error in it shows early
     if config.loss:
-        model = tuner_loss.read(Path(config.loss))
+        model = loss_model.read(Path(config.loss))
         return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)
     if not config.max_loss:
         return FINE[0]

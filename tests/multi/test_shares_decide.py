@@ -15,8 +15,7 @@ from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
 from commlayer.autotune.shares.state import Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
-from commlayer.balance.first_shares import opening
-from commlayer.balance.profiling import WorkerProfile
+from commlayer.balance.profile import WorkerProfile, opening
 from commlayer.errors import CommError
 
 WORLD, BATCH = 3, 24

@@ -20,8 +20,8 @@ import commlayer
 from commlayer.autotune.plan import loss_limits
 from commlayer.autotune.quality import policy
 from commlayer.autotune.quality.policy import SETTLE
-from commlayer.balance import tuner_loss
-from commlayer.balance.tuner_loss import LossModel, LossPoint
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
 from commlayer.engine import codec_floor, gradient_comparison
 from commlayer.engine.connection import Connection
@@ -375,7 +375,7 @@ def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path)
     assert loss_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
     bounded = loss_limits.bounded(connection, profile, policy)[1]
     assert set(bounded.codecs) == {"identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)"}
-    tuner_loss.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
+    loss_model.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
     connection.terms.loss, connection.terms.max_loss = str(tmp_path / "loss.json"), 0.025
     measured, bound = loss_limits.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from commlayer import loss_budget
-from commlayer.balance import tuner_loss
-from commlayer.balance.tuner_loss import LossModel, LossPoint
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.cli.main import run
 from commlayer.engine.requested_plan import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
@@ -89,17 +89,17 @@ def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text(text)
     with pytest.raises(ValueError, match=f"^loss model bad.json: .*{message}") as told:
-        tuner_loss.read(Path("bad.json"))
+        loss_model.read(Path("bad.json"))
     assert "\n" not in str(told.value)
     with pytest.raises(ValueError, match="none.json: No such file.*E-LOSS-MODEL"):
-        tuner_loss.read(Path("none.json"))
+        loss_model.read(Path("none.json"))
 
 
 def test_the_command_plans_with_measured_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tuner_loss.write(Path("loss.json"), MODEL)
+    loss_model.write(Path("loss.json"), MODEL)
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["commlayer", "plan", *arguments])

@@ -17,11 +17,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from commlayer.balance import tuner, tuner_loss
-from commlayer.balance.tuner_engine import Engine
-from commlayer.balance.tuner_loss import LossModel, LossPoint
-from commlayer.balance.tuner_space import DENSE, Dimension, SearchSpace, Settings, default_space, spelled
-from commlayer.balance.tuner_store import Search, Store, TuningTrial
+from commlayer.balance import loss_model, tuner
+from commlayer.balance.loss_model import LossModel, LossPoint
+from commlayer.balance.tuner import (
+    DENSE,
+    Dimension,
+    Engine,
+    Search,
+    SearchSpace,
+    Settings,
+    Store,
+    TuningTrial,
+    default_space,
+    spelled,
+)
 from commlayer.cli import main
 from commlayer.cli.tune import load, read_space
 from commlayer.demo import problem, tuning_tasks
@@ -211,8 +220,8 @@ def test_penalties_fall_with_the_ratio_and_budgets_are_kept(points: list[tuple[f
 def test_trials_make_a_loss_model(tmp_path: Path) -> None:
     trials = search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 20)
     model = tuner.loss_model(trials)
-    tuner_loss.write(tmp_path / "loss.json", model)
-    assert tuner_loss.read(tmp_path / "loss.json") == model
+    loss_model.write(tmp_path / "loss.json", model)
+    assert loss_model.read(tmp_path / "loss.json") == model
     assert {p.codec for p in model.points} == {"identity", "fp16", "int8", "topk"}
     assert model.penalty("identity") == 0.0
     least = min(p.ratio for p in model.points if p.codec == "topk")
@@ -258,7 +267,7 @@ def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch
         assert done.exit_code == 0, done.output
         assert said in done.output
     assert len(Path("tune.jsonl").read_text().splitlines()) == 13
-    assert tuner_loss.read(Path("loss.json")).penalty("topk", 0.3) == 0.0
+    assert loss_model.read(Path("loss.json")).penalty("topk", 0.3) == 0.0
 
 
 def test_the_command_searches_what_is_not_exact_where_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from commlayer.balance.models import Line, TimeModel
+from commlayer.balance.time_models import Line, TimeModel
 
 PAPER_MS = [(0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98)]
 """(ms per sample, ms of launch) of M40, GTX 1070, GTX 1070, GTX 750, from the paper's two tables."""

@@ -12,8 +12,7 @@ from support.balancing import PAPER
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, moves, run, slow_after
 from bench.reference.balance_default import Ours
 from commlayer.balance import Communication, Line
-from commlayer.balance.balancer import Balancer, Policy
-from commlayer.balance.events import Decision, Joined, Measurement, Note, Outcome, Vanished
+from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Note, Outcome, Policy, Vanished
 
 
 def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:

@@ -11,9 +11,8 @@ import pytest
 from support.balancing import PAPER
 
 from commlayer.balance import Communication, Line, Solution, shares, solve
-from commlayer.balance import active as search
-from commlayer.balance.models import Accumulated, TimeModel
 from commlayer.balance.share_solver import Accumulate
+from commlayer.balance.time_models import Accumulated, TimeModel
 
 Seconds = Callable[[tuple[int, ...]], float]
 
@@ -132,19 +131,16 @@ def test_sets_with_communication_against_brute_force(seed: int, kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [14, 22])
-def test_more_sets_than_can_be_looked_at(monkeypatch: pytest.MonkeyPatch, workers: int, kind: str) -> None:
-    """What is found with little effort, against the best that much effort finds and what it proves."""
+def test_more_sets_than_can_be_priced(workers: int, kind: str) -> None:
+    """The heuristic keeps the total and is never slower than all workers together."""
     for seed in range(2):
         draw = random.Random(100 * workers + seed)
         models = [a_line(draw) for _ in range(workers)]
         caps = [draw.choice([None, None, 20, 50]) for _ in models]
         comm, total = Communication(links(kind, draw, workers), draw.choice([0.0, 0.5])), 40 * workers
         found = solve(models, total, caps, communication=comm)
-        monkeypatch.setattr(search, "EFFORT", 4 * search.EFFORT)
-        more = solve(models, total, caps, communication=comm)
-        monkeypatch.undo()
-        assert sum(found.shares) == total
-        assert more.iteration_s <= found.iteration_s <= 1.02 * more.iteration_s
+        check(found, models, caps, total, 1)
+        assert found.iteration_s <= solve(models, total, caps, communication=comm, exclude=False).iteration_s
 
 
 @pytest.mark.parametrize("workers", [30, 200])

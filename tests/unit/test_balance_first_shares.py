@@ -8,10 +8,9 @@ import pytest
 from support.balancing import PAPER
 
 from commlayer.balance import Line, solve
-from commlayer.balance.first_shares import opening
-from commlayer.balance.models import Accumulated
-from commlayer.balance.profiling import WorkerProfile, ladder, profile
-from commlayer.balance.published import Published, fitting
+from commlayer.balance.lbb import Published, fitting
+from commlayer.balance.profile import WorkerProfile, ladder, opening, profile
+from commlayer.balance.time_models import Accumulated
 
 TOTAL = 512
 EVEN = dict.fromkeys(range(4), 128)

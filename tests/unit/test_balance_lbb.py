@@ -7,9 +7,9 @@ from support.balancing import PAPER
 
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, run
 from commlayer.balance import Cubic, Line, solve
-from commlayer.balance.events import straggler_effect
+from commlayer.balance.balancer import straggler_effect
 from commlayer.balance.lbb import Lbb, LbbSettings, round_halves, spread_s, spread_shares
-from commlayer.balance.makespan import makespan_s
+from commlayer.balance.share_solver import makespan_s
 
 CURVES = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in PAPER]
 PROFILE_A0_S = (0.01215, 0.01320, 0.01567, 0.04084)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.balance.ledger import Ledger, merged, size
-from commlayer.balance.shuffle import TABLE, Permutation
+from commlayer.balance.consumed_log import TABLE, Ledger, Permutation, merged, size
 
 LENGTH = 300
 GOLDEN = {1000: (125, 697, 303, 443, 285, 560), 4 * TABLE: (1112160, 746553, 2574298, 2094468, 12460, 1031196)}

@@ -9,9 +9,9 @@ import pytest
 from bench.reference.balance_cluster import PlayedCluster
 from bench.reference.balance_relaxed import local_steps, n_soft
 from commlayer.balance import Balancer, Communication, Joined, Line, Measurement, Note, Piecewise, Policy, Sampler, shares
-from commlayer.balance.handout import split
-from commlayer.balance.models import InPieces
+from commlayer.balance.assignment import split
 from commlayer.balance.share_solver import solve
+from commlayer.balance.time_models import InPieces
 
 ONE = Line(1.0, 1.0)
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 from support.balancing import PAPER
 
-from commlayer.balance.fits import fit_cubic, fit_line, fit_piecewise
-from commlayer.balance.models import Line
-from commlayer.balance.profiling import profile
+from commlayer.balance.profile import profile
+from commlayer.balance.time_models import Line, fit_cubic, fit_line, fit_piecewise
 
 
 def runs_to(memory: int, line: Line = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.balancing import PAPER
 
-from commlayer.balance.models import Line
-from commlayer.balance.recursive_fit import OnlineLine, checked_time
+from commlayer.balance.time_models import Line, OnlineLine, checked_time
 
 SLOW = PAPER[3]
 FAST = PAPER[0]

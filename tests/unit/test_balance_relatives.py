@@ -12,8 +12,7 @@ from support.balancing import PAPER
 from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
 from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, oracle_s, run, slow_after
 from bench.reference.balance_relaxed import local_steps, majority, n_soft, stale_synchronous
-from commlayer.balance.rounding import apportion
-from commlayer.balance.schedule import scaled
+from commlayer.balance.schedule import apportion, scaled
 
 FOUR = PlayedCluster(tuple(PAPER), 512)
 

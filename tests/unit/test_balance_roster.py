@@ -12,7 +12,7 @@ from support.samplers import Noted
 from torch.utils.data import DataLoader
 
 from commlayer.balance import Sampler
-from commlayer.balance.roster import SOON_STEPS, Roster, widened
+from commlayer.balance.schedule import SOON_STEPS, Roster, widened
 
 LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 

@@ -12,7 +12,7 @@ from support.balancing import PAPER, PAPER_MS, best_by_search
 
 from commlayer import balance
 from commlayer.balance import Communication, Cubic, Line, Piecewise, shares, solve
-from commlayer.balance.models import Accumulated, TimeModel, as_model, rising
+from commlayer.balance.time_models import Accumulated, TimeModel, as_model, rising
 
 numbers = st.floats(0.01, 10, allow_nan=False)
 lines = st.builds(Line, numbers, st.floats(0, 40))

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from commlayer.balance.events import Decision, Note, Outcome
-from commlayer.balance.view import heading, line
+from commlayer.balance.balancer import Decision, Note, Outcome, heading, line
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 9])

@@ -13,7 +13,7 @@ import pytest
 from commlayer.autotune.shares import driver as balancing
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler, solve
-from commlayer.balance.models import Accumulated
+from commlayer.balance.time_models import Accumulated
 
 WORLD = 2
 LINES = [Line(0.001, 0.001), Line(0.004, 0.001)]

@@ -16,7 +16,7 @@ import commlayer
 from commlayer.autotune.measure import step_times
 from commlayer.autotune.measure.step_times import Trial, batches_of, out_of_memory
 from commlayer.balance import Decision, Sampler
-from commlayer.balance.profiling import profile
+from commlayer.balance.profile import profile
 
 
 def model() -> nn.Sequential:

@@ -10,8 +10,8 @@ from msgspec import structs
 
 from commlayer import loss_budget
 from commlayer.autotune.plan.link_probes import RankMeasurement
-from commlayer.balance import tuner_loss
-from commlayer.balance.tuner_loss import LossModel
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse
 from commlayer.engine import codec_floor
 from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
@@ -79,4 +79,4 @@ def _budget(connection: Connection) -> float:
 
 
 def _model(connection: Connection) -> LossModel | None:
-    return tuner_loss.read(Path(connection.terms.loss)) if connection.terms.loss else None
+    return loss_model.read(Path(connection.terms.loss)) if connection.terms.loss else None

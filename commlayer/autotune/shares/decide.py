@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
-from commlayer.balance.balancer import Balancer, Policy
-from commlayer.balance.events import Decision, Joined, Measurement, Outcome
-from commlayer.balance.models import Cubic, Line
+from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Outcome, Policy
 from commlayer.balance.share_solver import FREE, Communication
+from commlayer.balance.time_models import Cubic, Line
 from commlayer.engine.spacing import row_spacing
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.balance.first_shares import Opening
-    from commlayer.balance.published import Published
+    from commlayer.balance.lbb import Published
+    from commlayer.balance.profile import Opening
 
 
 def begin(
@@ -113,7 +112,7 @@ def _published(
     joined: Sequence[Joined], total: int, first: Decision, policy: Policy, opening: Opening | None,
 ) -> Published:
     """LBB as published, from the cubic models of profiles if there are any."""
-    from commlayer.balance.published import Published
+    from commlayer.balance.lbb import Published
 
     if opening is not None:
         curves = list(opening.cubics)

@@ -21,15 +21,15 @@ from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
 from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
-from commlayer.balance.events import Event, said
-from commlayer.balance.profiling import LIMIT_S, WorkerProfile
+from commlayer.balance.balancer import Event, said
+from commlayer.balance.profile import LIMIT_S, WorkerProfile
 from commlayer.balance.share_solver import FREE
 from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
 if TYPE_CHECKING:  # it imports solvers that jobs without profiling do not need
-    from commlayer.balance.first_shares import Opening
+    from commlayer.balance.profile import Opening
 
 TOGETHER = Policy(exclude_gain=1.0)
 """A rank without a share still takes part in each step and the others wait for it, so excluding a rank gains nothing."""
@@ -101,7 +101,7 @@ class Controller:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
         from commlayer.autotune.shares import worker_profiles
-        from commlayer.balance.published import Published
+        from commlayer.balance.lbb import Published
 
         own, step = self._measure, self.sampler.step
         profiles, self._opening = worker_profiles.together(

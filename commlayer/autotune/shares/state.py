@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from commlayer.balance.balancer import Balancer, Policy
-from commlayer.balance.events import Decision, Event
+from commlayer.balance.balancer import Balancer, Decision, Event, Policy
 from commlayer.balance.share_solver import Communication
 
 if TYPE_CHECKING:  # it imports a solver that only comparisons need
-    from commlayer.balance.published import Published
+    from commlayer.balance.lbb import Published
 
 
 class RankStart(NamedTuple):

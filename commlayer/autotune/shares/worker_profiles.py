@@ -16,8 +16,7 @@ from torch import nn
 
 from commlayer.autotune.measure.step_times import LossOf, Trial, batches_of
 from commlayer.balance import Communication, Policy, Sampler
-from commlayer.balance.first_shares import Opening, SharesOf, opening
-from commlayer.balance.profiling import WorkerProfile, ladder, profile
+from commlayer.balance.profile import Opening, SharesOf, WorkerProfile, ladder, opening, profile
 from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.cluster.process_groups import Members
 from commlayer.config import read_launch

@@ -6,11 +6,14 @@ once. Positions are assigned from the front, so positions that come back are the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from commlayer.balance.schedule import Shares, SharesSchedule, scaled
 from commlayer.errors import InvalidInput
 from commlayer.records import Record, decode
 
@@ -137,3 +140,108 @@ class Ledger:
             if cut == stop:
                 self._left.pop(0)
         return taken
+
+
+class Course:
+    """Advances an epoch's ledger step by step; `step` is the next one to assign."""
+
+    def __init__(self, ledger: Ledger, schedule: SharesSchedule, step: int, batch: int, *, drop: bool) -> None:
+        """`drop`: leave out a last step that is not full."""
+        self.ledger, self.step = ledger, step
+        self._schedule, self._batch, self._drop = schedule, batch, drop
+
+    def copy(self) -> Course:
+        """A copy to look ahead with; it shares only the schedule."""
+        return Course(self.ledger.copy(), self._schedule, self.step, self._batch, drop=self._drop)
+
+    def over(self) -> bool:
+        """Whether no positions are left to assign."""
+        return self.ledger.left < (self._batch if self._drop else 1)
+
+    def ends(self) -> bool:
+        """Whether the next step is the last one."""
+        full, rest = self.steps_left()
+        return full + bool(rest) <= 1
+
+    def finished(self) -> bool:
+        """Whether the epoch is over. A loss that is announced for a later step but began in this epoch is applied now.
+
+        Call it only on the trained course, which is at the same step on all workers.
+        """
+        if not self.over():
+            return False
+        for worker, first in self._schedule.pull(self.step).items():
+            self.ledger.take_back(worker, first)
+        return self.over()
+
+    def advance(self, keep_from: int) -> dict[int, list[Range]]:
+        """Assigns the next step. Steps before `keep_from` can no longer be taken back."""
+        for worker, first in self._schedule.losses(self.step).items():
+            self.ledger.take_back(worker, first)
+        for step in [s for s in self.ledger.open if s < keep_from]:
+            self.ledger.commit(step)
+        given = self.ledger.give(self.step, self._counts())
+        self.step += 1
+        return given
+
+    def steps_left(self) -> tuple[int, int]:
+        """Full steps left, and the positions of a short last one."""
+        full, rest = divmod(self.ledger.left, self._batch)
+        return full, 0 if self._drop else rest
+
+    def _counts(self) -> Shares:
+        shares = self._schedule.shares(self.step)
+        whole = sum(shares.values())
+        return shares if self.ledger.left >= whole else scaled(shares, self.ledger.left)
+
+
+TABLE = 1 << 20
+"""8 MB and about 0.1 s per epoch. A Feistel network over few bits would be far from random; above this size it has at
+least 20."""
+ROUNDS = 6
+MASK = (1 << 64) - 1
+
+Array = npt.NDArray[np.uint64]
+
+
+def mix(x: Array) -> Array:
+    """The finalizer of splitmix64: each bit of the result depends on all bits of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Permutation:
+    """Position in the stream -> index of a sample."""
+
+    def __init__(self, length: int, seed: int, epoch: int, *, longest_table: int = TABLE) -> None:
+        """Up to `longest_table` positions the order is kept in memory, above it is computed. Must be the same on all
+        members."""
+        self.length = length
+        key = mix(np.array([seed & MASK], dtype=np.uint64)) + np.uint64(epoch)
+        ids = np.arange(1, ROUNDS + 1, dtype=np.uint64)
+        self._keys = mix(mix(key) + ids * np.uint64(0x9E3779B97F4A7C15))
+        self._half = np.uint64((max(length - 1, 1).bit_length() + 1) // 2)
+        self._table: npt.NDArray[Any] | None = None
+        if length <= longest_table:
+            self._table = np.argsort(mix(np.arange(length, dtype=np.uint64) + self._keys[0]), kind="stable")
+
+    def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        parts = [self._at(np.arange(start, stop, dtype=np.uint64)) for start, stop in ranges]
+        return [int(index) for part in parts for index in part]
+
+    def _at(self, positions: Array) -> npt.NDArray[Any]:
+        if self._table is not None:
+            return self._table[positions.astype(np.int64)]
+        result = self._feistel(positions)
+        # The network permutes a power of four, at most four times the length, so few results are outside.
+        while (outside := result >= self.length).any():
+            result[outside] = self._feistel(result[outside])
+        return result
+
+    def _feistel(self, x: Array) -> Array:
+        low = (np.uint64(1) << self._half) - np.uint64(1)
+        left, right = x >> self._half, x & low
+        for key in self._keys:
+            left, right = right, left ^ (mix(right + key) & low)
+        return (left << self._half) | right

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from commlayer.balance.handout import Averaging, Handout, HandsOut, drawn_batches
-from commlayer.balance.ledger import text_of
+from commlayer.balance.assignment import Averaging, Handout, HandsOut, drawn_batches
+from commlayer.balance.consumed_log import text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, scaled
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record, decode
