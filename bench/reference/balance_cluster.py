@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from commlayer.balance.share_solver import FREE, Communication, solve
-from commlayer.balance.time_models import Given, Line
+from commlayer.balance.time_models import Line, ModelLike
 from commlayer.records import Record
 
 
@@ -162,7 +162,7 @@ def _solved_s(truth: tuple[Line, ...], total: int, caps: tuple[int | None, ...] 
 
 @lru_cache(maxsize=512)
 def _uneven_s(truth: tuple[Line, ...], uneven: tuple[Unevenness, ...], total: int) -> float:
-    curves: list[Given] = [lambda batch, line=line, one=one: line.time_s(one.worth(math.ceil(batch)))  # type: ignore[misc]
+    curves: list[ModelLike] = [lambda batch, line=line, one=one: line.time_s(one.worth(math.ceil(batch)))  # type: ignore[misc]
                            for line, one in zip(truth, uneven, strict=True)]
     return solve(curves, total).iteration_s
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from commlayer.balance.balancer import Outcome as Outcome
     from commlayer.balance.balancer import Policy as Policy
     from commlayer.balance.balancer import Vanished as Vanished
-    from commlayer.balance.dispatcher import Dealer as Dealer
+    from commlayer.balance.dispatcher import Dispatcher as Dispatcher
     from commlayer.balance.sampler import Sampler as Sampler
     from commlayer.balance.share_solver import Communication as Communication
     from commlayer.balance.share_solver import Solution as Solution

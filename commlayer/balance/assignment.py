@@ -13,7 +13,7 @@ from commlayer.records import Plan
 T = TypeVar("T")
 
 
-class Planned(Protocol):
+class JobView(Protocol):
     """What a session says about its plan and membership."""
 
     @property
@@ -42,11 +42,11 @@ class Planned(Protocol):
     def given(self) -> dict[str, str]: ...
 
 
-class Averaging(Protocol):
+class TrainingSession(Protocol):
     """The part of a session that batch assignment needs."""
 
     @property
-    def inspect(self) -> Planned: ...
+    def inspect(self) -> JobView: ...
 
     @property
     def step(self) -> int: ...
@@ -75,7 +75,7 @@ class DrawnBatch(NamedTuple):
     """Samples of all workers in the step."""
 
 
-class Handout:
+class StepAssignment:
     """The current step. `fraction` and `last` are for the loop's body."""
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class Handout:
         self.samples = self.computed = 0
         """This worker's samples in the step, and the samples that it computes, including repeats and samples of weight
         zero."""
-        self.out = False
+        self.pending = False
         """Whether the loop has the step's last batch and the step is not accounted for yet."""
-        self.session: Averaging | None = None
+        self.session: TrainingSession | None = None
         self._local, self._steps_before = False, 0.0
 
-    def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: Averaging | None,
+    def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: TrainingSession | None,
             weigh: Callable[[Any], float] | None, *, whole: bool = True) -> Iterator[Any]:
         """Yields a step's batches; all but the last accumulate without synchronizing. `whole`: every worker that was
         assigned a part of the step is still present."""
@@ -107,7 +107,7 @@ class Handout:
         nothing = 0.0 if self._local else 1.0 / len(batches)
         for (batch, part), weight in zip(batches, weights, strict=True):
             self.fraction = weight / total if total else nothing
-            self.last = self.out = part.last
+            self.last = self.pending = part.last
             with contextlib.nullcontext() if part.last or session is None else session.no_sync():
                 yield batch
         self.fraction, self.last = 1.0, True
@@ -115,14 +115,14 @@ class Handout:
     def applied(self) -> bool:
         """Whether the step of the last yielded batch was averaged (with local steps: taken). Assumed true without a
         session, and with a session of one worker."""
-        if not self.out:
+        if not self.pending:
             return False
         return (self.session is None or self.session.inspect.plan is None
                 or _steps(self.session, local=self._local) > self._steps_before)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """Marks the step as accounted for."""
-        self.out = False
+        self.pending = False
 
 
 def split(samples: int, cap: int) -> list[int]:
@@ -162,24 +162,24 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
     return weight
 
 
-def _steps(session: Averaging | None, *, local: bool) -> float:
+def _steps(session: TrainingSession | None, *, local: bool) -> float:
     """Steps that were averaged; with local steps, steps that were taken."""
     if session is None:
         return 0.0
     return float(session.step if local else session.stats().get("exchanges", 0))
 
 
-class HandsOut:
+class BatchSource:
     """Properties that a loop's body reads from a Sampler or Dealer."""
 
-    _handout: Handout
+    _assignment: StepAssignment
 
     @property
     def fraction(self) -> float:
         """Factor for the current batch's loss: its part of this worker's weight in the step."""
-        return self._handout.fraction
+        return self._assignment.fraction
 
     @property
     def last(self) -> bool:
         """Whether the current batch is this worker's last of the step, after which the optimizer steps."""
-        return self._handout.last
+        return self._assignment.last

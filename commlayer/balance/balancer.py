@@ -88,7 +88,7 @@ class Outcome(Record, frozen=True):
 
 
 class Note(Record, frozen=True):
-    """An observation that changed no share: a refused measurement, a suspected spike, no worker left."""
+    """An observation that changed no share: a invalid measurement, a suspected spike, no worker left."""
 
     step: int
     text: str
@@ -102,14 +102,14 @@ def straggler_effect(times_s: Sequence[float]) -> float:
     return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s)) if times_s else 0.0
 
 
-def said(event: Decision | Outcome) -> str:
+def describe(event: Decision | Outcome) -> str:
     if isinstance(event, Outcome):
-        whole = f"; a whole step takes {event.whole_s * 1e3:.1f} ms" if event.whole_s else ""
-        return (f"the shares decided at step {event.decided} brought {event.measured_s * 1e3:.1f} ms a step, expected were "
+        whole = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
+        return (f"shares of step {event.decided}: measured {event.measured_s * 1e3:.1f} ms per step, expected "
                 f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}{whole}")
     shares = ", ".join(f"worker {w} {share}" for w, share in zip(event.workers, event.shares, strict=True))
-    return (f"new shares from step {event.from_step}: {shares}; {event.reason} (straggler effect {event.effect:.2f}): expected "
-            f"{event.after_s * 1e3:.1f} ms a step instead of {event.before_s * 1e3:.1f} ms")
+    return (f"new shares from step {event.from_step}: {shares}; {event.reason} (straggler effect {event.effect:.2f}); expected "
+            f"{event.after_s * 1e3:.1f} ms per step (was {event.before_s * 1e3:.1f})")
 
 
 EVENTS_KEPT = 1000
@@ -148,8 +148,8 @@ class BalancedWorker:
     def __init__(self, cap: int | None, line: Line | None) -> None:
         self.cap = cap
         self.online = OnlineLine(line)
-        self.out_since: int | None = None
-        self.patience = 0
+        self.excluded_since: int | None = None
+        self.retry_after = 0
 
     def copy(self) -> BalancedWorker:
         clone = copy.copy(self)
@@ -171,7 +171,7 @@ class Balancer:
         self.members = {one.worker: BalancedWorker(one.cap, one.line) for one in joined}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._effect = 0.0
-        workers = self._able(self.members)
+        workers = self._eligible(self.members)
         if not workers:
             raise InvalidInput("E-SHARES-ARGUMENT",
                 f"balancer: got {len(joined)} workers of which none has room for the minimum batch {self.policy.minimum} "
@@ -184,7 +184,7 @@ class Balancer:
             self.latest = shares if isinstance(shares, Decision) else self._given(shares, from_step)
         self._in_force, self._announced = self.latest, deque[Decision]()
         self._now = self.latest.by_worker
-        self._mark_out(self.latest)
+        self._mark_excluded(self.latest)
         self._under: list[float] = []
         self._forced = ""
 
@@ -223,9 +223,9 @@ class Balancer:
             self._in_force = self._announced.popleft()
             self._now = self._in_force.by_worker
         self._take(step, inputs)
-        if not self._able(self.members):
+        if not self._eligible(self.members):
             self._forced = ""
-            self.events.append(Note(step, "no worker with room is left: shares stay as they are until one joins"))
+            self.events.append(Note(step, "no worker can take the minimum batch: shares unchanged until a worker joins"))
             return None
         decision: Decision | None
         if self._forced:
@@ -238,7 +238,7 @@ class Balancer:
             self.latest, self._under = decision, []
             self._announced.append(decision)
             self.events.append(decision)
-            self._mark_out(decision)
+            self._mark_excluded(decision)
         return decision
 
     def _take(self, step: int, inputs: Sequence[Input]) -> None:
@@ -250,7 +250,7 @@ class Balancer:
                     self._forced = f"worker {worker} joined"
                 case Vanished(worker):
                     if self.members.pop(worker, None) is not None:
-                        self._forced = f"worker {worker} is gone"
+                        self._forced = f"worker {worker} left"
                 case Measurement(worker, batch, compute_s):
                     if (counted_s := self._measured(step, worker, batch, compute_s)):
                         times[worker] = counted_s
@@ -272,7 +272,7 @@ class Balancer:
         pieces = -(-batch // member.cap) if member.cap else 1
         seen = member.online.observe(-(-batch // pieces), compute_s / pieces)
         if seen != "follows":
-            what = "is slower or faster than its line, once: no trend yet" if seen == "suspect" else "has a new line"
+            what = "measured one outlier: shares unchanged" if seen == "suspect" else "changed its speed: new time model"
             self.events.append(Note(step, f"worker {worker} {what} ({compute_s:.4g} s for {batch})"))
         return compute_s if self._now.get(worker) == batch else 0.0
 
@@ -287,7 +287,7 @@ class Balancer:
             self.events.append(Outcome(step, promised.step, promised.after_s, measured_s, promised.reason, self._effect))
 
     def _improved(self, step: int) -> Decision | None:
-        workers = self._able(worker for worker, one in self.members.items() if one.out_since is None or self._reported(worker))
+        workers = self._eligible(w for w, one in self.members.items() if one.excluded_since is None or self._reported(w))
         present = frozenset(worker for worker in workers if self._now.get(worker))
         before_s = self._expected_s(self._in_force)
         # A guessed offset does not justify excluding a worker, unless it was measured at the smallest possible share.
@@ -305,30 +305,32 @@ class Balancer:
         if before_s - solution.iteration_s < least_s:
             return None
         back = [w for w, share in zip(workers, solution.shares, strict=True) if share and w not in present]
-        why = [f"worker {w} only holds the others up" for w in out] + [f"worker {w} is worth having again" for w in back]
-        reason = "; ".join(why) or "the times moved apart"
+        why = [f"steps are faster without worker {w}" for w in out] + [f"steps are faster with worker {w}" for w in back]
+        reason = "; ".join(why) or "measured times changed"
         return self._decision(step, step + self.policy.lead, workers, solution, reason, before_s)
 
     def _replanned(self, step: int, reason: str) -> Decision:
         """After a membership change the shares must change, whatever the gain. A newcomer without a line gets the minimum."""
-        workers = self._able(w for w, one in self.members.items() if one.out_since is None) or self._able(self.members)
+        present = [worker for worker, one in self.members.items() if one.excluded_since is None]
+        workers = self._eligible(present) or self._eligible(self.members)
         new = frozenset(worker for worker in workers if not self.members[worker].online.known)
         solution = self._solve(workers, new, dict.fromkeys(new, self.policy.minimum) if len(new) < len(workers) else {})
-        gone = any(share and worker not in self.members for worker, share in self.shares.items())
-        before_s = math.inf if gone else self._expected_s(self._in_force)
+        departed = any(share and worker not in self.members for worker, share in self.shares.items())
+        before_s = math.inf if departed else self._expected_s(self._in_force)
         return self._decision(step, step + self.policy.lead, workers, solution, reason, before_s)
 
     def _probe(self, step: int) -> Decision | None:
         """Tries one worker that was excluded long enough ago, with the smallest share."""
         for worker, member in sorted(self.members.items()):
-            if member.out_since is not None and step - member.out_since >= member.patience and self._able([worker]):
-                workers = self._able([worker, *(w for w, m in self.members.items() if m.out_since is None)])
+            since = member.excluded_since
+            if since is not None and step - since >= member.retry_after and self._eligible([worker]):
+                workers = self._eligible([worker, *(w for w, m in self.members.items() if m.excluded_since is None)])
                 if worker not in workers:  # the total is too small for all of them
-                    member.out_since, member.patience = step, 2 * member.patience
+                    member.excluded_since, member.retry_after = step, 2 * member.retry_after
                     continue
                 member.online.doubt()
                 solution = self._solve(workers, frozenset([worker]), {worker: self.policy.minimum})
-                before_s, reason = self._expected_s(self._in_force), f"worker {worker} is tried again"
+                before_s, reason = self._expected_s(self._in_force), f"trial of worker {worker}"
                 return self._decision(step, step + self.policy.lead, workers, solution, reason, before_s)
         return None
 
@@ -336,7 +338,7 @@ class Balancer:
         """Whether a worker without a share has measured, on its own, times that would fit below the current makespan."""
         return self._line(worker).time_s(self.policy.minimum) < self._expected_s(self._in_force)
 
-    def _able(self, workers: Iterable[int]) -> list[int]:
+    def _eligible(self, workers: Iterable[int]) -> list[int]:
         """Workers with room for the smallest share, sorted. If the total is too small for all of them, the fastest at the
         smallest share."""
         least = self.policy.minimum
@@ -383,16 +385,16 @@ class Balancer:
         return Decision(step, from_step, tuple(workers), found.shares, found.micro_batches, reason, before_s, found.iteration_s,
                         self._effect)
 
-    def _mark_out(self, decision: Decision) -> None:
+    def _mark_excluded(self, decision: Decision) -> None:
         shares = decision.by_worker
         for worker, member in self.members.items():
             if shares.get(worker):
-                member.out_since = None
+                member.excluded_since = None
                 if shares[worker] > self.policy.minimum:
-                    member.patience = 0
-            elif member.out_since is None:
-                member.out_since = decision.from_step
-                member.patience = max(2 * member.patience, self.policy.readmit_after)
+                    member.retry_after = 0
+            elif member.excluded_since is None:
+                member.excluded_since = decision.from_step
+                member.retry_after = max(2 * member.retry_after, self.policy.readmit_after)
 
 
 HEADINGS = f"{'decided':>7} {'from':>5}  {{shares}}  {'SE':>5}  {'ms a step':>16}  why"
@@ -410,8 +412,8 @@ def heading(workers: int) -> str:
 def line(event: Event, workers: int) -> str:
     """Empty for events that changed no shares.
 
-    >>> line(Decision(7, 9, (0, 1, 2), (20, 8, 4), (1, 1, 1), "the times moved apart", 0.08, 0.0321, 0.96), 3)
-    '      7     9   20   8   4     0.96     80.0 ->  32.1  the times moved apart'
+    >>> line(Decision(7, 9, (0, 1, 2), (20, 8, 4), (1, 1, 1), "measured times changed", 0.08, 0.0321, 0.96), 3)
+    '      7     9   20   8   4     0.96     80.0 ->  32.1  measured times changed'
     """
     if isinstance(event, Decision):
         shares = event.by_worker

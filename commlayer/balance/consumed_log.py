@@ -26,7 +26,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     result: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if result and start < result[-1][1]:
-            raise InvalidInput("E-SAMPLER-STATE", f"ledger: position {start} is there twice")
+            raise InvalidInput("E-SAMPLER-STATE", f"consumed log: position {start} is there twice")
         if result and start == result[-1][1]:
             result[-1] = (result[-1][0], stop)
         else:
@@ -43,8 +43,8 @@ def text_of(state: Record) -> str:
     return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
 
 
-class LedgerState(Record, frozen=True):
-    """A ledger as a value."""
+class ConsumedLogState(Record, frozen=True):
+    """A consumed log as a value."""
 
     length: int
     left: list[Range]
@@ -52,8 +52,8 @@ class LedgerState(Record, frozen=True):
     """By step, by worker."""
 
 
-class Ledger:
-    """One epoch. All members of a job keep the same ledger: they make the same calls in the same order."""
+class ConsumedLog:
+    """One epoch. All members of a job keep the same log, because they make the same calls in the same order."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -77,13 +77,13 @@ class Ledger:
         edges = [0, *(edge for r in busy for edge in r), self.length]
         return merged(zip(edges[::2], edges[1::2], strict=True))
 
-    def give(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
+    def assign(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
         """Assigns counts[worker] positions to each worker, in the order of their numbers; open until `commit`."""
         if step in self._open:
-            raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: step {step} has been given out already")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is assigned already")
         if sum(counts.values()) > self.left:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
-                               f"ledger: step {step} asks for {sum(counts.values())} positions, {self.left} are left")
+                               f"consumed log: step {step} needs {sum(counts.values())} positions, {self.left} are left")
         given = {worker: self._take(counts[worker]) for worker in sorted(counts)}
         self._open[step] = {worker: list(ranges) for worker, ranges in given.items()}
         return given
@@ -91,42 +91,42 @@ class Ledger:
     def commit(self, step: int, missing: Iterable[int] = ()) -> None:
         """Closes an applied step. The ranges of workers in `missing`, which had no part in it, are left again."""
         if step not in self._open:
-            raise InvalidInput("E-SAMPLER-ARGUMENT", f"ledger: step {step} is not open")
+            raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is not open")
         given = self._open.pop(step)
-        self._give_back(given.get(worker, []) for worker in set(missing))
+        self._put_back(given.get(worker, []) for worker in set(missing))
 
     def take_back(self, worker: int, from_step: int = 0) -> int:
         """Takes back what a lost worker was assigned from `from_step` on; returns the number of positions."""
         ranges = [given.pop(worker, []) for step, given in self._open.items() if step >= from_step]
-        self._give_back(ranges)
+        self._put_back(ranges)
         return sum(map(size, ranges))
 
     def renumber(self, number: Callable[[int], int]) -> None:
         """Renumbers the workers; `number` must be one-to-one."""
         self._open = {step: {number(worker): ranges for worker, ranges in given.items()} for step, given in self._open.items()}
 
-    def copy(self) -> Ledger:
-        clone = Ledger(self.length)
+    def copy(self) -> ConsumedLog:
+        clone = ConsumedLog(self.length)
         clone._left = list(self._left)
         clone._open = {step: {w: list(r) for w, r in given.items()} for step, given in self._open.items()}
         return clone
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ledger": text_of(LedgerState(self.length, self._left, self._open))}
+        return {"consumed": text_of(ConsumedLogState(self.length, self._left, self._open))}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
+    def from_state(cls, state: Mapping[str, Any]) -> ConsumedLog:
         """The inverse of `state_dict`."""
-        kept = decode(str(state.get("ledger", "")).encode(), LedgerState, "state of a ledger")
-        ledger = cls(kept.length)
-        ledger._left, ledger._open = merged(kept.left), kept.open
+        kept = decode(str(state.get("consumed", "")).encode(), ConsumedLogState, "state of a consumed log")
+        log = cls(kept.length)
+        log._left, log._open = merged(kept.left), kept.open
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]
         held = merged([*kept.left, *given])  # raises on overlap
         if held and (held[0][0] < 0 or held[-1][1] > kept.length):
-            raise InvalidInput("E-SAMPLER-STATE", f"state of a ledger: position outside 0 to {kept.length - 1}")
-        return ledger
+            raise InvalidInput("E-SAMPLER-STATE", f"state of a consumed log: position outside 0 to {kept.length - 1}")
+        return log
 
-    def _give_back(self, lists: Iterable[list[Range]]) -> None:
+    def _put_back(self, lists: Iterable[list[Range]]) -> None:
         self._left = merged([*self._left, *(r for ranges in lists for r in ranges)])
 
     def _take(self, count: int) -> list[Range]:
@@ -142,57 +142,57 @@ class Ledger:
         return taken
 
 
-class Course:
-    """Advances an epoch's ledger step by step; `step` is the next one to assign."""
+class EpochProgress:
+    """Advances an epoch step by step; `step` is the next one to assign."""
 
-    def __init__(self, ledger: Ledger, schedule: SharesSchedule, step: int, batch: int, *, drop: bool) -> None:
+    def __init__(self, log: ConsumedLog, schedule: SharesSchedule, step: int, batch: int, *, drop: bool) -> None:
         """`drop`: leave out a last step that is not full."""
-        self.ledger, self.step = ledger, step
+        self.consumed, self.step = log, step
         self._schedule, self._batch, self._drop = schedule, batch, drop
 
-    def copy(self) -> Course:
+    def copy(self) -> EpochProgress:
         """A copy to look ahead with; it shares only the schedule."""
-        return Course(self.ledger.copy(), self._schedule, self.step, self._batch, drop=self._drop)
+        return EpochProgress(self.consumed.copy(), self._schedule, self.step, self._batch, drop=self._drop)
 
-    def over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no positions are left to assign."""
-        return self.ledger.left < (self._batch if self._drop else 1)
+        return self.consumed.left < (self._batch if self._drop else 1)
 
-    def ends(self) -> bool:
+    def is_last_step(self) -> bool:
         """Whether the next step is the last one."""
         full, rest = self.steps_left()
         return full + bool(rest) <= 1
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the epoch is over. A loss that is announced for a later step but began in this epoch is applied now.
 
         Call it only on the trained course, which is at the same step on all workers.
         """
-        if not self.over():
+        if not self.is_exhausted():
             return False
         for worker, first in self._schedule.pull(self.step).items():
-            self.ledger.take_back(worker, first)
-        return self.over()
+            self.consumed.take_back(worker, first)
+        return self.is_exhausted()
 
     def advance(self, keep_from: int) -> dict[int, list[Range]]:
         """Assigns the next step. Steps before `keep_from` can no longer be taken back."""
         for worker, first in self._schedule.losses(self.step).items():
-            self.ledger.take_back(worker, first)
-        for step in [s for s in self.ledger.open if s < keep_from]:
-            self.ledger.commit(step)
-        given = self.ledger.give(self.step, self._counts())
+            self.consumed.take_back(worker, first)
+        for step in [s for s in self.consumed.open if s < keep_from]:
+            self.consumed.commit(step)
+        given = self.consumed.assign(self.step, self._counts())
         self.step += 1
         return given
 
     def steps_left(self) -> tuple[int, int]:
         """Full steps left, and the positions of a short last one."""
-        full, rest = divmod(self.ledger.left, self._batch)
+        full, rest = divmod(self.consumed.left, self._batch)
         return full, 0 if self._drop else rest
 
     def _counts(self) -> Shares:
         shares = self._schedule.shares(self.step)
         whole = sum(shares.values())
-        return shares if self.ledger.left >= whole else scaled(shares, self.ledger.left)
+        return shares if self.consumed.left >= whole else scaled(shares, self.consumed.left)
 
 
 TABLE = 1 << 20

@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from commlayer.balance.assignment import Averaging, Handout, HandsOut, drawn_batches
+from commlayer.balance.assignment import BatchSource, StepAssignment, TrainingSession, drawn_batches
 from commlayer.balance.consumed_log import text_of
 from commlayer.balance.schedule import Announcement, SharesSchedule, check_sizes, checked_shares, scaled
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record, decode
 
 
-class DealerState(Record, frozen=True):
+class DispatcherState(Record, frozen=True):
     """Position in a stream: the same on all workers."""
 
     batch: int
@@ -28,7 +28,7 @@ class DealerState(Record, frozen=True):
     schedule: list[Announcement]
 
 
-class Dealer(HandsOut):
+class Dispatcher(BatchSource):
     """Deals a stream's items to the workers, `batch` of them per step. `fraction` and `last` are those of Sampler."""
 
     def __init__(self, stream: Iterable[Any], batch: int, *, shares: Sequence[int] | Mapping[int, int], rank: int,
@@ -38,7 +38,7 @@ class Dealer(HandsOut):
         self._stream, self._collate, self.batch, self.rank = stream, collate, batch, rank
         self._least, self._cap = least, cap
         self._schedule = SharesSchedule(checked_shares(shares, batch, least))
-        self._handout = Handout()
+        self._assignment = StepAssignment()
         self.step = self._read = self._dealt = 0
 
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int]) -> None:
@@ -49,7 +49,7 @@ class Dealer(HandsOut):
                                f"announce: step {step} is under way or over, allowed: step {self.step + 1} or later")
         self._schedule.add(Announcement(step, named))
 
-    def follow(self, session: Averaging | None = None, *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
+    def follow(self, session: TrainingSession | None = None, *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
         """This worker's batches, from the current position to the end of the stream."""
         items = itertools.islice(iter(self._stream), self._read, None)
         try:
@@ -61,28 +61,28 @@ class Dealer(HandsOut):
                 nothing = list(itertools.islice(itertools.cycle(held), self._least))
                 parts = list(drawn_batches(self.step, own, nothing, whole=len(held), least=self._least, cap=self._cap))
                 self._dealt = len(held)
-                yield from self._handout.run([(self._collate(mine), part) for part, mine in parts], session, weigh)
+                yield from self._assignment.run([(self._collate(mine), part) for part, mine in parts], session, weigh)
                 self._commit()
             self._read = 0
         finally:
-            if self._handout.applied():
+            if self._assignment.applied():
                 self._commit()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._handout.applied():
+        if self._assignment.applied():
             self._commit()
-        return {"dealer": text_of(DealerState(self.batch, self.step, self._read, self._schedule.since(self.step)))}
+        return {"dealer": text_of(DispatcherState(self.batch, self.step, self._read, self._schedule.since(self.step)))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = decode(str(state.get("dealer", "")).encode(), DealerState, "state of a dealer")
+        kept = decode(str(state.get("dealer", "")).encode(), DispatcherState, "state of a dealer")
         if kept.batch != self.batch:
             raise RecordError("E-SAMPLER-STATE", f"state of a dealer: its batch is {kept.batch}, this one's {self.batch}")
         self.step, self._read, self._schedule = kept.step, kept.items, SharesSchedule.of(kept.schedule)
-        self._handout.over()
+        self._assignment.finish()
 
     def _commit(self) -> None:
-        if self._handout.out:
-            self._handout.over()
+        if self._assignment.pending:
+            self._assignment.finish()
             self.step += 1
             self._read += self._dealt
             self._schedule.forget(self.step)

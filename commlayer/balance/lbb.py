@@ -125,7 +125,7 @@ class Lbb:
         self._shares = list(shares)
 
 
-class Published:
+class LbbBalancer:
     """Has the default balancer's decide()."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Published:
         self._under: list[float] = []
         self._lbb.take(first.shares)
 
-    def copy(self) -> Published:
+    def copy(self) -> LbbBalancer:
         """Independent: decisions of one copy do not affect the other."""
         clone = copy.copy(self)
         clone._lbb, clone._under = self._lbb.copy(), list(self._under)
@@ -152,7 +152,7 @@ class Published:
     def begin(curves: Sequence[Cubic], total: int, caps: Sequence[int | None], minimum: int) -> list[int]:
         """The shares that LBB computes from profiles, adjusted so that they can be assigned."""
         wanted = list(Lbb(curves, total, caps).shares(0))
-        return fitting(wanted, total, minimum, order=sorted(range(len(wanted)), key=lambda i: -wanted[i]))
+        return adjusted_to_total(wanted, total, minimum, order=sorted(range(len(wanted)), key=lambda i: -wanted[i]))
 
     def decide(self, step: int, inputs: Sequence[Measurement]) -> Decision | None:
         """Algorithm 2 of the paper with the measurements of `step`; the new shares are for step + lead."""
@@ -175,7 +175,7 @@ class Published:
         self._compare(step, max(at), effect)
         self._lbb.observe(step, times)
         order = sorted(range(len(times)), key=lambda worker: -times[worker])
-        adjusted = fitting(self._lbb.shares(step + 1), self._total, self.policy.minimum, order)
+        adjusted = adjusted_to_total(self._lbb.shares(step + 1), self._total, self.policy.minimum, order)
         self._lbb.take(adjusted)
         if tuple(adjusted) == shares:
             return None
@@ -202,11 +202,11 @@ class Published:
             self.events.append(Outcome(step, promised.step, promised.after_s, measured_s, promised.reason, effect))
 
 
-def fitting(wanted: Sequence[int], total: int, minimum: int, order: Sequence[int]) -> list[int]:
+def adjusted_to_total(wanted: Sequence[int], total: int, minimum: int, order: Sequence[int]) -> list[int]:
     """Shares near `wanted` with the sum `total`, each 0 or at least `minimum`. `order`: the first gives first, the last takes
     first.
 
-    >>> fitting([166, 168, 159, 20], 512, 1, order=[3, 0, 1, 2])
+    >>> adjusted_to_total([166, 168, 159, 20], 512, 1, order=[3, 0, 1, 2])
     [166, 168, 159, 19]
     """
     shares = [share if share >= minimum else minimum if 2 * share >= minimum else 0 for share in wanted]

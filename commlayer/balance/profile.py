@@ -107,7 +107,7 @@ SharesOf = Callable[[Sequence[Cubic], int, Sequence[int | None], int], list[int]
 """Shares from cubic models, total, caps and minimum."""
 
 
-class Opening(Record, frozen=True):
+class InitialShares(Record, frozen=True):
     """The first decision. `lines` are the models near these shares, from which the balancer continues."""
 
     decision: Decision
@@ -117,10 +117,10 @@ class Opening(Record, frozen=True):
     """Measured times that were invalid and dropped."""
 
 
-def opening(
+def initial_shares(
     profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
     exclude: bool = False, communication: Communication = FREE, shares_of: SharesOf | None = None,
-) -> Opening:
+) -> InitialShares:
     """Shares from `step` on that replace `before`. `shares_of` replaces the default solver. ValueError if a worker has no
     room."""
     needed = 2 * minimum - 1  # so that a share above the cap can be cut into parts of at least the minimum
@@ -129,8 +129,8 @@ def opening(
             raise InvalidInput("E-SHARES-ARGUMENT",
                                f"worker {worker}: its memory holds {profile.cap} samples (headroom kept), needed are {needed}: "
                                "free memory, take a smaller model, or start without it")
-    refused: list[Note] = []
-    points = [_sound(worker, profile.points, step, refused) for worker, profile in enumerate(profiles)]
+    invalid: list[Note] = []
+    points = [_valid_points(worker, profile.points, step, invalid) for worker, profile in enumerate(profiles)]
     models = [_model(measured) for measured in points]
     caps = [profile.cap if profile.ended else None for profile in profiles]
     cubics = tuple(_cubic(measured) for measured in points)
@@ -151,25 +151,25 @@ def opening(
     decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile", step_s(now),
                         step_s(shares), straggler_effect(times(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
-    lines = tuple(_near(measured, batch) for measured, batch in zip(points, at, strict=True))
-    return Opening(decision, lines, cubics, tuple(refused))
+    lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
+    return InitialShares(decision, lines, cubics, tuple(invalid))
 
 
-def _sound(worker: int, points: Points, step: int, refused: list[Note]) -> Points:
+def _valid_points(worker: int, points: Points, step: int, invalid: list[Note]) -> Points:
     sound = []
     for batch, time_s in points:
         try:
             sound.append((batch, checked_time(worker, time_s)))
         except ValueError as error:
-            refused.append(Note(step, f"in the profile, {error}"))
+            invalid.append(Note(step, f"in the profile, {error}"))
     return sound
 
 
 def _model(points: Points) -> Line | Piecewise:
-    return fit_piecewise(points).model if len(points) > 1 else _near(points, 1)
+    return fit_piecewise(points).model if len(points) > 1 else _local_line(points, 1)
 
 
-def _near(points: Points, batch: int) -> Line:
+def _local_line(points: Points, batch: int) -> Line:
     """The line through the points on both sides of a batch. A worker without points is assumed slow, so that it begins
     with little."""
     if len(points) < 2:
@@ -187,7 +187,7 @@ def _near(points: Points, batch: int) -> Line:
 def _cubic(points: Points) -> Cubic:
     if len(points) > 1:
         return fit_cubic(points).model
-    return Cubic(0.0, 0.0, _near(points, 1).slope_s, 0.0)
+    return Cubic(0.0, 0.0, _local_line(points, 1).slope_s, 0.0)
 
 
 def _time_s(model: Line | Piecewise, cap: int | None, share: int) -> float:

@@ -20,13 +20,13 @@ from typing import Any
 
 from msgspec import field, structs
 
-from commlayer.balance.assignment import Averaging, DrawnBatch, Handout, HandsOut, drawn_batches, split
-from commlayer.balance.consumed_log import Course, Ledger, Permutation, text_of
+from commlayer.balance.assignment import BatchSource, DrawnBatch, StepAssignment, TrainingSession, drawn_batches, split
+from commlayer.balance.consumed_log import ConsumedLog, EpochProgress, Permutation, text_of
 from commlayer.balance.schedule import (
+    CHANGE_DELAY_STEPS,
     KEEP_STEPS,
-    SOON_STEPS,
     Announcement,
-    Roster,
+    SamplerMembership,
     SharesSchedule,
     check_sizes,
     checked_shares,
@@ -38,7 +38,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record, decode
 
 
-class Sampler(HandsOut):
+class Sampler(BatchSource):
     """This worker's batches of indices. The samples of a step do not depend on how far each worker has drawn in advance."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Sampler(HandsOut):
         self.length = data if isinstance(data, int) else len(data)
         self.batch, self.seed, self._shuffle = batch, seed, shuffle
         launch = read_launch() if rank is None or (world is None and shares is None) else None
-        self._of_job = world is None and shares is None
+        self._all_workers = world is None and shares is None
         """Whether the sampler serves all workers of the job."""
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
         self._world = world if world is not None else launch.world if launch else 0
@@ -67,13 +67,13 @@ class Sampler(HandsOut):
         if self.length < batch:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
                                f"the dataset has {self.length} samples, allowed: at least the batch, which is {batch}")
-        self._made_with = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
-        self._schedule = SharesSchedule(self._made_with)
+        self._first_shares = checked_shares(even_shares(batch, workers) if shares is None else shares, batch, least)
+        self._schedule = SharesSchedule(self._first_shares)
         self.epoch = 0
         self._queue: deque[DrawnBatch] = deque()
-        self._handout = Handout()
-        self._roster = Roster()
-        self._passes: dict[int, int] = {}
+        self._assignment = StepAssignment()
+        self._membership = SamplerMembership()
+        self._session_steps: dict[int, int] = {}
         """If workers may leave: sampler step -> session step, for steps that were not yet exchanged at the last membership
         check."""
         self._loaded = False
@@ -82,7 +82,7 @@ class Sampler(HandsOut):
         """The step whose batches the loop has."""
         self._lead = 0
         """Batches that the loader may draw in advance, by its own settings."""
-        self._begin(Ledger(self.length), 0)
+        self._begin(ConsumedLog(self.length), 0)
 
     # ---- for the loop
 
@@ -99,12 +99,12 @@ class Sampler(HandsOut):
     @property
     def samples(self) -> int:
         """This worker's samples in the current step; 0 if it takes part with weight zero."""
-        return self._handout.samples
+        return self._assignment.samples
 
     @property
     def computed(self) -> int:
         """Samples that this worker computes in the current step, including those of weight zero."""
-        return self._handout.computed
+        return self._assignment.computed
 
     @property
     def announced(self) -> tuple[int, dict[int, int]]:
@@ -119,9 +119,9 @@ class Sampler(HandsOut):
         """Begins an epoch; if that epoch has already begun (after a resume), continues it."""
         if epoch < 0:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"epoch {epoch}: allowed is 0 or more")
-        if epoch != self.epoch or self._trained.finished():
+        if epoch != self.epoch or self._trained.is_finished():
             self.epoch = epoch
-            self._begin(Ledger(self.length), self.step)
+            self._begin(ConsumedLog(self.length), self.step)
 
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int], *, lost: Mapping[int, int] | None = None) -> None:
         """Sets the shares from `step` on. Every worker must call it before any worker draws that step.
@@ -138,31 +138,31 @@ class Sampler(HandsOut):
                                    f"announce: worker {worker} lost from step {first}, allowed: {step - KEEP_STEPS} to {step}")
         self._schedule.add(Announcement(step, named, dict(lost or {})))
 
-    def follow(self, loader: Iterable[Any], session: Averaging | None = None, *,
+    def follow(self, loader: Iterable[Any], session: TrainingSession | None = None, *,
                weigh: Callable[[Any], float] | None = None) -> Generator[Any, None, None]:
         """The loader's batches to the end of the epoch. Reports each step's weight to the session, and marks trained steps in
-        the ledger.
+        the consumed log.
 
         `weigh`: a batch's weight, such as its number of tokens. Default: its number of samples.
         """
-        if self._trained.finished():
+        if self._trained.is_finished():
             self.set_epoch(self.epoch + 1)
         self._lead = _lead_of(loader)
         self._check_lead(session)
-        given = self._given_by(session)
-        if given is not None and self.epoch < epoch_to_come(given):
-            self._begin(Ledger(0), self.step)  # the other workers have finished this epoch
+        given = self._received_state(session)
+        if given is not None and self.epoch < joining_epoch(given):
+            self._begin(ConsumedLog(0), self.step)  # the other workers have finished this epoch
             return
         if given is not None:
             assert session is not None
             self._join(given)
             del session.inspect.given[self._name]
         elif session is not None:
-            self._take_up(session)
-        if given is None or not given.under_way:
-            self._heed(self.step, session)
+            self._match_session_steps(session)
+        if given is None or not given.mid_step:
+            self._update_membership(self.step, session)
         if session is not None:
-            session.inspect.followers[self._name] = self._give
+            session.inspect.followers[self._name] = self._join_state
         try:
             while not self._finished(session):  # repeats only if a loss arrived after everything was drawn
                 step = self.step
@@ -173,10 +173,11 @@ class Sampler(HandsOut):
                                        "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
             self._at = None
-            self._account()
+            self._commit_if_applied()
             self._ahead = self._trained  # the next pass draws again what was drawn but not trained
 
-    def _pass(self, loader: Iterable[Any], session: Averaging | None, weigh: Callable[[Any], float] | None) -> Iterator[Any]:
+    def _pass(self, loader: Iterable[Any], session: TrainingSession | None,
+              weigh: Callable[[Any], float] | None) -> Iterator[Any]:
         self._queue.clear()
         parts: list[tuple[Any, DrawnBatch]] = []
         for batch in loader:
@@ -187,80 +188,79 @@ class Sampler(HandsOut):
             if parts[-1][1].last:
                 step = self._at = self.step
                 if session is not None:
-                    self._passes[step] = session.step
-                yield from self._handout.run(parts, session, weigh, whole=step >= self._roster.amiss)
+                    self._session_steps[step] = session.step
+                yield from self._assignment.run(parts, session, weigh, whole=step >= self._membership.mixed_until)
                 if session is not None and session.inspect.may_leave:
                     # All workers must learn of departures after the same step. At the end of the epoch all steps are
                     # exchanged: a worker that leaves in the next epoch then takes no samples of this one with it.
-                    session.inspect.catch_up(wholly=self._trained.ends())
+                    session.inspect.catch_up(wholly=self._trained.is_last_step())
                 self._commit()
-                self._heed(step, session)
+                self._update_membership(step, session)
                 self._at = None
                 parts = []
 
-    def _take_up(self, session: Averaging) -> None:
+    def _match_session_steps(self, session: TrainingSession) -> None:
         """After loading a state. A save may fall between two exchanges: the last steps before it exist only in the weights
         of the worker that took them."""
         if self._loaded and session.inspect.may_leave:
             behind = range(session.inspect.carried, session.step)
-            given = zip(reversed(behind), sorted(self._trained.ledger.open, reverse=True), strict=False)
-            self._passes |= {step: at for at, step in given}
+            given = zip(reversed(behind), sorted(self._trained.consumed.open, reverse=True), strict=False)
+            self._session_steps |= {step: at for at, step in given}
         self._loaded = False
 
-    def _finished(self, session: Averaging | None) -> bool:
+    def _finished(self, session: TrainingSession | None) -> bool:
         """Whether the epoch is over. If a loop was interrupted after its last step, exchanges the local steps that are
         still pending."""
-        if (session is not None and self._trained.over() and session.inspect.may_leave
+        if (session is not None and self._trained.is_exhausted() and session.inspect.may_leave
                 and session.inspect.carried < session.step):
             session.drain()
-            self._heed(self.step - 1, session)
-        return self._trained.finished()
+            self._update_membership(self.step - 1, session)
+        return self._trained.is_finished()
 
-    def _heed(self, step: int, session: Averaging | None) -> None:
+    def _update_membership(self, step: int, session: TrainingSession | None) -> None:
         """Processes membership after `step`. Other workers take over the share of one that left, and its samples that were
         not exchanged. A worker that joined takes part with weight zero first, and gets a share from the same step on."""
         if session is not None:
-            self._heed_members(step, session)
+            self._update_members(step, session)
             carried, may_leave = session.inspect.carried, session.inspect.may_leave
-            self._passes = {given: at for given, at in self._passes.items() if may_leave and at >= carried}
+            self._session_steps = {given: at for given, at in self._session_steps.items() if may_leave and at >= carried}
 
-    def _heed_members(self, step: int, session: Averaging) -> None:
+    def _update_members(self, step: int, session: TrainingSession) -> None:
         members, own = session.inspect.members, session.inspect.own
-        if not self._roster.numbers:
+        if not self._membership.numbers:
             if len(members) != self._world:
-                if self._of_job and session.inspect.may_leave:
+                if self._all_workers and session.inspect.may_leave:
                     raise InvalidInput("E-SAMPLER-FOLLOW",
                                        f"follow: this sampler was made for {self._world} workers, the job has {len(members)}: "
-                                       "make it anew behind attach(), and load_state_dict() into it what the old one's "
-                                       "state_dict() gives")
+                                       "create a new sampler after attach() and load the old sampler's state_dict() into it")
                 return  # the shares are not for the session's workers
             self._check_lead(session)  # under DDP the members are known only now
-            self._roster.meet(members)
-            if self._of_job and session.inspect.may_leave:
+            self._membership.set_members(members)
+            if self._all_workers and session.inspect.may_leave:
                 self.rank = members.index(own)
-        change = self._heeded(step, session, self._roster)
+        change = self._membership_change(step, session, self._membership)
         if change is not None:
-            self.rank = self._roster.numbers.index(own)
+            self.rank = self._membership.numbers.index(own)
             self._schedule.add(change, amends=True)
 
-    def _heeded(self, step: int, session: Averaging, roster: Roster) -> Announcement | None:
-        """The announcement for membership changes after `step`, which `roster` takes note of."""
+    def _membership_change(self, step: int, session: TrainingSession, membership: SamplerMembership) -> Announcement | None:
+        """The announcement for membership changes after `step`, which `membership` takes note of."""
 
         def lost_from(member: int) -> int:
             parted = session.inspect.parted(member)
-            return min((given for given, at in self._passes.items() if at >= parted), default=self.step)
+            return min((given for given, at in self._session_steps.items() if at >= parted), default=self.step)
 
-        shares = self._schedule.shares(step + 1 + SOON_STEPS)
-        return roster.heed(step, session.inspect.members, shares, self.batch, self.least, lost_from)
+        shares = self._schedule.shares(step + 1 + CHANGE_DELAY_STEPS)
+        return membership.update(step, session.inspect.members, shares, self.batch, self.least, lost_from)
 
-    def epoch_of(self, session: Averaging) -> int:
+    def epoch_of(self, session: TrainingSession) -> int:
         """The current or next epoch. For a site that has joined a running job, that of the other workers.
 
         `for epoch in range(sampler.epoch_of(session), epochs)` begins with it. `follow` has no batches for epochs that the
         others have finished.
         """
-        given = self._given_by(session)
-        return self.epoch + self._trained.finished() if given is None else epoch_to_come(given)
+        given = self._received_state(session)
+        return self.epoch + self._trained.is_finished() if given is None else joining_epoch(given)
 
     # ---- joining a running job
 
@@ -269,43 +269,43 @@ class Sampler(HandsOut):
         """Key under which workers exchange the state of the same sampler."""
         return f"sampler of {self.length} samples, batch {self.batch}, seed {self.seed}"
 
-    def _give(self) -> str:
+    def _join_state(self) -> str:
         """The state that a joining worker needs."""
-        roster = self._roster
-        return text_of(GivenSampler(self._state(), list(roster.numbers), sorted(roster.gone), roster.amiss, self._passes,
-                                    self._handout.out))
+        membership = self._membership
+        return text_of(JoinState(self._state(), list(membership.numbers), sorted(membership.departed), membership.mixed_until,
+                                 self._session_steps, self._assignment.pending))
 
-    def _given_by(self, session: Averaging | None) -> GivenSampler | None:
+    def _received_state(self, session: TrainingSession | None) -> JoinState | None:
         """The state from workers of the running job, until it is used."""
         if session is None or (given := session.inspect.given.get(self._name)) is None:
             return None
-        return decode(given.encode(), GivenSampler, "state of the others' sampler")
+        return decode(given.encode(), JoinState, "state of the others' sampler")
 
-    def _join(self, given: GivenSampler) -> None:
-        """Continues where the others are. This worker has no share until they have learned of it and used up what they
-        have drawn."""
+    def _join(self, given: JoinState) -> None:
+        """Continues at the other workers' position. This worker has no share until they have used the batches that they drew
+        before it joined."""
         if not given.numbers:
             raise InvalidInput("E-SAMPLER-FOLLOW",
-                               "follow: this home has joined a running job, whose sampler has shares of others than its "
-                               "workers; allowed there: a Sampler made without world and shares")
-        if given.under_way and self.epoch > given.state.epoch:
+                               "follow: got a sampler with `world` or `shares` in a site that joined a running job; "
+                               "allowed there: a Sampler without both")
+        if given.mid_step and self.epoch > given.state.epoch:
             raise InvalidInput("E-SAMPLER-FOLLOW",
-                               f"follow: epoch {self.epoch}, and the running job that this home has joined is in epoch "
-                               f"{given.state.epoch}; allowed: that, which sampler.epoch_of(session) gives")
+                               f"follow: got epoch {self.epoch}, the running job is in epoch {given.state.epoch}; "
+                               "begin with sampler.epoch_of(session)")
         # A worker that left in the current step was still assigned a part of it, and the others have not processed its
         # departure.
-        self._roster = Roster(given.numbers, given.gone, max(given.amiss, given.state.step + given.under_way))
+        mixed_until = max(given.mixed_until, given.state.step + given.mid_step)
+        self._membership = SamplerMembership(given.numbers, given.departed, mixed_until)
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
-        ledger = Ledger.from_state(given.state.ledger)
-        self._begin(ledger if self.epoch == given.state.epoch else Ledger(self.length), given.state.step)
-        self._passes = dict(given.passes)
+        log = ConsumedLog.from_state(given.state.consumed)
+        self._begin(log if self.epoch == given.state.epoch else ConsumedLog(self.length), given.state.step)
+        self._session_steps = dict(given.session_steps)
 
-    def _check_lead(self, session: Averaging | None) -> None:
-        if session is not None and session.inspect.may_leave and self._lead > SOON_STEPS:
+    def _check_lead(self, session: TrainingSession | None) -> None:
+        if session is not None and session.inspect.may_leave and self._lead > CHANGE_DELAY_STEPS:
             raise InvalidInput("E-SAMPLER-FOLLOW",
-                               f"follow: the loader draws up to {self._lead} batches ahead (num_workers times "
-                               f"prefetch_factor), allowed where workers may leave (min_workers): {SOON_STEPS}, since what the "
-                               "lost had is handed out again so many steps later")
+                               f"follow: the loader draws up to {self._lead} batches in advance (num_workers * "
+                               f"prefetch_factor), allowed with min_workers: {CHANGE_DELAY_STEPS}; lower prefetch_factor")
 
     # ---- for the DataLoader
 
@@ -313,7 +313,7 @@ class Sampler(HandsOut):
         """From the first step that is not trained to the end of the epoch."""
         self._queue.clear()
         ahead = self._ahead = self._trained.copy()
-        while not ahead.over():
+        while not ahead.is_exhausted():
             step = ahead.step
             given = ahead.advance(self._keep_from)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
@@ -336,18 +336,19 @@ class Sampler(HandsOut):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of training as plain values, the same on every worker after the same step."""
-        self._account()
-        state, roster, session = self._state(), copy.copy(self._roster), self._handout.session
+        self._commit_if_applied()
+        state, membership, session = self._state(), copy.copy(self._membership), self._assignment.session
         # A departure in the current step is processed only after it. The state is for the workers that remain.
         step = self.step if self._at is None else self._at
-        if session is not None and roster.numbers and (change := self._heeded(step, session, roster)) is not None:
+        change = self._membership_change(step, session, membership) if session is not None and membership.numbers else None
+        if change is not None:
             state = structs.replace(state, schedule=[*state.schedule, change])
-        if roster.changed:
-            state = structs.replace(state, world=-1, left=roster.left)
+        if membership.changed:
+            state = structs.replace(state, world=-1, left=membership.left)
         return {"sampler": text_of(state)}
 
     def _state(self) -> SamplerState:
-        return SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, self._trained.ledger.state_dict(),
+        return SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, self._trained.consumed.state_dict(),
                             self._schedule.since(self.step), self._world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -361,17 +362,17 @@ class Sampler(HandsOut):
             if getattr(kept, name) != getattr(self, name):
                 raise RecordError("E-SAMPLER-STATE",
                                   f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
-        self.epoch, ledger = kept.epoch, Ledger.from_state(kept.ledger)
+        self.epoch, log = kept.epoch, ConsumedLog.from_state(kept.consumed)
         if self._other_workers(kept):
-            place = place_among(kept.left)
-            ledger.renumber(place)
+            place = renumbering(kept.left)
+            log.renumber(place)
             announcements = [structs.replace(a, lost={place(worker): first for worker, first in a.lost.items()})
                              for a in kept.schedule]
-            self._schedule = SharesSchedule.anew(announcements, kept.step, self._made_with)
+            self._schedule = SharesSchedule.restarted(announcements, kept.step, self._first_shares)
         else:
             self._schedule = SharesSchedule.of(kept.schedule)
             self._world = self._world or kept.world
-        self._begin(ledger, kept.step)
+        self._begin(log, kept.step)
         self._loaded = True
 
     def _other_workers(self, kept: SamplerState) -> bool:
@@ -380,26 +381,26 @@ class Sampler(HandsOut):
             return self._world != kept.world
         return 0 < self._world <= max((worker for a in kept.schedule for worker in a.shares), default=-1)
 
-    def _begin(self, ledger: Ledger, step: int) -> None:
-        self._indices = Permutation(self.length, self.seed, self.epoch) if self._shuffle else Straight()
-        self._trained = Course(ledger, self._schedule, step, self.batch, drop=self._drop)
+    def _begin(self, log: ConsumedLog, step: int) -> None:
+        self._indices = Permutation(self.length, self.seed, self.epoch) if self._shuffle else SequentialOrder()
+        self._trained = EpochProgress(log, self._schedule, step, self.batch, drop=self._drop)
         self._ahead = self._trained
-        self._passes.clear()
-        self._handout.over()
+        self._session_steps.clear()
+        self._assignment.finish()
 
     @property
     def _keep_from(self) -> int:
         """Assignments of steps before this one are final, whichever worker leaves."""
-        return min([self.step - KEEP_STEPS, *self._passes, *self._schedule.lost_since(self.step)])
+        return min([self.step - KEEP_STEPS, *self._session_steps, *self._schedule.lost_since(self.step)])
 
-    def _account(self) -> None:
-        if self._handout.applied():
+    def _commit_if_applied(self) -> None:
+        if self._assignment.applied():
             self._commit()
 
     def _commit(self) -> None:
         """Advances the trained course by the step that was drawn."""
-        if self._handout.out:
-            self._handout.over()
+        if self._assignment.pending:
+            self._assignment.finish()
             self._trained.advance(self._keep_from)
             self._schedule.forget(self.step)
 
@@ -409,7 +410,7 @@ def _lead_of(loader: Any) -> int:
     return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
 
 
-class Straight:
+class SequentialOrder:
     """The stream in the dataset's own order."""
 
     def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -424,7 +425,7 @@ class SamplerState(Record, frozen=True):
     seed: int
     epoch: int
     step: int
-    ledger: dict[str, str]
+    consumed: dict[str, str]
     schedule: list[Announcement]
     world: int = 0
     """Number of workers that the sampler was made for. 0: unknown. -1: workers have left or joined since."""
@@ -432,26 +433,26 @@ class SamplerState(Record, frozen=True):
     """The present workers, in the order of their ranks."""
 
 
-class GivenSampler(Record, frozen=True):
+class JoinState(Record, frozen=True):
     """The state that a joining worker gets from the other workers."""
 
     state: SamplerState
     numbers: list[int]
-    gone: list[int]
-    amiss: int
+    departed: list[int]
+    mixed_until: int
     """As in Roster."""
-    passes: dict[int, int]
+    session_steps: dict[int, int]
     """As in Sampler."""
-    under_way: bool
+    mid_step: bool
     """Whether the worker joins in the middle of a step."""
 
 
-def place_among(left: Sequence[int]) -> Callable[[int], int]:
+def renumbering(left: Sequence[int]) -> Callable[[int], int]:
     """Renumbers the workers in `left` from 0 on; all others come after them."""
     places = {worker: place for place, worker in enumerate(left)}
     return lambda worker: places.get(worker, len(places) + worker)
 
 
-def epoch_to_come(given: GivenSampler) -> int:
+def joining_epoch(given: JoinState) -> int:
     """The epoch that is in progress there, or the next one."""
-    return given.state.epoch + (not given.under_way and not Ledger.from_state(given.state.ledger).left)
+    return given.state.epoch + (not given.mid_step and not ConsumedLog.from_state(given.state.consumed).left)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from commlayer.balance.time_models import Accumulated, Given, Line, Piecewise, TimeModel, accumulated, as_model
+from commlayer.balance.time_models import Accumulated, Line, ModelLike, Piecewise, TimeModel, accumulated, as_model
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
@@ -108,7 +108,7 @@ class SharesProblem:
         return ActiveSet(max(self.speeds.times(active, shares)), active, shares)
 
 
-def shares(models: Sequence[Given], total: int, caps: Sequence[int | None] | None = None, *, minimum: int = 1) -> list[int]:
+def shares(models: Sequence[ModelLike], total: int, caps: Sequence[int | None] | None = None, *, minimum: int = 1) -> list[int]:
     """How many of `total` samples each worker gets so that the slowest finishes first; the sum is `total` exactly.
 
     A model is a Line, Piecewise, Cubic, a pair (slope, intercept) or a function of the batch. A cap bounds the samples that a
@@ -125,7 +125,7 @@ def shares(models: Sequence[Given], total: int, caps: Sequence[int | None] | Non
 
 
 def solve(
-    models: Sequence[Given],
+    models: Sequence[ModelLike],
     total: int,
     caps: Sequence[int | None] | None = None,
     *,
@@ -157,7 +157,7 @@ def solve(
 
 
 def _problem(
-    models: Sequence[Given], total: int, caps: Sequence[int | None] | None, minimum: int, accumulate: Accumulate,
+    models: Sequence[ModelLike], total: int, caps: Sequence[int | None] | None, minimum: int, accumulate: Accumulate,
     communication: Communication, bounds: Mapping[int, int], keep: Sequence[int],
 ) -> tuple[SharesProblem, list[int]]:
     """The problem, and each worker's room for one micro-batch."""

@@ -14,7 +14,6 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
@@ -154,11 +153,11 @@ def accumulated(model: Line | Piecewise, cap: int) -> Accumulated | InPieces:
     return Accumulated(model, cap) if isinstance(model, Line) else InPieces(model, cap)
 
 
-Given = Line | Piecewise | Cubic | Sequence[float] | Callable[[float], float]
+ModelLike = Line | Piecewise | Cubic | Sequence[float] | Callable[[float], float]
 """Accepted models: a record, a pair (slope, intercept), or a function of the batch."""
 
 
-def as_model(given: Given, most: int, name: str = "model") -> Line | Piecewise:
+def as_model(given: ModelLike, most: int, name: str = "model") -> Line | Piecewise:
     """The invertible form of a given model, valid for shares up to `most`."""
     if isinstance(given, Line | Piecewise):
         return given
@@ -206,7 +205,7 @@ def fit_line(points: Points) -> Fit[Line]:
         slope, intercept = np.sum(batches / times) / np.sum((batches / times) ** 2), 0.0
     elif slope < 0:
         slope, intercept = 0.0, 1 / np.mean(1 / times)
-    return _judged(Line(float(slope), float(intercept)), batches, times)
+    return _with_errors(Line(float(slope), float(intercept)), batches, times)
 
 
 def fit_cubic(points: Points) -> Fit[Cubic]:
@@ -214,11 +213,13 @@ def fit_cubic(points: Points) -> Fit[Cubic]:
     batches, times = _arrays(points, 2, "cubic")
     degree = min(3, len(set(batches)) - 1)
     coefficients = [0.0] * (3 - degree) + [float(c) for c in np.polyfit(batches, times, degree)]
-    return _judged(Cubic(*coefficients), batches, times)
+    return _with_errors(Cubic(*coefficients), batches, times)
 
 
 def fit_piecewise(points: Points) -> Fit[Piecewise]:
     """Medians per batch, made monotonic by isotonic regression."""
+    from scipy.optimize import isotonic_regression  # loaded late: a training script imports this module
+
     batches, times = _arrays(points, 2, "piecewise")
     per_batch: dict[float, list[float]] = defaultdict(list)
     for batch, time_s in zip(batches.tolist(), times.tolist(), strict=True):
@@ -227,7 +228,7 @@ def fit_piecewise(points: Points) -> Fit[Piecewise]:
     medians = [float(np.median(per_batch[knot])) for knot in knots]
     weights = [float(len(per_batch[knot])) for knot in knots]
     risen = isotonic_regression(medians, weights=weights).x
-    return _judged(Piecewise(tuple(knots), tuple(float(t) for t in risen)), batches, times)
+    return _with_errors(Piecewise(tuple(knots), tuple(float(t) for t in risen)), batches, times)
 
 
 def _arrays(points: Points, distinct: int, what: str) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +245,7 @@ def _arrays(points: Points, distinct: int, what: str) -> tuple[np.ndarray, np.nd
     return table[:, 0], table[:, 1]
 
 
-def _judged(model: M, batches: np.ndarray, times: np.ndarray) -> Fit[M]:
+def _with_errors(model: M, batches: np.ndarray, times: np.ndarray) -> Fit[M]:
     timed: TimeModel | Cubic = model
     predicted = np.array([timed.time_s(batch) for batch in batches.tolist()])
     errors = times / np.maximum(predicted, 1e-12) - 1

@@ -12,7 +12,7 @@ from support.rank_pool import pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from commlayer.balance import Dealer, Sampler
+from commlayer.balance import Dispatcher, Sampler
 
 WORLD = 3
 EPOCHS = 2
@@ -98,7 +98,7 @@ def dealt(run: Run) -> dict[str, Any]:
     def collate(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
 
-    dealer = Dealer(dataset(), BATCH, shares=shares, rank=rank, collate=collate)
+    dealer = Dispatcher(dataset(), BATCH, shares=shares, rank=rank, collate=collate)
     if not run.alone:
         dealer.announce(2, LATER[2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
 from commlayer.autotune.shares.state import Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
-from commlayer.balance.profile import WorkerProfile, opening
+from commlayer.balance.profile import WorkerProfile, initial_shares
 from commlayer.errors import CommError
 
 WORLD, BATCH = 3, 24
@@ -127,7 +127,7 @@ def test_two_times_of_one_share_make_a_jump_seen_in_one_row() -> None:
     for step in range(6):
         state, _ = heard(state, step)
     newest = state.balancer.latest.by_worker
-    for before_s, told in ((0.0, "once: no trend yet"), (4 * LINES[0].time_s(newest[0]), "has a new line")):
+    for before_s, told in ((0.0, "one outlier"), (4 * LINES[0].time_s(newest[0]), "new time model")):
         rows = rows_of(state)
         rows[0] = rows[0]._replace(compute_s=4 * rows[0].compute_s, before_s=before_s)
         _, actions = decide.decide(decide.told(state, 6), rows, 7)
@@ -222,7 +222,7 @@ def test_the_largest_of_the_smallest_batches_holds_for_all() -> None:
 
 def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
     profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
-    first = opening(profiles, BATCH, EVEN, step=3)
+    first = initial_shares(profiles, BATCH, EVEN, step=3)
     state = decide.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=TOGETHER, opening=first)
     assert state.balancer.latest == first.decision
     later = decide.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=TOGETHER, opening=first)

@@ -155,7 +155,7 @@ def test_a_rank_that_was_left_out_keeps_company_and_comes_back() -> None:
     check(results, idle)
     assert [d.by_worker.get(2, 0) for d in decisions(results[0])].count(0) >= 1
     assert results[0]["shares"][2] > results[0]["shares"][0]
-    assert any("only holds the others up" in line for line in results[0]["lines"])
+    assert any("faster without worker" in line for line in results[0]["lines"])
 
 
 def test_bad_times_are_said_and_left_out() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.samplers import Noted
 
-from commlayer.balance import Dealer
+from commlayer.balance import Dispatcher
 
 
 @settings(max_examples=60, deadline=None)
@@ -16,8 +16,8 @@ def test_a_stream_is_dealt_once(data: st.DataObject) -> None:
     items = list(range(data.draw(st.integers(0, 60))))
     batch = data.draw(st.integers(2, 10))
 
-    def make(rank: int) -> Dealer:
-        return Dealer(iter(items), batch, shares=[batch, 0], rank=rank, collate=tuple)
+    def make(rank: int) -> Dispatcher:
+        return Dispatcher(iter(items), batch, shares=[batch, 0], rank=rank, collate=tuple)
 
     dealers = [make(0), make(1)]
     sessions = [Noted(), Noted()]
@@ -42,6 +42,6 @@ def test_a_stream_is_dealt_once(data: st.DataObject) -> None:
 
 
 def test_a_stream_of_tensors_collates() -> None:
-    dealer = Dealer((torch.tensor([float(i)]) for i in range(10)), 4, shares=[3, 1], rank=0, collate=torch.stack, cap=2)
+    dealer = Dispatcher((torch.tensor([float(i)]) for i in range(10)), 4, shares=[3, 1], rank=0, collate=torch.stack, cap=2)
     seen = [(batch.flatten().tolist(), dealer.last) for batch in dealer.follow()]
     assert seen == [([0, 1], False), ([2], True), ([4, 5], False), ([6], True), ([8, 9], True)]

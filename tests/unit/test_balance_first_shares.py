@@ -8,8 +8,8 @@ import pytest
 from support.balancing import PAPER
 
 from commlayer.balance import Line, solve
-from commlayer.balance.lbb import Published, fitting
-from commlayer.balance.profile import WorkerProfile, ladder, opening, profile
+from commlayer.balance.lbb import LbbBalancer, adjusted_to_total
+from commlayer.balance.profile import WorkerProfile, initial_shares, ladder, profile
 from commlayer.balance.time_models import Accumulated
 
 TOTAL = 512
@@ -26,7 +26,7 @@ def profiles(memory: int = TOTAL, worker: int = 0) -> list[WorkerProfile]:
 
 
 def test_the_papers_four_gpus_begin_at_the_optimum() -> None:
-    found = opening(profiles(), TOTAL, EVEN, step=7)
+    found = initial_shares(profiles(), TOTAL, EVEN, step=7)
     assert found.decision.shares == (166, 167, 159, 20)
     assert (found.decision.step, found.decision.from_step) == (7, 7)
     assert found.decision.before_s == pytest.approx(PAPER[3].time_s(128))
@@ -37,7 +37,7 @@ def test_the_papers_four_gpus_begin_at_the_optimum() -> None:
 
 
 def test_lbb_begins_near_it_and_the_sum_is_kept() -> None:
-    found = opening(profiles(), TOTAL, EVEN, step=0, shares_of=Published.begin).decision
+    found = initial_shares(profiles(), TOTAL, EVEN, step=0, shares_of=LbbBalancer.begin).decision
     assert sum(found.shares) == TOTAL
     assert found.shares == pytest.approx((166, 168, 159, 19), abs=1)
 
@@ -46,7 +46,7 @@ def test_lbb_begins_near_it_and_the_sum_is_kept() -> None:
 def test_a_cap_binds(memory: int) -> None:
     """What is computed at once: beyond it there are micro-batches, each with a launch, where that is faster still."""
     measured = profiles(memory)
-    found = opening(measured, TOTAL, EVEN, step=0).decision
+    found = initial_shares(measured, TOTAL, EVEN, step=0).decision
     assert measured[0].cap <= memory
     assert found.micro_batches[0] == -(-found.shares[0] // measured[0].cap) > 1
     assert found.after_s < solve(PAPER, TOTAL, [measured[0].cap, None, None, None], accumulate="never").makespan_s
@@ -56,7 +56,7 @@ def test_lines_are_those_near_the_share() -> None:
     """Beyond 64 samples this worker swaps: what is followed is right there, not in the mean over all."""
     bent = WorkerProfile(tuple((batch, 0.001 * batch + 0.01 * max(0, batch - 64)) for batch in ladder(TOTAL)), TOTAL, False)
     slow = WorkerProfile(tuple((batch, 0.012 * batch) for batch in ladder(TOTAL)), TOTAL, False)
-    found = opening([bent, slow], TOTAL, {0: 256, 1: 256}, step=0)
+    found = initial_shares([bent, slow], TOTAL, {0: 256, 1: 256}, step=0)
     share = found.decision.shares[0]
     assert share > 128
     assert found.lines[0].time_s(share) == pytest.approx(0.001 * share + 0.01 * (share - 64))
@@ -64,7 +64,7 @@ def test_lines_are_those_near_the_share() -> None:
 
 def test_micro_batches_pay_their_launch_again() -> None:
     measured = [profile(lambda batch: 0.001 * batch + 0.01 if batch <= 40 else _ends(), 128)] * 2
-    found = opening(measured, 128, {0: 64, 1: 64}, step=0).decision
+    found = initial_shares(measured, 128, {0: 64, 1: 64}, step=0).decision
     assert found.micro_batches == (2, 2)
     assert found.after_s == pytest.approx(Accumulated(Line(0.001, 0.01), measured[0].cap).time_s(64))
 
@@ -78,7 +78,7 @@ def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
     measured = profiles()
     points = tuple((batch, odd if batch == 64 else time_s) for batch, time_s in measured[2].points)
     measured[2] = WorkerProfile(points, TOTAL, False)
-    found = opening(measured, TOTAL, EVEN, step=0)
+    found = initial_shares(measured, TOTAL, EVEN, step=0)
     (note,) = found.notes
     assert f"worker 2: measured time {odd} s" in note.text
     assert note.text.endswith("[E-TIME-MODEL]")
@@ -88,7 +88,7 @@ def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
 def test_a_worker_whose_times_are_all_nonsense_begins_with_little() -> None:
     measured = profiles()
     measured[1] = WorkerProfile(tuple((batch, math.nan) for batch, _ in measured[1].points), TOTAL, False)
-    shares = opening(measured, TOTAL, EVEN, step=0).decision.shares
+    shares = initial_shares(measured, TOTAL, EVEN, step=0).decision.shares
     assert sum(shares) == TOTAL
     assert shares[1] <= 1
 
@@ -96,7 +96,7 @@ def test_a_worker_whose_times_are_all_nonsense_begins_with_little() -> None:
 @pytest.mark.parametrize(("caps", "worker"), [((0, 0, 0, 0), 0), ((64, 64, 2, 64), 2)])
 def test_a_worker_without_room_is_named(caps: tuple[int, ...], worker: int) -> None:
     with pytest.raises(ValueError, match=rf"^worker {worker}\b.*\b{caps[worker]}\b.*\b3\b.*E-SHARES-ARGUMENT"):
-        opening([WorkerProfile(((2, 0.1),), cap, True) for cap in caps], TOTAL, EVEN, step=0, minimum=2)
+        initial_shares([WorkerProfile(((2, 0.1),), cap, True) for cap in caps], TOTAL, EVEN, step=0, minimum=2)
 
 
 @pytest.mark.parametrize(("wanted", "minimum", "order", "given"), [
@@ -105,7 +105,7 @@ def test_a_worker_without_room_is_named(caps: tuple[int, ...], worker: int) -> N
 ])
 def test_what_lbb_wants_is_made_to_fit(wanted: list[int], minimum: int, order: list[int], given: list[int]) -> None:
     total = 512 if len(wanted) == 4 else 256
-    assert fitting(wanted, total, minimum, order) == given
+    assert adjusted_to_total(wanted, total, minimum, order) == given
 
 
 def test_time_ends_a_profile_and_says_nothing_of_memory() -> None:

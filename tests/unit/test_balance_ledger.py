@@ -1,4 +1,4 @@
-"""The ledger's promise: each position of an epoch is done exactly once, whatever shares do, whoever dies, joins or resumes."""
+"""The log's promise: each position of an epoch is done exactly once, whatever shares do, whoever dies, joins or resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.balance.consumed_log import TABLE, Ledger, Permutation, merged, size
+from commlayer.balance.consumed_log import TABLE, ConsumedLog, Permutation, merged, size
 
 LENGTH = 300
 GOLDEN = {1000: (125, 697, 303, 443, 285, 560), 4 * TABLE: (1112160, 746553, 2574298, 2094468, 12460, 1031196)}
@@ -23,8 +23,8 @@ def positions(ranges: list[tuple[int, int]]) -> list[int]:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_each_position_is_done_once(data: st.DataObject) -> None:
-    """An independent count of what was applied against what the ledger says is left."""
-    ledger = Ledger(data.draw(st.integers(0, LENGTH)))
+    """An independent count of what was applied against what the log says is left."""
+    log = ConsumedLog(data.draw(st.integers(0, LENGTH)))
     workers = {0, 1, 2}
     step, newest = 0, 2
     given_out: dict[int, dict[int, list[tuple[int, int]]]] = {}
@@ -33,79 +33,79 @@ def test_each_position_is_done_once(data: st.DataObject) -> None:
         event = data.draw(st.sampled_from(["give", "give", "commit", "die", "join", "resume"]))
         if event == "give":
             counts = {w: data.draw(st.integers(0, 40)) for w in sorted(workers)}
-            if sum(counts.values()) <= ledger.left:
-                given_out[step] = ledger.give(step, counts)
+            if sum(counts.values()) <= log.left:
+                given_out[step] = log.assign(step, counts)
                 assert {w: size(r) for w, r in given_out[step].items()} == counts
                 step += 1
         elif event == "commit" and given_out:
             oldest = min(given_out)
             missing = data.draw(st.sets(st.sampled_from(sorted(given_out[oldest])))) if given_out[oldest] else set()
-            ledger.commit(oldest, missing)
+            log.commit(oldest, missing)
             applied += [i for w, r in given_out.pop(oldest).items() if w not in missing for i in positions(r)]
         elif event == "die" and len(workers) > 1:
             dead = data.draw(st.sampled_from(sorted(workers)))
             workers.discard(dead)
-            before = ledger.left
+            before = log.left
             lost = [i for gone in given_out.values() for i in positions(gone.pop(dead, []))]
-            assert ledger.take_back(dead) == len(lost) == ledger.left - before
+            assert log.take_back(dead) == len(lost) == log.left - before
         elif event == "join":
             newest += 1
             workers.add(newest)
         elif event == "resume":
-            ledger = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())))
-        assert sorted(applied) == positions(ledger.done)
+            log = ConsumedLog.from_state(json.loads(json.dumps(log.state_dict())))
+        assert sorted(applied) == positions(log.done)
     for open_step in sorted(given_out):
-        ledger.commit(open_step)
+        log.commit(open_step)
         applied += [i for r in given_out[open_step].values() for i in positions(r)]
-    while ledger.left:
-        applied += [i for r in ledger.give(step, {0: min(7, ledger.left)}).values() for i in positions(r)]
-        ledger.commit(step)
+    while log.left:
+        applied += [i for r in log.assign(step, {0: min(7, log.left)}).values() for i in positions(r)]
+        log.commit(step)
         step += 1
-    assert sorted(applied) == list(range(ledger.length))
-    assert ledger.done == merged([(0, ledger.length)])
+    assert sorted(applied) == list(range(log.length))
+    assert log.done == merged([(0, log.length)])
 
 
 def test_what_comes_back_goes_out_next() -> None:
-    ledger = Ledger(20)
-    ledger.give(0, {0: 4, 1: 4})
-    ledger.give(1, {0: 4, 1: 4})
-    assert ledger.take_back(1, from_step=1) == 4
-    assert ledger.give(2, {0: 6}) == {0: [(12, 18)]}
+    log = ConsumedLog(20)
+    log.assign(0, {0: 4, 1: 4})
+    log.assign(1, {0: 4, 1: 4})
+    assert log.take_back(1, from_step=1) == 4
+    assert log.assign(2, {0: 6}) == {0: [(12, 18)]}
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    ledger = Ledger(10)
-    ledger.give(0, {0: 2, 1: 2})
-    twin = ledger.copy()
+    log = ConsumedLog(10)
+    log.assign(0, {0: 2, 1: 2})
+    twin = log.copy()
     twin.take_back(1)
-    twin.give(1, {0: 8})
-    assert (ledger.left, twin.left) == (6, 0)
-    assert ledger.open[0][1] == [(2, 4)]
+    twin.assign(1, {0: 8})
+    assert (log.left, twin.left) == (6, 0)
+    assert log.open[0][1] == [(2, 4)]
 
 
 def test_a_ledger_stays_small() -> None:
-    ledger = Ledger(10**12)
+    log = ConsumedLog(10**12)
     for step in range(200):
-        ledger.give(step, {w: 1000 + w for w in range(8)})
+        log.assign(step, {w: 1000 + w for w in range(8)})
         if step >= 10:
-            ledger.commit(step - 10)
-    assert len(json.dumps(ledger.state_dict())) < 5000
+            log.commit(step - 10)
+    assert len(json.dumps(log.state_dict())) < 5000
 
 
 @pytest.mark.parametrize(("act", "text"), [
-    (lambda ledger: ledger.give(0, {0: 1}), r"step 0\b.*E-SAMPLER-ARGUMENT"),
-    (lambda ledger: ledger.give(1, {0: 9}), r"step 1\b.*\b9\b.*\b8\b.*E-SAMPLER-ARGUMENT"),
-    (lambda ledger: ledger.commit(5), r"step 5\b.*E-SAMPLER-ARGUMENT"),
-    (lambda ledger: Ledger.from_state({}), "state of a ledger.*E-RECORD"),
-    (lambda ledger: Ledger.from_state({"ledger": '{"length":4,"left":[[0,9]],"open":{}}'}), r"0 to 3\b.*E-SAMPLER-STATE"),
-    (lambda ledger: Ledger.from_state({"ledger": '{"length":4,"left":[[0,2]],"open":{"0":{"1":[[1,3]]}}}'}),
+    (lambda log: log.assign(0, {0: 1}), r"step 0\b.*E-SAMPLER-ARGUMENT"),
+    (lambda log: log.assign(1, {0: 9}), r"step 1\b.*\b9\b.*\b8\b.*E-SAMPLER-ARGUMENT"),
+    (lambda log: log.commit(5), r"step 5\b.*E-SAMPLER-ARGUMENT"),
+    (lambda log: ConsumedLog.from_state({}), "state of a consumed log.*E-RECORD"),
+    (lambda log: ConsumedLog.from_state({"consumed": '{"length":4,"left":[[0,9]],"open":{}}'}), r"0 to 3\b.*E-SAMPLER-STATE"),
+    (lambda log: ConsumedLog.from_state({"consumed": '{"length":4,"left":[[0,2]],"open":{"0":{"1":[[1,3]]}}}'}),
      r"position 1\b.*E-SAMPLER-STATE"),
 ])
 def test_misuse_is_named(act: Any, text: str) -> None:
-    ledger = Ledger(10)
-    ledger.give(0, {0: 2})
+    log = ConsumedLog(10)
+    log.assign(0, {0: 2})
     with pytest.raises(ValueError, match=text) as caught:
-        act(ledger)
+        act(log)
     assert "\n" not in str(caught.value)
 
 

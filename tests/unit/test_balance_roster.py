@@ -12,7 +12,7 @@ from support.samplers import Noted
 from torch.utils.data import DataLoader
 
 from commlayer.balance import Sampler
-from commlayer.balance.schedule import SOON_STEPS, Roster, widened
+from commlayer.balance.schedule import CHANGE_DELAY_STEPS, SamplerMembership, with_joined
 
 LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 
@@ -103,7 +103,7 @@ class Job:
             del self.homes[which % len(self.homes)]
         self._come |= "comes" in event
         # Whoever comes is let in where the others wait for an exchange.
-        ends = self.homes[0].sampler._trained.ends()
+        ends = self.homes[0].sampler._trained.is_last_step()
         come = self._come and (ends or (self.taken + 1 >= self.every and (self._under_way or not self.overlap)))
         if come:
             self._let_in()
@@ -168,7 +168,7 @@ class Job:
             self._merge()
 
     @property
-    def over(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.homes[0].batch is None
 
 
@@ -188,7 +188,7 @@ EVENTS = ["dies", "comes", "dies, comes", "comes, first dies", "plan", "plan of 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 350), st.sampled_from(EVENTS), st.integers(0, 2)), max_size=8),
-       st.integers(0, SOON_STEPS), st.sampled_from([None, UNEVEN]), st.sampled_from([1, 2, 5, 70]), st.booleans())
+       st.integers(0, CHANGE_DELAY_STEPS), st.sampled_from([None, UNEVEN]), st.sampled_from([1, 2, 5, 70]), st.booleans())
 def test_each_sample_is_trained_once_in_an_epoch_whoever_goes_and_comes_under_whatever_plan(
     events: list[tuple[int, str, int]], lead: int, shares: Sequence[int] | None, every: int, overlap: bool,
 ) -> None:
@@ -219,13 +219,13 @@ def test_who_comes_has_its_part_from_the_step_on_in_which_the_others_have_less()
     for step in range(10):
         job.step({2: "dies", 9: "comes"}.get(step, ""), 1)
     shares = []
-    for _ in range(SOON_STEPS + 2):
+    for _ in range(CHANGE_DELAY_STEPS + 2):
         shares.append([len(home.batch or []) for home in job.homes])
         job.step("", 0)
     assert shares[0] == [2, 2, 0], "the others have not taken over yet what the dead had"
-    assert shares[SOON_STEPS - 7] == [3, 3, 0]
-    assert shares[SOON_STEPS - 1] == [3, 3, 0]
-    assert shares[SOON_STEPS] == [2, 2, 2]
+    assert shares[CHANGE_DELAY_STEPS - 7] == [3, 3, 0]
+    assert shares[CHANGE_DELAY_STEPS - 1] == [3, 3, 0]
+    assert shares[CHANGE_DELAY_STEPS] == [2, 2, 2]
     assert [home.sampler.rank for home in job.homes] == [0, 2, 3]
 
 
@@ -265,7 +265,7 @@ def test_a_state_of_workers_who_have_come_and_gone_is_dealt_to_those_who_load_it
     ({0: 6, 1: 0}, [], 1, {0: 12, 1: 0}),
 ])
 def test_who_comes_gets_an_even_part(shares: dict[int, int], come: list[int], least: int, then: dict[int, int]) -> None:
-    assert widened(shares, come, 12, least) == then
+    assert with_joined(shares, come, 12, least) == then
 
 
 def test_two_losses_that_are_heard_of_behind_one_step_are_one_announcement() -> None:
@@ -282,16 +282,16 @@ def test_two_losses_that_are_heard_of_behind_one_step_are_one_announcement() -> 
             session.members = (0,)
         if step == 1:
             break
-    assert sampler.announced == (5 + SOON_STEPS, {0: BATCH})
+    assert sampler.announced == (5 + CHANGE_DELAY_STEPS, {0: BATCH})
 
 
 def test_numbers_are_given_in_the_order_of_the_sessions_and_never_twice() -> None:
-    there, lost_from = Roster(), {1: 2}.__getitem__
-    there.meet((0, 1))
-    assert there.heed(4, (0, 1), {0: 3, 1: 3}, 6, 1, lost_from) is None
-    change = there.heed(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
+    there, lost_from = SamplerMembership(), {1: 2}.__getitem__
+    there.set_members((0, 1))
+    assert there.update(4, (0, 1), {0: 3, 1: 3}, 6, 1, lost_from) is None
+    change = there.update(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
     assert change is not None
-    assert (change.step, change.shares, change.lost) == (5 + SOON_STEPS, {0: 2, 2: 2, 3: 2}, {1: 2})
+    assert (change.step, change.shares, change.lost) == (5 + CHANGE_DELAY_STEPS, {0: 2, 2: 2, 3: 2}, {1: 2})
     assert (there.numbers, set(there.gone)) == ((0, 1, 7, 5), {1})
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.samplers import Left, Noted
 from torch.utils.data import DataLoader, Dataset
 
-from commlayer.balance import Dealer, Sampler
-from commlayer.balance.sampler import SOON_STEPS
+from commlayer.balance import Dispatcher, Sampler
+from commlayer.balance.sampler import CHANGE_DELAY_STEPS
 
 
 class Ahead:
@@ -115,7 +115,7 @@ def test_each_sample_once_whatever_happens(data: st.DataObject) -> None:
                 fleet.sessions = {rank: Noted() for rank in ranks}
                 for sampler in fleet.samplers.values():
                     sampler.load_state_dict(states[0])
-                ended = [sampler._trained.finished() for sampler in fleet.samplers.values()]
+                ended = [sampler._trained.is_finished() for sampler in fleet.samplers.values()]
                 if all(ended):
                     break  # follow would begin the next epoch
                 fleet.begin()
@@ -320,7 +320,7 @@ def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
     (lambda: Sampler(50, 8, rank=0, shares=[8]).load_state_dict(Sampler(50, 8, rank=0, shares=[8], seed=1).state_dict()),
      r"seed is 1\b.*\b0\b.*E-SAMPLER-STATE"),
     (lambda: list(Sampler(50, 8, rank=0, shares=[8]).follow([[1]])), "batch_sampler=sampler.*E-SAMPLER-FOLLOW"),
-    (lambda: Dealer([], 8, shares=[3], rank=0, collate=list), r"shares\b.*\[3\].*\b8\b.*E-SHARES-ARGUMENT"),
+    (lambda: Dispatcher([], 8, shares=[3], rank=0, collate=list), r"shares\b.*\[3\].*\b8\b.*E-SHARES-ARGUMENT"),
 ])
 def test_misuse_is_one_line(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text) as caught:
@@ -339,11 +339,11 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
 def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed() -> None:
     sampler, session = Sampler(400, 2, rank=0, world=2, shuffle=False), Left((0, 1))
     seen: list[int] = []
-    for own in sampler.follow(Ahead(sampler, SOON_STEPS), session):
+    for own in sampler.follow(Ahead(sampler, CHANGE_DELAY_STEPS), session):
         seen += own
         session.step = session.carried = len(seen)
         if len(seen) == 5:
-            assert sampler.drawn - sampler.step == SOON_STEPS + 1, "the one at hand among them"
+            assert sampler.drawn - sampler.step == CHANGE_DELAY_STEPS + 1, "the one at hand among them"
             session.members = (0,)
     assert sorted(seen) == sorted({*range(400)} - {1, 3, 5, 7}), "those that the other had trained"
 

@@ -22,13 +22,13 @@ from commlayer.engine.spacing import row_spacing
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.balance.lbb import Published
-    from commlayer.balance.profile import Opening
+    from commlayer.balance.lbb import LbbBalancer
+    from commlayer.balance.profile import InitialShares
 
 
 def begin(
     rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: Policy,
-    communication: Communication = FREE, every: int | None = None, opening: Opening | None = None, lbb: bool = False,
+    communication: Communication = FREE, every: int | None = None, opening: InitialShares | None = None, lbb: bool = False,
 ) -> SharesState:
     """The initial state. `shares` are the newest, announced for `from_step`; `opening` is the result of profiling.
 
@@ -50,7 +50,7 @@ def begin(
               for rank, row in enumerate(rows)]
     first = opening.decision if opening and opening.decision.from_step == from_step else None
     total, step = int(rows[0].batch), int(rows[0].step)
-    balancer: Balancer | Published = Balancer(joined, total, policy, communication, shares=first or shares,
+    balancer: Balancer | LbbBalancer = Balancer(joined, total, policy, communication, shares=first or shares,
                                               from_step=max(0, from_step))
     if lbb:
         balancer = _published(joined, total, balancer.latest, policy, opening)
@@ -109,14 +109,14 @@ def checksum(state: SharesState) -> float:
 
 
 def _published(
-    joined: Sequence[Joined], total: int, first: Decision, policy: Policy, opening: Opening | None,
-) -> Published:
+    joined: Sequence[Joined], total: int, first: Decision, policy: Policy, opening: InitialShares | None,
+) -> LbbBalancer:
     """LBB as published, from the cubic models of profiles if there are any."""
-    from commlayer.balance.lbb import Published
+    from commlayer.balance.lbb import LbbBalancer
 
     if opening is not None:
         curves = list(opening.cubics)
     else:
         lines = [one.line or Line(1.0) for one in joined]
         curves = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in lines]
-    return Published(curves, total, [one.cap for one in joined], first, policy)
+    return LbbBalancer(curves, total, [one.cap for one in joined], first, policy)

@@ -21,7 +21,7 @@ from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
 from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
-from commlayer.balance.balancer import Event, said
+from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
 from commlayer.balance.share_solver import FREE
 from commlayer.cluster.collectives import RowChannel, Rows
@@ -29,7 +29,7 @@ from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
 if TYPE_CHECKING:  # it imports solvers that jobs without profiling do not need
-    from commlayer.balance.profile import Opening
+    from commlayer.balance.profile import InitialShares
 
 TOGETHER = Policy(exclude_gain=1.0)
 """A rank without a share still takes part in each step and the others wait for it, so excluding a rank gains nothing."""
@@ -70,7 +70,7 @@ class Controller:
         self._communication, self._line, self._measure = communication, line, measure
         self._lookahead, self._every, self._mode = lookahead, every, mode
         self._rows: Rows | None = None
-        self._opening: Opening | None = None
+        self._opening: InitialShares | None = None
         self._state: SharesState | None = None
         """None until the first step is over."""
         self._own = OwnTimes()
@@ -101,13 +101,13 @@ class Controller:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
         from commlayer.autotune.shares import worker_profiles
-        from commlayer.balance.lbb import Published
+        from commlayer.balance.lbb import LbbBalancer
 
         own, step = self._measure, self.sampler.step
         profiles, self._opening = worker_profiles.together(
             self.session, self.sampler, self._policy, self._communication, model, loss_of, batches, limit_s=limit_s,
             measure=None if own is None else lambda samples: own(step, samples),
-            shares_of=Published.begin if self._mode == "lbb" else None,
+            shares_of=LbbBalancer.begin if self._mode == "lbb" else None,
         )
         self._line = self._opening.lines[self.sampler.rank]
         for note in self._opening.notes:
@@ -188,7 +188,7 @@ class Controller:
     def _say(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Decision | Outcome):
-            self.session.inspect.connection.say(said(event), logging.INFO)
+            self.session.inspect.connection.say(describe(event), logging.INFO)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from commlayer.balance.balancer import Balancer, Decision, Event, Policy
 from commlayer.balance.share_solver import Communication
 
 if TYPE_CHECKING:  # it imports a solver that only comparisons need
-    from commlayer.balance.lbb import Published
+    from commlayer.balance.lbb import LbbBalancer
 
 
 class RankStart(NamedTuple):
@@ -56,7 +56,7 @@ class WorkerTime(NamedTuple):
 class SharesState(NamedTuple):
     """The complete state. Ranks that start equal and receive the same rows have the same state at every step."""
 
-    balancer: Balancer | Published
+    balancer: Balancer | LbbBalancer
     """Immutable here: decisions are made on a copy."""
     policy: Policy
     communication: Communication

@@ -16,7 +16,7 @@ from torch import nn
 
 from commlayer.autotune.measure.step_times import LossOf, Trial, batches_of
 from commlayer.balance import Communication, Policy, Sampler
-from commlayer.balance.profile import Opening, SharesOf, WorkerProfile, ladder, opening, profile
+from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.cluster.process_groups import Members
 from commlayer.config import read_launch
@@ -32,7 +32,7 @@ FINISHED, BROKE_OFF = 1.0, 0.0
 def together(
     session: Session, sampler: Sampler, policy: Policy, communication: Communication, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
-) -> tuple[list[WorkerProfile], Opening]:
+) -> tuple[list[WorkerProfile], InitialShares]:
     """Returns every rank's profile and the opening; sets the sampler's cap and shares. `shares_of` computes the shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
@@ -53,8 +53,8 @@ def together(
         with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
             profiles, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
-    start = opening(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, exclude=policy.exclude_gain < 1,
-                    communication=communication, shares_of=shares_of)
+    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least,
+                           exclude=policy.exclude_gain < 1, communication=communication, shares_of=shares_of)
     if profiles[sampler.rank].ended:
         sampler.cap = profiles[sampler.rank].cap
     sampler.announce(first, start.decision.by_worker)
