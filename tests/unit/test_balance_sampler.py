@@ -349,7 +349,7 @@ def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed(
 
 
 @pytest.mark.parametrize(("members", "said"), [
-    ((0, 1), r"\b64 batches\b.*\(min_workers\): 63\b.*E-SAMPLER-FOLLOW"),
+    ((0, 1), r"\b64 batches\b.*\b63\b.*E-SAMPLER-FOLLOW"),
     ((0,), r"\b2 workers\b.*job has 1\b.*E-SAMPLER-FOLLOW"),
 ])
 def test_what_cannot_be_handed_out_again_is_refused_before_training(
