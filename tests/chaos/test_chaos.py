@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from msgspec import msgpack
+from support.chaos import SETTING, evidence
 
 from bench.chaos import cluster, oracle, verdict
 from bench.chaos.campaign import Campaign, Row, summary
@@ -21,18 +22,16 @@ from bench.chaos.dealing import dealt, trial
 from bench.chaos.faults import FAULTS
 from bench.chaos.oracle import GOES_ON
 from bench.chaos.proxy import DOWN, UP, Link, Proxy, end
-from bench.chaos.reports import Ended, Finding, Stepped
+from bench.chaos.reports import Ended, Finding
 from bench.chaos.strikes import STRIKES
 from bench.chaos.table import closing, problems, table
-from bench.chaos.trials import STEPS, Setting, Trial
+from bench.chaos.trials import STEPS, Trial
 from bench.chaos.wire import Seen, Stretch, digits, weights
 from commlayer.errors import CommError
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header, Kind
-
-SETTING = Setting("identity()")
 
 # ---- seeds and what is allowed
 
@@ -57,18 +56,6 @@ def test_who_is_lost_for_good_is_named_and_everything_else_heals() -> None:
 # ---- verdicts
 
 PLAIN = "undisturbed"
-
-
-def evidence(**changes: Any) -> Evidence:
-    """Of a run that went on: two workers with 1 and 4 of the samples of each step."""
-    def samples(rank: int, step: int) -> tuple[int, ...]:
-        first = 5 * (step % verdict.STEPS_PER_EPOCH)
-        return (first,) if rank == 0 else tuple(range(first + 1, first + 5))
-
-    stepped = [[Stepped(n + 1, f"digest {n}", samples(rank, n), float(n)) for n in range(STEPS)] for rank in range(2)]
-    ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS)]
-    made = Evidence(stepped, ended, 1, 5.5, 42.0, (), 400, 0, (), (), 1e-7, "a line")
-    return made._replace(**changes)
 
 
 def judged(fault: str, found: Evidence) -> verdict.Verdict:

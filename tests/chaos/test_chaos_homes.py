@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_chaos import SETTING, evidence
+from support.chaos import SETTING, evidence
 
 from bench.chaos import strikes, verdict
 from bench.chaos.campaign import Campaign, summary

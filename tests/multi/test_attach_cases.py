@@ -9,22 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.attached import Run, Setting, coordinators, data, loss_of, mlp, play, weights
+from support.models import STEPS, Branches, Checkpointed, train
 from support.rank_pool import pool
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 WORLD = 2
-STEPS = 5
 Script = Callable[[Run], dict[str, Any]]
-
-
-def train(run: Run, model: nn.Module, wrapped: Any, steps: int = STEPS) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(run, wrapped, step).backward()
-        optimizer.step()
-    return weights(model)
 
 
 def initial_parameters_that_differ(run: Run) -> dict[str, Any]:
@@ -101,16 +91,6 @@ def frozen_parameters(run: Run) -> dict[str, Any]:
     assert model[0].weight.grad is None
     assert model[4].bias.grad is None
     return result
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.left, self.right = nn.Linear(12, 16), nn.Linear(16, 3), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor, branches: str) -> torch.Tensor:
-        x = self.body(x).tanh()
-        return torch.stack([{"l": self.left, "r": self.right}[b](x) for b in branches]).sum(0)
 
 
 def unused_parameters(run: Run) -> dict[str, Any]:
@@ -230,15 +210,6 @@ def bf16_parameters(run: Run) -> dict[str, Any]:
         assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
         optimizer.step()
     return weights(model)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.body, self.head, self.reentrant = mlp()[:4], mlp(1)[4], reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(checkpoint(self.body, x.requires_grad_(), use_reentrant=self.reentrant))
 
 
 def activation_checkpointing(run: Run) -> dict[str, Any]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
 from support.meshes import FAR
+from support.serving import JOB, PLAN, Pair, changed, plan_of, view_of
 
 from commlayer import records
 from commlayer.cluster import client, messages, uplink
@@ -22,30 +20,12 @@ from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.summation_server import DataServer, Stalled
 from commlayer.config import host_port
-from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, Refused
+from commlayer.errors import InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
-from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
+from commlayer.records import Job, Slice, TensorInfo
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-
-JOB = Job((TensorInfo("weight", (100,)),))
-PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096, cut_nbytes=4096)
-BUCKET = PLAN.buckets[0]
-
-
-def view_of(plan: bytes, serving: DataServer, world: int = 2) -> View:
-    members = tuple(Member(rank, rank, "host") for rank in range(world))
-    return View(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
-
-
-def plan_of(*buckets: Bucket, **fields: Any) -> Plan:
-    return msgspec.structs.replace(PLAN, buckets=buckets or PLAN.buckets, **fields)
-
-
-def changed(**fields: Any) -> Plan:
-    return plan_of(msgspec.structs.replace(BUCKET, **fields))
-
 
 UNFIT = [
     (b"\x00", "E-PLAN-REFUSED", "plan of worker 0: JSON is malformed"),
@@ -116,36 +96,6 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code:
     assert address.partition(":")[0] in caught.value.what
     assert caught.value.code == code
     assert coordinator._state.registrations[request.token].left == f"could not reach a server: {caught.value}"
-
-
-class Pair:
-    """A coordinator, a server and two connected workers in this process."""
-
-    def __init__(self, opened: list[Any], plan: Plan = PLAN, deadline_s: float = 0.1, host: str = "127.0.0.1") -> None:
-        config = quick(deadline_s=deadline_s, dead_after_s=WAIT_S)  # nobody dies here, however late a heartbeat is
-        coordinator, self.serving, ended = Coordinator(config, servers=1), DataServer(host, 0, config), threading.Event()
-        opened.extend((coordinator, self.serving))
-        with ThreadPoolExecutor(3) as pool:
-            seat = pool.submit(client.join, coordinator.address, messages.server_request(self.serving.address), config,
-                               Failures(),
-                               ended=ended)
-            requests = [messages.worker_request(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
-            ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
-            member = seat.result(WAIT_S)
-            opened.append(SimpleNamespace(close=member.leave))  # without a word it would be waited for
-            self.serving.start(member.view, member.plan, member.rank)
-            self.ups = [up.result(WAIT_S) for up in ups]
-        opened.extend(self.ups)
-        # A server welcomes a worker just before it can send to it unasked.
-        until(lambda: len(self.serving._transport.peers) == len(self.ups), "both are connected")
-        self.failures, self.stalled = Failures(), threading.Event()
-        self.left: queue.Queue[tuple[str, int]] = queue.Queue()
-        self.ups[1].subscribe(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)
-
-    def failure(self) -> CommError:
-        assert self.failures.came.wait(WAIT_S)
-        error: CommError = self.failures.errors[0]
-        return error
 
 
 @pytest.mark.parametrize("exchanges", [0, 1])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.cuda import DEVICE, running
 from support.rank_pool import pool
-from support.workers import step
-from test_runtime_staged import PER_NODE, SHAPES, WORLD, gradients, job, plan
+from support.staged import PER_NODE, SHAPES, WORLD, gradients, plan
+from support.workers import job, step
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import parse, wrap

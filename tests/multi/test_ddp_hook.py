@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.attached import Run, Setting, coordinators, data, mlp, play
+from support.models import Checkpointed, train
 from support.rank_pool import Servers, pool, quick
-from test_attach_cases import Checkpointed, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

@@ -7,8 +7,6 @@ import datetime
 import re
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.coordinators import all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.site_groups import HOMES, asked, leave, met, options, together
 
 from commlayer.cluster import client, kv_store, messages, site_client, sites
 from commlayer.cluster.coordinator import Coordinator
@@ -24,12 +23,6 @@ from commlayer.cluster.kv_store import QuotaOwner
 from commlayer.cluster.site_client import KvClient, SiteLease
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup, WorldStore
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
-
-HOMES = 3
-
-
-def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.RegisterSite:
-    return messages.site_request(workers, place, name=name)
 
 
 def come(state: sites.Sites, *all_: messages.RegisterSite, now: float = 0.0) -> tuple[sites.Sites, list[messages.SiteReply]]:
@@ -195,44 +188,6 @@ def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatc
 # ---- over sockets
 
 
-def met(opened: list[Any], workers: int = HOMES) -> list[tuple[KvClient, int]]:
-    coordinator = Coordinator(quick(), workers=workers)
-    opened.append(coordinator)
-
-    def one(name: str) -> tuple[KvClient, int]:
-        attendance = SiteLease(coordinator.address, quick(), asked(name), lambda _: None)
-        seat = attendance.meet(20.0)
-        desk = KvClient(coordinator.address, quick(), attendance.request.home)
-        opened.extend((_Leaving(attendance), desk))
-        return desk, seat.first
-
-    with ThreadPoolExecutor(workers) as pool:
-        return sorted(pool.map(one, "abcdefgh"[:workers]), key=lambda pair: pair[1])
-
-
-class _Leaving:
-    def __init__(self, attendance: SiteLease) -> None:
-        self._attendance = attendance
-
-    def close(self) -> None:
-        self._attendance.close("the test is over")
-
-
-def together(desks: list[tuple[KvClient, int]], act: Callable[[RelayedGroup, int], Any], timeout_s: float = 20.0) -> list[Any]:
-    """What comes of it in each home, in a group of all."""
-    groups = [RelayedGroup(desk, "test", range(len(desks)), rank, timeout_s) for desk, rank in desks]
-    try:
-        with ThreadPoolExecutor(len(desks)) as pool:
-            return list(pool.map(act, groups, range(len(desks))))
-    finally:
-        for group in groups:
-            group.shutdown()
-
-
-def options(**fields: Any) -> Any:
-    return type("Options", (), fields)()
-
-
 def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> None:
     def act(group: RelayedGroup, rank: int) -> list[Any]:
         mine, seen = torch.tensor([1.0 + rank, -rank]), []
@@ -258,7 +213,7 @@ def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> No
 
     rows = [[1.0, 0.0], [2.0, -1.0], [3.0, -2.0]]
     expected = [[6.0, -3.0], [2.0, -1.0], [3.0, 0.0], [1.0, -2.0], rows[2], rows]
-    assert together(met(opened), act) == [expected] * HOMES
+    assert together(met(opened)[1], act) == [expected] * HOMES
 
 
 def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(opened: list[Any]) -> None:
@@ -272,15 +227,15 @@ def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(ope
             group.barrier().wait()
         return torch.equal(state, torch.arange(numel))
 
-    desks = met(opened)
+    desks = met(opened)[1]
     assert together(desks, act) == [True] * HOMES
     kept = opened[0]._rendezvous._store.nbytes
     assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 
 def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
-    desks = met(opened, 2)
-    stores = [WorldStore(desk, 20.0) for desk, _ in desks]
+    desks = met(opened, 2)[1]
+    stores = [WorldStore(desk, 20.0) for desk in desks]
     plain = [dist.PrefixStore("a", store) for store in stores]
     plain[0].set("key", "value")
     assert plain[1].get("key") == b"value"
@@ -302,7 +257,7 @@ def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any])
             group.barrier().wait()
         return str(raised.value)
 
-    told = together(met(opened), act, timeout_s=0.5)
+    told = together(met(opened)[1], act, timeout_s=0.5)
     assert told[0] == told[2]
     assert re.search(r"\b0\.5 s from rank 1\b.*E-DEADLINE", told[0])
 
@@ -312,7 +267,7 @@ def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
 ) -> None:
     """What a slow link has not brought in time would be sent all over again."""
     monkeypatch.setattr(site_client, "CALL_S", 0.3)
-    (desk, _), *_ = met(opened, 2)
+    desk, *_ = met(opened, 2)[1]
     given: list[float] = []
     call = desk._link.call
 
@@ -329,7 +284,7 @@ def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
 
 def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_client, "CALL_S", 0.3)
-    (desk, _), *_ = met(opened, 1)
+    desk, *_ = met(opened, 1)[1]
     opened[0].close()
     begin = time.monotonic()
     with pytest.raises(PeerLost, match="coordinator 127.0.0.1:.*E-PEER-LOST"):
@@ -338,20 +293,19 @@ def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[
 
 
 def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[Any]) -> None:
-    desks = met(opened, 2)
+    desks = met(opened, 2)[1]
     begin = time.monotonic()
     heard: list[str] = []
 
     def wait() -> None:
         try:
-            desks[0][0].ask(time.monotonic() + 60.0, want=[("never", 1)])
+            desks[0].ask(time.monotonic() + 60.0, want=[("never", 1)])
         except CommError as error:
             heard.append(str(error))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    next(thing for thing in opened if isinstance(thing, _Leaving)
-         and thing._attendance.request.home == desks[1][0]._home)._attendance.close("exit code 1")
+    leave(opened, desks[1], "exit code 1")
     waiting.join(20.0)
     assert re.search(": exit code 1;.*E-RENDEZVOUS-ENDED", heard[0])
     assert time.monotonic() - begin < 20.0

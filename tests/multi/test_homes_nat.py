@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_homes_training
-from support import sites
+from support import site_training, sites
 from support.lab import needs_lab
 from support.nat import SERVER, Nat, public
 
@@ -44,7 +43,7 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
         line = next(said for said in server.stderr if "each home types: " in said)
         typed = re.sub(r".* types: commlayer (.*) --keys ITS-KEYS SCRIPT\n", r"\1", line).split()
         assert typed == ["launch", "--join", f"{SERVER}:{PORT}"]
-        script = [test_homes_training.__file__, "plain"]
+        script = [site_training.__file__, "plain"]
         both = [nat.popen(1 + home, [*COMMAND, *typed, "--keys", keys[1 + home], *script], **piped) for home in range(2)]
         told = []
         for home in both:
@@ -52,7 +51,7 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
             assert home.returncode == 0, errors
             told.append(json.loads(out.splitlines()[-1]))
         assert sorted(one["rank"] for one in told) == [0, 1]
-        assert {one["sha"] for one in told} == set(test_homes_training.in_a_rack("plain", 2))
+        assert {one["sha"] for one in told} == set(site_training.in_a_rack("plain", 2))
         assert nat.dialled == [{(SERVER, PORT), (SERVER, PORT + 1)}] * 2, "nothing else was tried"
         assert nat.dropped == [0, 0]
         for home in range(2):  # the translator does what it is there for

@@ -7,47 +7,23 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+from support.site_groups import joined, met
 
-from commlayer.cluster import client, kv_store, messages, sites
+from commlayer.cluster import kv_store, messages, sites
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.rendezvous_service import RendezvousService
-from commlayer.cluster.site_client import KvClient, SiteLease
+from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import PART_NBYTES
 from commlayer.errors import CommError, CorruptFrame, PeerLost
 
 PART = bytes(PART_NBYTES)
-
-
-class _Leaving:
-    def __init__(self, attendance: SiteLease) -> None:
-        self._attendance = attendance
-
-    def close(self) -> None:
-        self._attendance.close("the test is over")
-
-
-def met(opened: list[Any], workers: int, **settings: Any) -> tuple[Coordinator, list[KvClient]]:
-    """A coordinator, and a desk of each home, by rank."""
-    coordinator = Coordinator(quick(**settings), workers=workers)
-    opened.append(coordinator)
-
-    def one(name: str) -> tuple[int, KvClient]:
-        attendance = SiteLease(coordinator.address, quick(), messages.site_request(1, name=name), lambda _: None)
-        seat, desk = attendance.meet(WAIT_S), KvClient(coordinator.address, quick(), attendance.request.home)
-        opened.extend((_Leaving(attendance), desk))
-        return seat.first, desk
-
-    with ThreadPoolExecutor(workers) as pool:
-        desks = dict(pool.map(one, "abcdefgh"[:workers]))
-    return coordinator, [desks[rank] for rank in range(workers)]
 
 
 def told(coordinator: Coordinator) -> messages.StatusReply:
@@ -69,17 +45,6 @@ def until(what: Callable[[], bool]) -> bool:
 def there(desk: KvClient, *names: str) -> list[bool]:
     found = desk.ask(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).found
     return [value is not None for value in found]
-
-
-def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, elastic: bool = True) -> list[client.Membership]:
-    def one(rank: int) -> client.Membership:
-        request = messages.worker_request("job", rank, workers, plan=b"a plan", elastic=elastic)
-        return client.join(coordinator.address, request, quick(), Failures())
-
-    with ThreadPoolExecutor(workers) as pool:
-        members = list(pool.map(one, range(workers)))
-    opened.extend(members)
-    return members
 
 
 # ---- views

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.attached import coordinators, data, mlp
+from support.models import Branches
 from support.rank_pool import pool, quick, ranks_first
-from test_attach_cases import Branches
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.rank_pool import pool
+from support.staged import PER_NODE, SHAPES, WORLD, gradients, plan
 from support.workers import job, step
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import parse, wrap
 from commlayer.engine.worker import Worker
-from commlayer.records import Bucket, Plan, Slice
-
-WORLD, PER_NODE = 4, 2
-SHAPES: list[tuple[int, ...]] = [(64, 33), (64,), (5, 3, 3, 3), (1,), (3,), (4001,), (7,)]
 
 DENSE = [
     "all.allreduce",
@@ -40,23 +37,6 @@ CODED = [
     "encode@cpu node.gather decode@cpu encode@cpu net.allgather node.broadcast decode@cpu",
     "encode@cpu node.alltoall decode@cpu net.reduce_scatter encode@cpu net.allgather node.allgather decode@cpu",
 ]
-
-
-def plan(text: str, codec: str) -> Plan:
-    """Three buckets: several tensors, a part of one, the rest."""
-    made = job(SHAPES)
-    slices = [tuple(Slice(t, 0, made.tensors[t].numel) for t in (6, 4, 3, 2)), (Slice(5, 0, 1500),),
-              (Slice(5, 1500, 4001), Slice(1, 0, 64)), (Slice(0, 0, 64 * 33),)]
-    buckets = tuple(Bucket(i, s, text, codec, owner=i % PER_NODE) for i, s in enumerate(slices))
-    return Plan(made.digest(), buckets, ranks_per_node=PER_NODE)
-
-
-def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
-    made = torch.Generator().manual_seed(100 * number + rank)
-    found: list[torch.Tensor | None] = [torch.randn(shape, generator=made) for shape in SHAPES]
-    found[3] = None if rank == 1 else found[3]
-    found[6] = None
-    return found
 
 
 def run(rank: int, text: str, codec: str, steps: int) -> list[list[torch.Tensor | None]]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.coordinators import all_opened, quick  # noqa: F401  (a fixture)
 from support.meshes import soon
-from test_control_serving import JOB, PLAN, changed, view_of
+from support.serving import JOB, PLAN, changed, view_of
 
 from commlayer import records
 from commlayer.cluster import messages

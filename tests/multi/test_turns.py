@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from support import rank_pool
 from support.learning import learnt
+from support.planner import at, price, random_space
 from support.plans import toy_job
 from support.rank_pool import Servers, pool
-from test_planner_search import random_space
-from test_planner_to_loss import at, price
-from test_ways_switch import WORLD, Training
-from test_ways_switch import plan as plan_for
+from support.ways import WORLD, Training
+from support.ways import plan as plan_for
 
 import commlayer.engine.switch as by_itself
 from commlayer.autotune.plan import loss_limits, plan_search

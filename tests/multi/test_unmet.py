@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, all_opened, quick, until  # noqa: F401  (a fixture)
-from test_homes_store import joined, met
-from test_hung_members import PATIENCE_S, several
+from support.membership import PATIENCE_S, several
+from support.site_groups import joined, met
 
 from commlayer import config
 from commlayer.cluster import epoch_change, membership, site_process_group, sites

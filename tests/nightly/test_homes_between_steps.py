@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,62 +14,26 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import (
+    EXACT,
+    KILLED,
+    SIZES,
+    STEPS,
+    Death,
+    Given,
+    flat,
+    owed_of,
+    reference,
+    slopes,
+    unheard,
+    waits_at,
+    whole,
+)
 from support.sites import WAIT_S, Homes, ended
-from test_homes_regroup import EXACT, KILLED, SIZES, STEPS, Given, flat, owed_of, reference, slopes, unheard
-
-from commlayer.engine import checkpoint_files
 
 EVERY = 3
 """Local steps to a round: behind every fourth step there is one to drain."""
 COARSE, FINE = "onebit(block=64)", "topk(ratio=0.3)"
-
-
-class Death:
-    """Of this home: "HOME@STEP:PLACE:NUMBER", ahead of that collective, or behind that word to a server, that is the NUMBER-th
-    of a save or a change of plans behind that step. "+" behind that: once another home waits to be let in."""
-
-    def __init__(self, home: int, deaths: str) -> None:
-        every = re.findall(r"(\d+)@(\d+):(\w+):(\d+)(\+?)", deaths)
-        found = [(int(step), place, int(number), more) for one, step, place, number, more in every if int(one) == home]
-        self.step, self.place, self._left, self._waits = found[0] if found else (STEPS, "", 0, "")
-        self.silent = bool(found)
-
-    def arm(self, made: Any, directory: str) -> None:
-        from commlayer.cluster.collectives import Groups
-        from commlayer.cluster.uplink import Uplink
-        from commlayer.engine.local_steps import LocalSteps
-
-        self._members, self._waits_at = made.members, waits_at(directory)
-        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (LocalSteps, "drain"),
-                            (LocalSteps, "exchange")):
-            self._watch(owner, name, behind=name == "send_plan")
-
-    def _watch(self, owner: Any, name: str, *, behind: bool) -> None:
-        real = getattr(owner, name)
-
-        def watched(*args: Any, **named: Any) -> Any:
-            self._left -= (here := self.place in (name, name.partition("_")[0]))
-            if here and not behind and self._left <= 0:
-                self._die()
-            found = real(*args, **named)
-            if here and behind and self._left <= 0:
-                self._die()
-            return found
-
-        setattr(owner, name, watched)
-
-    def _die(self) -> None:
-        if self._waits:
-            self._waits_at.touch()
-            until = time.monotonic() + WAIT_S
-            while not self._members._new() and time.monotonic() < until:
-                time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def waits_at(directory: str | Path) -> Path:
-    """What is there when a home that is to die waits for another."""
-    return Path(directory) / "a home waits"
 
 
 def said_of(bucket: Any) -> str:
@@ -158,13 +121,6 @@ def survivors(homes: Homes, count: int, what: str, codec: str, deaths: str, dire
     assert all(one["weights"] == told[0]["weights"] for one in told)
     assert {one["steps"] for one in told} == {{"drain": STEPS // 2, "matched": STEPS // EVERY}.get(what, STEPS)}
     return told
-
-
-def whole(directory: Path, world: int) -> checkpoint_files.Held:
-    """The one save that lies there."""
-    held = [checkpoint_files.held(directory, rank) for rank in range(world)]
-    assert [len(row) for row in held] == [1] * world
-    return checkpoint_files.newest(directory, held)
 
 
 @pytest.mark.parametrize(("deaths", "worlds"), [

@@ -34,7 +34,7 @@ def main(trains: str, meets: str) -> None:
     import torch
     import torch.distributed as dist
     from support.attached import data, mlp
-    from test_homes_training import digest
+    from support.site_training import digest
     from torch import nn
 
     import commlayer

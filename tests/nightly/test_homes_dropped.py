@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import EXACT, ODD, STEPS, Given, flat, reference, slopes, survivors
 from support.sites import WAIT_S, Homes, ended
-from test_homes_regroup import EXACT, ODD, STEPS, Given, flat, reference, slopes, survivors
 
 BAD, CODE, MOVED = 1, 9, 2
 """The home that does it, with which code it ends, and ahead of which step all go over to another plan, where they do."""

@@ -11,19 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.elastic_sites import DEADLINE_S, EXACT, ODD, STEPS, Given, flat, hang, reference, slopes, survivors
 from support.sites import WAIT_S, Homes, ended
-from test_homes_regroup import EXACT, ODD, STEPS, Given, flat, reference, slopes, survivors
 
 HANGS, CODE = 1, 1
 """The home that does, and with which code it ends when it wakes."""
-DEADLINE_S = "8"
-
-
-def hang(made: Any, stays: bool) -> None:
-    """In the middle of a backward pass. Its heartbeats go on. It wakes when somebody else is gone, or never, if it `stays`."""
-    until = time.monotonic() + 4 * WAIT_S
-    while (stays or not made.uplink._membership._failed) and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def main(how: str) -> None:

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import DEADLINE_S, EXACT, KILLED, STEPS, Given, flat, hang, reference, slopes, whole
 from support.sites import Homes, ended
-from test_homes_between_steps import whole
-from test_homes_hung import DEADLINE_S, hang
-from test_homes_regroup import EXACT, KILLED, STEPS, Given, flat, reference, slopes
 
 
 def main(what: str, hangs: str, directory: str) -> None:

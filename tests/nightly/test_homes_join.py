@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import DECAY, KILLED, MOMENTUM, RATE, SIZES, Given, flat, slopes
+from support.site_training import digest
 from support.sites import Homes, ended, let_in
-from test_homes_regroup import KILLED, SIZES, Given, flat, slopes
-from test_homes_training import digest
 
 from commlayer.engine.matched_length import scale_of, square_of
 
 DEAD_AT, MORE, PAUSE_S, MOST = 3, 5, 0.05, 2400
 """The step in which one home dies, how many come with it again, what each takes at least, and the last if nobody comes."""
-RATE, MOMENTUM, DECAY = 1.0, 0.5, 0.999
 
 
 def main(home: str, how: str, *more: str) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from support.attached import data, mlp
+from support.elastic_sites import KILLED
+from support.site_training import digest
 from support.sites import Homes, ended, let_in
-from test_homes_regroup import KILLED
-from test_homes_training import digest
 from torch import nn
 
 DEAD_AT, MOST, PAUSE_S = 3, 2400, 0.05

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import DECAY, KILLED, Given, flat, slopes
 from support.sites import Homes, ended, let_in
-from test_homes_join import DECAY
-from test_homes_regroup import KILLED, Given, flat, slopes
 
 LENGTH, BATCH, DEAD_AT, PAUSE_S = 120, 12, 3, 0.05
 MORE = 70

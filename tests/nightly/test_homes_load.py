@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import KILLED, SIZES, Given, slopes, whole
 from support.sites import Homes, ended
-from test_homes_between_steps import whole
-from test_homes_regroup import KILLED, SIZES, Given, slopes
 
 WORLD, SAVED = 3, 4
 STOPPED = 3

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.elastic_sites import EXACT, KILLED, Death
 from support.sites import Homes, ended, let_in
-from test_homes_between_steps import Death
-from test_homes_regroup import EXACT, KILLED
 from torch import nn
 
 LENGTH, BATCH, HOMES, EVERY, VICTIM, NEW = 120, 12, 3, 4, 1, 3

@@ -12,58 +12,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from support.elastic_sites import (
+    EXACT,
+    KILLED,
+    ODD,
+    SIZES,
+    SLOW_S,
+    STEPS,
+    Given,
+    flat,
+    owed_of,
+    reference,
+    slopes,
+    survivors,
+    unheard,
+)
 from support.sites import WAIT_S, Homes, ended
-from torch import nn
 
-from commlayer.compressors.feedback import spread
-
-STEPS = 12
-SIZES = [(40, 30), (700,), (3, 5, 7)]
-EXACT = "identity()"
 SILENT = 2
 """The home whose gradients are zeros where what is owed is counted: what it owes is gone with it, and that is nothing."""
 DATA = 96
-ODD, SLOW_S = 4, 4.0
-"""The step in which a home that is left is slow, or breaks off; and how slow."""
-
-
-class Breaks(torch.autograd.Function):
-    """Raises in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("no more memory, say")
-
-
-class Given(nn.Module):
-    """Its gradients are what it is called with. Where it `breaks`, its backward pass ends behind the first of them."""
-
-    breaks = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in SIZES])
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        self.calls += 1
-        parts = [Breaks.apply(p) if self.breaks and n == 0 else p for n, p in enumerate(self.parts)]
-        return torch.stack([(p * g).sum() for p, g in zip(parts, gradients, strict=True)]).sum()
-
-
-def slopes(home: int, step: int) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + home)
-    return [torch.randn(size, generator=made) for size in SIZES]
 
 
 class End:
@@ -111,23 +83,6 @@ def slow(session: Any) -> None:
         arrived()
 
     arrivals.arrived = late
-
-
-def unheard(session: Any, turn: int) -> None:
-    """In that turn no row of the others comes here, as if one had died on the way."""
-    from commlayer.errors import CommError
-
-    rows = session.inspect.connection.local._lengths._rows
-    read, count = rows.read, itertools.count(1)
-
-    def lost(*_: Any) -> list[list[float]]:
-        found = read(*_)
-        if next(count) != turn:
-            return found
-        time.sleep(SLOW_S)
-        raise CommError("a row is lost")
-
-    rows.read = lost
 
 
 def main(codec: str, how: str, ends: str) -> None:
@@ -185,22 +140,6 @@ def main(codec: str, how: str, ends: str) -> None:
     print(json.dumps(told), flush=True)
 
 
-def owed_of(made: Any) -> list[torch.Tensor]:
-    """Between two steps, by this worker, and on rank 0 by the servers."""
-    owed = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
-    undone = made.worker.undone()
-    for bucket in made.worker.buckets:
-        for debt in bucket.debts():
-            owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
-    if made.rank == 0:
-        for bucket in made.plan.buckets:
-            state = load(made.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
-            residuals = [x.view(-1) for name, x in state.items() if "residual" in name]
-            for debt in (d for x in residuals for d in spread(bucket.slices, 0, x)):
-                owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
-    return owed
-
-
 def sampled(how: str, ends: str) -> None:
     """The same over commlayer's own sampler: says which samples it has trained."""
     import commlayer
@@ -223,36 +162,9 @@ def sampled(how: str, ends: str) -> None:
     print(json.dumps({"worlds": worlds}), flush=True)
 
 
-def flat(tensors: list[torch.Tensor]) -> list[float]:
-    return torch.cat([t.reshape(-1) for t in tensors]).tolist()
-
-
 def started(homes: Homes, count: int, least: int, *args: str) -> list[subprocess.Popen[str]]:
     homes.serve(count, "--min-workers", str(least))
     return [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, *args) for n in range(count)]
-
-
-def survivors(every: list[subprocess.Popen[str]], victims: dict[int, int]) -> list[dict[str, Any]]:
-    """What those tell who are left. `victims`: with which exit code the others end."""
-    codes = [ended(process) for process in every]
-    assert [code for code, _, _ in codes] == [victims.get(home, 0) for home in range(len(every))], [e for _, _, e in codes]
-    return [told[0] for home, (_, told, _) in enumerate(codes) if home not in victims]
-
-
-def reference(worlds: list[int], left: list[list[int]], steps: Sequence[int] = range(STEPS)) -> list[float]:
-    """The weights by hand: each step's plain mean over those who were there, as a server sums. `left`: who was, by number."""
-    weights = [torch.zeros(size) for size in SIZES]
-    for step, world in zip(steps, worlds, strict=True):
-        who = next(homes for homes in left if len(homes) == world)
-        for p, *gradients in zip(weights, *(slopes(home, step) for home in who), strict=True):
-            total = gradients[0].clone()
-            for g in gradients[1:]:
-                total += g
-            p.sub_(total.mul_(1.0 / world))
-    return flat([-p.double() for p in weights])
-
-
-KILLED = 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize(("how", "victim"), [("killed", 0), ("ddp", 1)])

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from support.lab import needs_lab
-from test_reconnect_lab import TOKEN, told
+from support.lab import TOKEN, needs_lab, told
 
 from bench.lab import Lab
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 from support.learning import learnt
-from support.plans import cluster, toy_job
-from test_planner_search import random_space
+from support.planner import at, price, random_space
+from support.plans import toy_job
 
 from commlayer.codec_name import named
-from commlayer.planner.model.cluster import Cluster, Link, Policy
+from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.model.learning import Recipe
 from commlayer.planner.model.plan_rules import verify, verify_alone
@@ -37,17 +37,8 @@ FP16: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ran
 """A bucket for each tensor."""
 
 
-def at(bps: float, nodes: int = 4) -> Cluster:
-    link = Link(bps, bps, 1e-3)
-    return Cluster(tuple(structs.replace(n, link=link, speed=1.0) for n in cluster(nodes, "1g").nodes))
-
-
 def made_for(machines: Cluster, policy: Policy) -> Plan:
     return plan(toy_job(), machines, learnt(machines), policy)
-
-
-def price(made: Plan) -> float:
-    return made.step_s * made.steps_high
 
 
 def costly_space(seed: int) -> tuple[Space, list[int]]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.lab import needs_lab
+from support.lab import TOKEN, needs_lab, told
 from support.scripts.broken_worker import digest, gradients, plan
 from support.workers import Rig, on_ranks, step
 
@@ -57,15 +57,9 @@ worker.close()
 """
 
 
-TOKEN = "a-job's-secret"
 SETTINGS = {"deadline_s": 60.0, "reconnect_s": 20.0, "heartbeat_s": 0.5, "dead_after_s": 3.0}
 """A network that is away for longer than `dead_after_s`, and than a connection may be silent: a quarter of `reconnect_s`."""
 AWAY_S = 7.0
-
-
-def told(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    return json.loads(process.stdout.readline())
 
 
 @needs_lab

@@ -13,12 +13,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.rank_pool import Tree, gone, tree
-
-SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5,
-            "fuse_nbytes": 2048, "cut_nbytes": 4096}
-END_S = 25.0
-"""Bounds the end of a run after a failure: the deadline, the time to see a death, and room for a loaded machine."""
+from support.rank_pool import END_S, SETTINGS, Tree, gone, last_line, tree
 
 
 def main(how: str, fail_on: int) -> None:
@@ -86,14 +81,6 @@ def begin(run: Tree) -> list[int]:
     assert not said[1]["embedded"]
     assert not gone(servers[0], 0.1)
     return servers
-
-
-def last_line(errors: str) -> str:
-    """The line of the exception that ended a script; torch writes the rank in front."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in errors.splitlines()]
-    found = [line for line in lines if re.match(r"[\w.]+(Error|Lost|Exceeded|Interrupt)\b", line)]
-    assert found, errors
-    return found[-1]
 
 
 @pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0)], ids=["module", "ddp, on the host of the server"])

@@ -9,8 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.rank_pool import gone, tree
-from test_session_processes import END_S, SETTINGS, last_line
+from support.rank_pool import END_S, SETTINGS, gone, last_line, tree
 
 SCRIPT = str(Path(__file__).with_name("test_session_processes.py"))
 FAR = {"deadline_s": 300.0}

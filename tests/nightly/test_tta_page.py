@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_tta_summary import row
+from support.tta import row
 
 from bench.tta.page import KEPT, PARTS, ROOT, Part, figures, overview, table
 from bench.tta.store import Store, longest

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_tta_summary import row
+from support.tta import row
 
 from bench.tta import shown
 from bench.tta.plot import draw, middle, points, unshown

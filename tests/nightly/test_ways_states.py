@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from support import rank_pool
-from support.rank_pool import Servers, pool, tree
-from test_session_processes import last_line
-from test_ways_switch import LOCAL, OPTIMIZERS, WAYS, WORLD, Net, Training, plan
+from support.rank_pool import Servers, last_line, pool, tree
+from support.ways import LOCAL, OPTIMIZERS, WAYS, WORLD, Net, Training, plan
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 

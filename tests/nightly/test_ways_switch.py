@@ -8,30 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 from support import rank_pool
-from support.attached import data, mlp
+from support.attached import mlp
 from support.rank_pool import Servers, pool
+from support.ways import LOCAL, WAYS, WORLD, Training
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import commlayer
-from commlayer.engine.model_job import job_of
-from commlayer.planner import default_plan
-from commlayer.records import Job, Plan
-
-WORLD = 2
 _ranks = rank_pool.ranks_first(WORLD)
-WAYS: dict[str, dict[str, Any]] = {
-    "gradients": {},
-    "forward": {"overlap": "forward"},
-    "updates": {"codes": "updates"},
-    "every": {"local_steps": 2},
-    "round": {"local_steps": 4, "overlap": "round", "fragments": 2},
-    "whole round": {"local_steps": 3, "overlap": "round"},
-    "late": {},
-}
-LOCAL = {name for name, fields in WAYS.items() if "local_steps" in fields or "codes" in fields}
 
 
 def walk(how: str = "") -> list[str]:
@@ -52,91 +35,6 @@ def walk(how: str = "") -> list[str]:
 def test_the_walk_sees_all_ordered_pairs() -> None:
     path = walk()
     assert sorted(pairwise(path)) == sorted(permutations(WAYS, 2))
-
-
-def plan(job: Job, way: str, codec: str = "identity()", per_node: int = 1, **changes: Any) -> Plan:
-    """Results come down whole, so that only workers owe anything."""
-    made = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
-    late = [way == "late" and not job.tensors[b.slices[0].tensor].buffer for b in made.buckets]
-    buckets = tuple(structs.replace(b, down="identity()", stale=stale) for b, stale in zip(made.buckets, late, strict=True))
-    return structs.replace(made, buckets=buckets, **WAYS[way] | changes)
-
-
-class Net(nn.Module):
-    """With running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.Tanh())
-        self.head = nn.Linear(40, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
-    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9),
-    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
-}
-
-
-class Training:
-    """One rank's."""
-
-    def __init__(self, rank: int, address: str, way: str, *, optimizer: str = "plain", codec: str = "identity()",
-                 how: str = "", model: nn.Module | None = None, **fields: Any) -> None:
-        self.rank, self.how, self.codec, self.model = rank, how, codec, model or Net()
-        self.optimizer = OPTIMIZERS[optimizer](self.model)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaled" in how)
-        self.step, self.per_node = 0, 2 if "node" in how else 1
-        self.called: Any = self.model
-        if "ddp" in how:
-            self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
-                                                  gradient_as_bucket_view="view" in how)
-        self.session = commlayer.attach(
-            self.called, self.optimizer, plan=plan(job_of(self.model), way, codec, self.per_node),
-            scaler=self.scaler if "scaled" in how else None,
-            config=rank_pool.quick(join=address, ranks_per_node=self.per_node, **fields) if address else None)
-
-    @property
-    def connection(self) -> Any:
-        return self.session.inspect.connection
-
-    def switch(self, way: str, **changes: Any) -> None:
-        commlayer.switch(self.session, plan(self.connection.worker.job, way, self.codec, self.per_node, **changes))
-
-    def loss(self, number: int) -> torch.Tensor:
-        x, y = data(self.rank, number)
-        return nn.functional.mse_loss(self.called(x), y)
-
-    def train(self, steps: int) -> float:
-        """The last loss."""
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            if "weighed" in self.how:
-                self.session.weight(1.0 + self.rank + self.step % 2)
-            if "gathered" in self.how:
-                with self.session.no_sync():
-                    self.scaler.scale(self.loss(1000 + self.step)).backward()
-            loss = self.loss(self.step)
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.step += 1
-        return float(loss.detach())
-
-    def tensors(self, *, buffers: bool = True) -> list[torch.Tensor]:
-        held = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
-        return [t.detach().clone() for t in held if t.is_floating_point()]
-
-    def owed(self) -> torch.Tensor:
-        found = [torch.zeros(p.numel()) for p in self.model.parameters()]
-        for bucket in self.connection.worker.buckets:
-            for debt in bucket.debts():
-                found[debt.tensor][debt.start : debt.stop] += debt.values
-        return torch.cat(found)
 
 
 def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:

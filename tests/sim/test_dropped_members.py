@@ -11,12 +11,10 @@ import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.membership import beat, elastic, members, running, server, ticked, worker
 from support.meshes import soon
-from support.summation import Doubles, ask, push, service
-from test_control_membership import beat, running, server, ticked, worker
-from test_control_serving import JOB, PLAN, Pair, view_of
-from test_regrouping import elastic, members
-from test_summation_server import hub, next_stalled, served  # noqa: F401  (hub is a fixture)
+from support.serving import JOB, PLAN, Pair, view_of
+from support.summation import Doubles, ask, hub_of_a_test, next_stalled, push, served, service  # noqa: F401  (a fixture)
 
 from commlayer import records
 from commlayer.cluster import client, epoch_change, membership, messages
@@ -39,7 +37,7 @@ WRONG_CODEC = "codec 99 with weight 1.0 of 0.0 [E-FRAME]"
 # ---- who is blamed
 
 
-def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) -> None:  # noqa: F811
+def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) -> None:
     ends = served(hub, Doubles(), stall_s=0.0)
     bad = push(1, 1.0, codec=99)
     ends[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)

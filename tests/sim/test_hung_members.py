@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
-from support.summation import Doubles, push
-from test_control_membership import running, worker
-from test_control_serving import PLAN, view_of
-from test_regrouping import elastic, members
-from test_summation_server import hub  # noqa: F401  (a fixture)
+from support.membership import PATIENCE_S, elastic, members, running, several, worker
+from support.serving import PLAN, view_of
+from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
 
 from commlayer import records
 from commlayer.cluster import client, coordinator_journal, epoch_change, membership, messages
@@ -33,18 +31,6 @@ WHY = ("was dropped: sent nothing for 300 s while others waited (step 7, said by
 
 
 # ---- whom the coordinator blames
-
-
-PATIENCE_S = 60.0
-
-
-def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int = -1) -> State:
-    """Of several servers, and workers that may go on without others."""
-    state = msgspec.structs.replace(running(workers, servers=servers), min_workers=least)
-    places = {token: msgspec.structs.replace(p, active_generation=1,
-                                             join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
-              for token, p in state.registrations.items()}
-    return msgspec.structs.replace(state, registrations=places)
 
 
 def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
@@ -161,7 +147,7 @@ def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
 class Sums:
     """A server of buckets 5 and 6, and what its members have sent, each so many seconds ago."""
 
-    def __init__(self, hub: Any, members: int = 3) -> None:  # noqa: F811
+    def __init__(self, hub: Any, members: int = 3) -> None:
         self.core = Summation(0, 1, {5: Doubles(), 6: Doubles()}, dict.fromkeys((5, 6), tuple(range(members))))
         ends = hub[0].mesh([SERVER_BASE, *range(members)])
         self.server = SumServer(self.core, ends[0], range(members), stall_s=60.0)
@@ -188,17 +174,17 @@ SENT = [
 
 @pytest.mark.parametrize(("sent", "said"), [row[1:] for row in SENT], ids=[row[0] for row in SENT])
 def test_a_server_says_who_has_let_a_sum_of_the_earliest_step_wait_past_the_limit(
-        hub: Any, sent: list[tuple[int, int, int, float]], said: Any) -> None:  # noqa: F811
+        hub: Any, sent: list[tuple[int, int, int, float]], said: Any) -> None:
     assert Sums(hub).sent(*sent).server.overdue(300.0) == said
 
 
-def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:  # noqa: F811
+def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:
     sums = Sums(hub).sent((0, 0, 5, 900.0), (1, 0, 5, 900.0))
     sums.server._drop(CorruptFrame("another step", peer="worker 2"))
     assert sums.server.overdue(300.0) == (0, ())
 
 
-def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:  # noqa: F811
+def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:
     sums = Sums(hub).sent((0, 0, 5, 900.0))
     sums.server._drop(CorruptFrame("noise", peer="worker 1"))
     assert sums.server.overdue(300.0) == (0, (2,))

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.coordinators import all_opened  # noqa: F401  (a fixture)
-from test_control_membership import DEAD_AFTER_S, PLAN, running, worker
-from test_homes import met, options, together
-from test_service_sums import push, service
+from support.membership import DEAD_AFTER_S, PLAN, elastic, members, worker
+from support.site_groups import leave, met, options, together
+from support.summation import push, service
 
 from commlayer.cluster import epoch_change, membership
 from commlayer.cluster.coordinator_journal import CoordinatorRecord, decode_record, encode_record
@@ -27,24 +27,12 @@ from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
 
 
-def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:
-    state = msgspec.structs.replace(running(workers), min_workers=least)
-    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
-              for token, p in state.registrations.items()}
-    return msgspec.structs.replace(state, registrations=places)
-
-
 def without(state: State, *ranks: int) -> State:
     """Those fall silent."""
     for token, p in state.registrations.items():
         if not (p.join.kind == "worker" and p.rank in ranks):
             state, _ = membership.heartbeat(state, token, DEAD_AFTER_S)
     return epoch_change.next_view(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
-
-
-def members(state: State) -> tuple[int, list[int]]:
-    assert state.view is not None
-    return state.view.generation, [m.rank for m in state.view.members]
 
 
 def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
@@ -264,7 +252,7 @@ def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
 
 def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:
     """Alike for who comes early and late. What it had left before it went counts for both."""
-    desks = met(opened)
+    _, desks = met(opened)
     opened[0]._rendezvous.begin()
     gone = threading.Event()
 
@@ -273,8 +261,7 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
         first = torch.tensor([1.0 + rank])
         group.allreduce([first]).wait()
         if rank == 0:
-            next(thing for thing in opened[1:] if getattr(thing, "_attendance", None) is not None
-                 and thing._attendance.request.home == desks[0][0]._home).close()
+            leave(opened, desks[0])
             gone.set()
             return []
         gone.wait(20.0)

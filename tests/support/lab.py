@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -60,3 +62,11 @@ def transfer(lab: Lab, src: int, dst: int, nbytes: int) -> tuple[str, str]:
     got, receiver_errors = receiver.communicate(timeout=60)
     assert not sender_errors + receiver_errors
     return f"{nbytes} {sent.strip()}", got.strip()
+
+
+TOKEN = "a-job's-secret"
+
+
+def told(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())

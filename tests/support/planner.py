@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+from msgspec import structs
+
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of, way
+from commlayer.planner.search.choices import Space
+from commlayer.planner.simulation.schedule import schedule
+from commlayer.records import Plan
+from support.plans import cluster
+from support.schedules import chain
 
 DENSE, SPARSE, SHARED = "identity()", "topk(ratio=0.01)", "randomk(ratio=0.01)"
 
@@ -39,3 +49,36 @@ def flat(nodes: int, link: Link | None = None, device: str = "v100") -> Cluster:
 def tall(nodes: int, ranks: int, *, net_bps: float = 1e9, intra_bps: float = 100e9) -> Cluster:
     """Nodes of several ranks."""
     return Cluster(tuple(Node(f"n{i}", ranks, "v100", Link(net_bps, net_bps, 1e-4), intra_bps, 1e-5) for i in range(nodes)))
+
+
+def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]:
+    """Up to four buckets with up to six options: dense and fast ones with a loss, on one node's lanes."""
+    rng = random.Random(seed)
+    n = rng.randint(1, 4)
+    choices, loss = [], []
+    for _ in range(n):
+        sent = rng.uniform(0.2, 2.0)
+        ways = [way(chain(("up:a", sent), ("down:a", sent)))]
+        losses = [0.0]
+        for _ in range(rng.randint(0, 5)):
+            lane = rng.choice(("compute:a", "cpu:a"))
+            ratio, code = rng.uniform(0.05, 0.8), rng.uniform(0.05, 0.8)
+            ways.append(way(chain((lane, code), ("up:a", sent * ratio), ("down:a", sent * ratio), (lane, code / 2))))
+            losses.append(rng.uniform(0.1, 1.0))
+        choices.append(ways)
+        loss.append(losses)
+    ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
+    problem = flatten([load_of(ways) for ways in choices], (Pace("a", ready, 3.0),))
+    made = schedule(problem)
+    burden = [[sum(w.seconds) for w in ways] for ways in choices]
+    space = Space(made, loss, burden, lambda choice: set(range(n)), [[b] for b in range(n)], 1.0 if budget else 1e9)
+    return space, problem, [len(each) for each in loss]
+
+
+def at(bps: float, nodes: int = 4) -> Cluster:
+    link = Link(bps, bps, 1e-3)
+    return Cluster(tuple(structs.replace(n, link=link, speed=1.0) for n in cluster(nodes, "1g").nodes))
+
+
+def price(made: Plan) -> float:
+    return made.step_s * made.steps_high

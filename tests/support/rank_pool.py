@@ -13,6 +13,7 @@ import logging
 import multiprocessing.connection
 import os
 import pickle
+import re
 import select
 import signal
 import tempfile
@@ -332,3 +333,17 @@ def gone(pid: int, timeout_s: float) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5,
+            "fuse_nbytes": 2048, "cut_nbytes": 4096}
+END_S = 25.0
+"""Bounds the end of a run after a failure: the deadline, the time to see a death, and room for a loaded machine."""
+
+
+def last_line(errors: str) -> str:
+    """The line of the exception that ended a script; torch writes the rank in front."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in errors.splitlines()]
+    found = [line for line in lines if re.match(r"[\w.]+(Error|Lost|Exceeded|Interrupt)\b", line)]
+    assert found, errors
+    return found[-1]

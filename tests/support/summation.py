@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
 
 from commlayer.cluster.summation import Summation
+from commlayer.cluster.summation_server import Stalled, SumServer, stalled_key
 from commlayer.errors import CorruptFrame
-from commlayer.transport.protocol import Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from support.loopback import Hub, Loopback
 
 
 class Doubles:
@@ -72,3 +80,25 @@ def value(reply: object) -> float:
 
 def ask(kind: Kind, sender: int = 0, step: int = 0, body: bytes = b"", /, **fields: object) -> Message:
     return Message(sender, Header(kind, 1, step, 5, sender=sender)._replace(**fields), memoryview(body))
+
+
+@pytest.fixture(name="hub")
+def hub_of_a_test() -> Iterator[tuple[Hub, list[Any]]]:
+    """A hub and what stands on it, to be closed."""
+    things: list[Any] = []
+    yield Hub(), things
+    for thing in things:
+        thing.close()
+
+
+def served(hub: tuple[Hub, list[Any]], ops: Doubles, stall_s: float = 60.0, members: int = 3) -> list[Loopback]:
+    """A server of bucket 5 on the hub; the transports of its members."""
+    core = Summation(0, 1, {5: ops}, {5: tuple(range(members))})
+    ends = hub[0].mesh([SERVER_BASE, *range(members)])
+    hub[1].extend((SumServer(core, ends[0], range(members), stall_s=stall_s), *ends[1:]))
+    return ends[1:]
+
+
+def next_stalled(transport: Loopback) -> Stalled:
+    handle = transport.recv(SERVER_BASE, stalled_key(1))
+    return msgspec.msgpack.decode(transport.wait(handle, time.monotonic() + 30.0).body, type=Stalled)

@@ -4,45 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.membership import DEAD_AFTER_S, PLAN, after, beat, running, server, ticked, worker
 
 from commlayer.cluster import membership
 from commlayer.cluster.membership import State
-from commlayer.cluster.messages import ANY, FINISHED, PROTOCOL, Heartbeat, Join, JoinReply, digest_of
+from commlayer.cluster.messages import ANY, FINISHED, Heartbeat, Join, digest_of
 from commlayer.transport.protocol import SERVER_BASE
-
-PLAN = b'{"a": "plan"}'
-DEAD_AFTER_S = 10.0
-
-
-def worker(rank: int, /, **fields: Any) -> Join:
-    """Worker `rank` of 2 on a host of its own; its token is w<rank> unless given."""
-    base = Join("worker", f"w{rank}", f"host{rank}", 100 + rank, PROTOCOL, "1.0", rank, 2, rank, "jobA",
-                PLAN if rank == 0 else b"", digest_of(PLAN), gradients=5)
-    return msgspec.structs.replace(base, **fields)
-
-
-def server(number: int, **fields: Any) -> Join:
-    base = Join("server", f"s{number}", "host0", 200 + number, PROTOCOL, "1.0", address=f"127.0.0.1:{7000 + number}")
-    return msgspec.structs.replace(base, **fields)
-
-
-def after(state: State, *requests: Join, now: float = 0.0) -> tuple[State, JoinReply]:
-    """Joins in turn; the state and the last answer."""
-    reply = JoinReply()
-    for request in requests:
-        state, reply = membership.join(state, request, now)
-    return state, reply
-
-
-def running(workers: int = 3, servers: int = 1, now: float = 0.0) -> State:
-    requests = [server(i) for i in range(servers)] + [worker(i, world=workers) for i in range(workers)]
-    state, reply = after(State(0, servers), *requests, now=now)
-    assert reply.view is not None
-    return state
 
 
 def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
@@ -167,20 +137,6 @@ def test_a_process_that_was_stopped_has_not_heard_anybody_meanwhile() -> None:
 def test_giving_up_before_the_view_frees_the_seat() -> None:
     state, _ = after(State(0, 0), worker(0))
     assert not membership.leave(state, "w0", "waited in vain").registrations
-
-
-def beat(state: State, *tokens: str, now: float) -> State:
-    for token in tokens:
-        state, _ = membership.heartbeat(state, token, now)
-    return state
-
-
-def ticked(state: State, start: float, stop: float) -> State:
-    """Ticks every second of [start, stop], as the coordinator does every fraction of one."""
-    while start <= stop:
-        state = membership.tick(state, start, DEAD_AFTER_S)
-        start += 1.0
-    return state
 
 
 def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_all() -> None:

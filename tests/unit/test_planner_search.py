@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import math
-import random
 import re
 
 import pytest
@@ -14,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from support.learning import learnt
+from support.planner import random_space
 from support.plans import cluster, toy_job
-from support.schedules import chain
 
 from commlayer import records
 from commlayer.engine.plan_check import unsuited
@@ -25,42 +24,17 @@ from commlayer.planner.model.option import DENSE
 from commlayer.planner.model.runtime_form import lower
 from commlayer.planner.pricing.input_checks import checked_inputs
 from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of, way
 from commlayer.planner.pricing.steps_needed import plan_excess
 from commlayer.planner.search.candidates import options
-from commlayer.planner.search.choices import Space, search
+from commlayer.planner.search.choices import search
 from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.schedule import PortableSchedule, schedule
+from commlayer.planner.simulation.schedule import PortableSchedule
 from commlayer.planner.simulation.timeline import simulate
 from commlayer.planner.tables.machines import profile_from_tables
 from commlayer.planner.verbs.lint import lint
 from commlayer.records import Job
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
-
-
-def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]:
-    """Up to four buckets with up to six options: dense and fast ones with a loss, on one node's lanes."""
-    rng = random.Random(seed)
-    n = rng.randint(1, 4)
-    choices, loss = [], []
-    for _ in range(n):
-        sent = rng.uniform(0.2, 2.0)
-        ways = [way(chain(("up:a", sent), ("down:a", sent)))]
-        losses = [0.0]
-        for _ in range(rng.randint(0, 5)):
-            lane = rng.choice(("compute:a", "cpu:a"))
-            ratio, code = rng.uniform(0.05, 0.8), rng.uniform(0.05, 0.8)
-            ways.append(way(chain((lane, code), ("up:a", sent * ratio), ("down:a", sent * ratio), (lane, code / 2))))
-            losses.append(rng.uniform(0.1, 1.0))
-        choices.append(ways)
-        loss.append(losses)
-    ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
-    problem = flatten([load_of(ways) for ways in choices], (Pace("a", ready, 3.0),))
-    made = schedule(problem)
-    burden = [[sum(w.seconds) for w in ways] for ways in choices]
-    space = Space(made, loss, burden, lambda choice: set(range(n)), [[b] for b in range(n)], 1.0 if budget else 1e9)
-    return space, problem, [len(each) for each in loss]
 
 
 @pytest.mark.parametrize("budget", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 from support.learning import learnt
-from test_planner_to_loss import at
+from support.planner import at
 
 from commlayer.autotune.plan.measuring import _nonzero, filled_of
 from commlayer.compressors import codec_of

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
-from support.loopback import Hub, Loopback
-from support.summation import Doubles, ask, push
+from support.loopback import Hub
+from support.summation import Doubles, ask, hub_of_a_test, next_stalled, push, served  # noqa: F401  (a fixture)
 
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import Stalled, SumServer, stalled_key
+from commlayer.cluster.summation_server import Stalled
 from commlayer.errors import PeerLost
 from commlayer.transport.protocol import SERVER_BASE, Kind, key
-
-
-@pytest.fixture
-def hub() -> Iterator[tuple[Hub, list[Any]]]:
-    """A hub and what stands on it, to be closed."""
-    things: list[Any] = []
-    yield Hub(), things
-    for thing in things:
-        thing.close()
-
-
-def served(hub: tuple[Hub, list[Any]], ops: Doubles, stall_s: float = 60.0, members: int = 3) -> list[Loopback]:
-    """A server of bucket 5 on the hub; the transports of its members."""
-    core = Summation(0, 1, {5: ops}, {5: tuple(range(members))})
-    ends = hub[0].mesh([SERVER_BASE, *range(members)])
-    hub[1].extend((SumServer(core, ends[0], range(members), stall_s=stall_s), *ends[1:]))
-    return ends[1:]
-
-
-def next_stalled(transport: Loopback) -> Stalled:
-    handle = transport.recv(SERVER_BASE, stalled_key(1))
-    return msgspec.msgpack.decode(transport.wait(handle, time.monotonic() + 30.0).body, type=Stalled)
 
 
 class Broken(Doubles):
