@@ -32,14 +32,14 @@ $(STAMP)-recipes: $(STAMP)
 demo: setup
 	$(BIN)/commlayer demo
 
-# What a commit needs, in some 8 minutes on 2 cores.
+# What a commit needs, in some 8 minutes on 2 cores: all but the tests marked `nightly` (tests/conftest.py).
 test: setup lint types
-	$(BIN)/python -m pytest $(PARALLEL) tests/unit tests/oracle tests/sim tests/multi
+	$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(addprefix --ignore=,$(ALONE)) tests
 
 # Everything. Without the frameworks (no network) the tests of recipes are skipped, and say why.
 test-all: test
 	-@$(MAKE) -s $(STAMP)-recipes
-	$(BIN)/python -m pytest $(PARALLEL) $(addprefix --ignore=,$(ALONE)) tests/nightly tests/chaos
+	$(BIN)/python -m pytest $(PARALLEL) -m nightly $(addprefix --ignore=,$(ALONE)) tests
 	$(BIN)/python -m pytest $(ALONE)
 
 lint: setup

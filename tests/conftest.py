@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +62,30 @@ def homes() -> Iterator[Homes]:
     made = Homes()
     yield made
     made.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks `nightly` what `make test` leaves to `make test-all`.
+
+    These are two folders, and of a test that is marked `commit(N)`, wherever it is, all but N cases.
+    """
+    tables: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("commit"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+        elif item.path.parent.name in {"nightly", "chaos"}:
+            item.add_marker("nightly")
+    for cases in tables.values():
+        mark = cases[0].get_closest_marker("commit")
+        assert mark is not None
+        (count,) = mark.args
+        per_case = max(len(cases) // count, 1)
+        # Evenly spread, and one further each time: of a table of scripts x ways, each way with another script.
+        kept = {n * len(cases) // count + n % per_case for n in range(min(count, len(cases)))}
+        for n, item in enumerate(cases):
+            if n not in kept:
+                item.add_marker("nightly")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -49,6 +49,7 @@ def sharded(rank: int, how: str) -> str:
     return raised(lambda: commlayer.attach(model, config=quick()))
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("how", "what"), [
     ("FSDP1", "the model is under FullyShardedDataParallel"), ("FSDP1 inside", "0 is under FullyShardedDataParallel"),
     ("FSDP2", "the model is under fully_shard()"), ("DTensor", "0.weight is a DTensor"),
@@ -227,6 +228,7 @@ def resumed(rank: int, how: str, addresses: list[str]) -> list[torch.Tensor]:
     return results
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "a copy", "a saved DDP module", "nothing"])
 def test_a_hook_state_can_be_saved_and_goes_on_with_its_residuals(how: str) -> None:
     with coordinators(2, WORLD, 1) as made:

@@ -41,6 +41,7 @@ def dense() -> torch.Tensor:
     return losses
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(
     ("codec", "how"), [(TOPK, "module"), (TOPK, "ddp"), (INT8, "module"), (INT8, "ddp"), (RUNS, "module"), (DRAWN, "ddp"),
                        (DITHERED, "module"), (FACTORS, "module")]

@@ -89,6 +89,7 @@ LINES = {
 }
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("change", "who", "how"), [
     *((change, BOTH, "module") for change in LINES), (unfreeze, ONE, "module"), (unfreeze, BOTH, "local"),
     (unfreeze, BOTH, "ddp"), (add, BOTH, "ddp"), (enlist, BOTH, "ddp"),

@@ -128,6 +128,7 @@ def run_all(script: Callable[[Run], dict[str, Any]], how: str) -> list[dict[str,
         return pool(WORLD).call(play, WORLD, script, Setting(how, addresses=tuple(m.address for m in made)))
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("script", "how"), [
     (changing_shares, "module"), (changing_shares, "ddp"), (micro_batches, "module"), (micro_batches, "ddp"),
     (loader_workers, "module"), (tokens, "module"), (dealt, "module"),

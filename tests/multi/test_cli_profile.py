@@ -67,6 +67,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     assert "bucket: " in done.stdout
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("words", "code", "said"), [
     (("--model", "none.py"), "E-USER-CODE", "commlayer: none.py: "),
     (("--model", "mine.py:absent"), "E-USER-CODE", "commlayer: mine.py:absent: "),

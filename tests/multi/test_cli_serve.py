@@ -76,6 +76,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.commit(4)
 @pytest.mark.parametrize(("arguments", "environ", "code", "line"), MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(
     arguments: tuple[str, ...], environ: dict[str, str], code: str, line: str,

@@ -34,6 +34,7 @@ def trained(rank: int, codec: str, compiled: bool, address: str) -> dict[str, to
     return weights(model)
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.1)"])
 def test_a_compiled_step_trains_as_one_that_is_not(codec: str) -> None:
     found = []

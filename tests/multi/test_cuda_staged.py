@@ -56,6 +56,7 @@ def trained(rank: int, text: str, codec: str, device: torch.device) -> tuple[lis
         groups.close()
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", CODECS)
 def test_where_a_path_codes_does_not_change_what_it_gives(codec: str) -> None:
     with running():

@@ -145,6 +145,7 @@ def test_another_plan_another_python_and_a_wrong_clock_are_told_on_both(tmp_path
     assert [pair["error"] for pair in told[0]["links"]] == [""], "and links are measured all the same"
 
 
+@pytest.mark.nightly
 def test_another_commlayer_is_told_and_nothing_is_measured(tmp_path: Path) -> None:
     told = of_both(tmp_path, "from commlayer.cluster import messages; messages.version = lambda: '9.9.9'")
     for each in told:

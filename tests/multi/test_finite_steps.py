@@ -122,6 +122,7 @@ def well(results: list[dict[str, Any]]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "codec"), WAYS)
 def test_one_bad_step_at_one_rank_is_dropped_and_named(how: str, codec: str) -> None:
     results = pool(WORLD).call(run, how, codec, [5], (1,))
@@ -132,6 +133,7 @@ def test_one_bad_step_at_one_rank_is_dropped_and_named(how: str, codec: str) -> 
             assert "gradients of rank 1, first in 2.weight, are not finite" in line
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("how", "codec"), WAYS)
 def test_a_rank_that_stays_bad_ends_the_job_and_all_name_it(how: str, codec: str) -> None:
     results = pool(WORLD).call(run, how, codec, [*range(3, STEPS)], (1,))
@@ -164,6 +166,7 @@ def test_a_scaler_skips_such_steps_by_itself(how: str, codec: str) -> None:
     assert [r["scale"] for r in results] == [4.0 / 2**8] * WORLD
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("kind", ["careful", "closure", "sgd"])
 @pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
 def test_scripts_that_look_themselves_and_optimizers_with_closures(kind: str, codec: str) -> None:

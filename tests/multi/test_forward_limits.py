@@ -100,6 +100,7 @@ def routed(
     return kept
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("codec", "per_node"), [("auto", 2), ("int8()", 2)])
 def test_all_reduces_and_sums_inside_a_node_come_in_the_same_way(codec: str, per_node: int) -> None:
     """All ranks of one node: one all-reduce for each bucket, or sums inside it and a server behind."""
@@ -127,6 +128,7 @@ def held(rank: int, address: str) -> tuple[dict[str, torch.Tensor], bool]:
     return kept, ahead
 
 
+@pytest.mark.nightly
 def test_ranks_of_one_node_go_on_without_each_other() -> None:
     with rank_pool.Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(held, servers.address)

@@ -364,6 +364,7 @@ def plain(seen: Any) -> Any:
     return [plain(each) for each in seen] if isinstance(seen, list | tuple) else seen
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "foreach", "fused"])
 def test_scripts_that_did_not_ask_for_it_see_and_train_the_same(optimizer: str) -> None:
     runs = []

@@ -40,6 +40,7 @@ def rising(run: Run, asked: bool) -> Any:
         return session.inspect.decisions(), codecs, session.stats()["guard_s"] - before_s
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(asked: bool) -> None:
     with coordinators(1, WORLD, SERVERS) as made:

@@ -28,6 +28,7 @@ def dial(place: str, port: int) -> str:
     return f"import socket; socket.create_connection(({place!r}, {port}), 1.0); print('let in')"
 
 
+@pytest.mark.nightly
 def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
     authority.init(tmp_path / "keys", 1)
     names = ("server", "home-a", "home-b")

@@ -177,6 +177,7 @@ def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[lis
         mine.state.connection.close()
 
 
+@pytest.mark.commit(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_ours_gives_what_torchs_hook_gives(hook: str, case: Callable[..., Any]) -> None:

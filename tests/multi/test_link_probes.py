@@ -112,6 +112,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.nightly
 def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
     # Over loopback a round trip takes nothing; what counts here is who asks for what.
     results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))

@@ -149,6 +149,7 @@ def same(results: list[dict[str, Any]], what: str) -> bool:
 STATES = "the optimizer's state of 0.weight, 0.bias, 2.weight and 3 more differs on rank 1"
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("how", "what", "named"), [
     ("module", "state", STATES), ("ddp", "state", STATES), ("module", "own state", STATES),
     ("module", "lr", "lr of the optimizer is 0.01 on rank 0, 0.02 on rank 1"),
@@ -199,6 +200,7 @@ def test_a_warning_leaves_states_what_they_are() -> None:
     assert results[0]["steps"] != results[1]["steps"]
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("how", ["module", "ddp", "local"])
 def test_nothing_is_said_where_all_is_alike(how: str) -> None:
     assert [r["decisions"] for r in pool(WORLD).call(resumed, how, "nothing", "end")] == [[], []]

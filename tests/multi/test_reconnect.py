@@ -83,6 +83,7 @@ def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None,
     return expected.added
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_cuts_at_any_byte_change_no_bit_and_add_nothing_twice(codec: str) -> None:
     assert set(same_when_cut(codec, 4).values()) == {WORLD * STEPS}
@@ -111,6 +112,7 @@ def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
     same_when_cut("topk(ratio=0.1)", 3, {"keys": {peer: Keys(str(node)) for peer, node in nodes.items()}})
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["reset", "close", "flip"])
 @pytest.mark.parametrize("way", [UP, DOWN])
 def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way: int, how: str) -> None:

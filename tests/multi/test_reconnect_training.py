@@ -60,6 +60,7 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
     return [p.detach().clone() for p in model.parameters()], stats
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("how", WAYS)
 def test_training_goes_on_with_the_same_bits(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cutters: list[Cutter] = []

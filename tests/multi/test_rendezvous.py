@@ -206,6 +206,7 @@ def as_lightning_does(rank: int) -> tuple[int, int, int]:
     return under(changes | {"WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "NODE_RANK": "0"})
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("act", [as_spawned, as_lightning_does], ids=lambda f: f.__name__)
 def test_a_process_group_says_who_one_is_and_one_machine_is_one_node(act: Callable[[int], Any]) -> None:
     assert pool(WORLD).call(act) == [(rank, WORLD, WORLD) for rank in range(WORLD)]
@@ -278,6 +279,7 @@ def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str
 STAGED = "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu"
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("how", "path"), [
     ("module", "service"), ("module", "allreduce"), ("module", STAGED), ("ddp", "service"), ("hook", "allreduce"),
 ], ids=["service", "all-reduce", "staged", "ddp", "hook"])

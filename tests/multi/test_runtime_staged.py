@@ -72,6 +72,7 @@ def test_a_path_gives_the_plain_mean(text: str) -> None:
                     torch.testing.assert_close(got, mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.commit(10)
 @pytest.mark.parametrize("text", CODED)
 @pytest.mark.parametrize("codec", ["topk(ratio=0.1, values='int8')", "int8(block=64)"])
 def test_lossy_codecs_keep_ranks_alike_and_owe_what_they_did_not_send(text: str, codec: str) -> None:

@@ -124,6 +124,7 @@ def opened() -> Iterator[list[Any]]:
         thing.close()
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("codec", "together"), [("topk(ratio=0.1)", False), ("powersgd(rank=2)", True)],
                          ids=["a server", "with its coordinator"])
 def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: bool, opened: list[Any], tmp_path: Path) -> None:

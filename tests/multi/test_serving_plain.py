@@ -196,6 +196,7 @@ def loaded(pid: int, library: str) -> bool:
     return library in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("backend", ["auto", "fallback"])
 def test_an_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
     texts = [text for name, text in kit.NAMED.items() if backend == "auto" or name in fallback.FAMILIES]

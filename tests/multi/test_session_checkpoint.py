@@ -83,6 +83,7 @@ def take_up(rank: int, setting: Setting, directory: str, states: list[dict[str, 
     return training.weights()
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("skip", [-1, HALF - 1], ids=["", "after a skipped step"])
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_a_resumed_run_equals_the_one_that_went_on(how: str, skip: int, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def attached(run: Run) -> dict[str, Any]:
     return doubles(run, ddp=False)
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("how", "codec"), [
     ("module", ""), ("ddp", ""), ("hook", ""), ("module", "topk(ratio=0.1)"), ("ddp", "int8()"), ("module", "identity()"),
 ])

@@ -130,6 +130,7 @@ def train(rank: int, address: str, how: dict[str, Any], uneven: bool) -> list[li
     return found
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "uneven"), [
     ({}, False), ({}, True), ({"outer": Outer()}, False), ({"outer": NESTEROV}, True),
     ({"path": "allreduce", "outer": Outer(lr=0.5, momentum=0.5)}, False), ({"path": "allreduce"}, True),

@@ -143,6 +143,7 @@ def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
     return [(start <= place) & (place < stop) for start, stop in pairwise((0, *cuts, TENSORS * SIZE))]
 
 
+@pytest.mark.commit(4)
 @pytest.mark.parametrize(("how", "parts"), [
     ({"overlap": "round"}, [[0, 1, 2, 3]]),
     ({"overlap": "round", "fragments": 2, "outer": NESTEROV}, [[2, 3], [0, 1]]),

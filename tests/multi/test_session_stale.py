@@ -114,6 +114,7 @@ def delayed(rank: int, address: str, late: str, optimizer: str, how: str, per_no
     return *drained, training.weights()
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("late", "optimizer", "how", "per_node"), [
     ("none", "sgd", "module", 1), ("some", "sgd", "module", 1), ("some", "adam", "module", 1), ("all", "adam", "module", 1),
     ("all", "plain", "ddp", 1), ("some", "sgd", "module", 2), ("all", "adam", "module", 2), ("all", "plain", "ddp", 2),

@@ -62,6 +62,7 @@ def trained(run: Run, kind: str, micro: int) -> dict[str, Any]:
 SETTINGS = {"service": Setting("module"), "all-reduce": Setting("module", servers=0, plan="auto", ranks_per_node=2)}
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize("path", SETTINGS)
 @pytest.mark.parametrize(("kind", "micro"), [("adam", 1), ("sgd", 1), ("sgd", 2)])
 def test_as_alone(kind: str, micro: int, path: str) -> None:

@@ -265,6 +265,7 @@ def play(rank: int, script: Script, kind: str, how: str, who: tuple[int, ...] = 
     return Played(said, lines, t.weights(), t.rows, t.session.step)
 
 
+@pytest.mark.commit(12)
 @pytest.mark.parametrize(("script", "kind", "line", "how"), [
     (script, kind, line, how) for script, kind, line, hows in WRONG for how in hows.split(", ")
 ], ids=lambda value: getattr(value, "__name__", value) if callable(value) else value)
@@ -278,6 +279,7 @@ def test_a_script_that_parts_ranks_ends_by_one_line(script: Script, kind: str, l
         assert same(results[0].weights, results[1].weights), "before an optimizer could apply it"
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("script", "kind", "line", "how"), [
     (assigned, "mlp", TOOK_PLACE, "module"), (assigned, "mlp", TOOK_PLACE, "ddp"),
     (written_by_autograd_grad, "mlp", NOT_AVERAGED, "module"), (written_by_autograd_grad, "mlp", NOT_AVERAGED, "ddp"),
@@ -457,6 +459,7 @@ RIGHT: list[tuple[Script, str]] = [
 ]
 
 
+@pytest.mark.commit(18)
 @pytest.mark.parametrize(("script", "how"), [(script, how) for script, hows in RIGHT for how in hows.split(", ")],
                          ids=lambda value: getattr(value, "__name__", value))
 def test_a_right_script_stays_silent_and_ranks_equal(script: Script, how: str) -> None:
@@ -470,6 +473,7 @@ def test_a_right_script_stays_silent_and_ranks_equal(script: Script, how: str) -
         assert same(mine, theirs) == ("local" not in how or step % EVERY == 0), f"behind optimizer step {step}"
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["local module", "local ddp"])
 @pytest.mark.parametrize("script", [written_by_autograd_grad, written_in_place, never_out_of_no_sync], ids=lambda s: s.__name__)
 def test_local_steps_count_whatever_gradients_they_apply(script: Script, how: str) -> None:
@@ -499,6 +503,7 @@ def scaled(t: Attached, hurt: tuple[int, ...], late: bool, to_none: bool, micros
         scaler.update()
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize(("late", "to_none"), [(False, True), (True, True), (False, False), (True, False)])
 def test_a_local_step_that_one_rank_skips_counts_there_too(late: bool, to_none: bool, micros: int) -> None:

@@ -71,6 +71,7 @@ def test_the_docs_can_be_learnt() -> None:
     assert trained(task, 4, 8, model) < before - 0.3
 
 
+@pytest.mark.nightly
 def test_rivals_train_without_commlayer() -> None:
     code = "import sys, bench.paced.worker, bench.paced.rivals; sys.exit('commlayer' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -79,6 +79,7 @@ CASES = [("service", "loader", 0), ("service", "raises", 1), ("service", "lbfgs"
          ("buffers", "loader", 0), ("buffers", "loader", 1)]
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "cause", "odd"), CASES)
 def test_who_waits_for_a_rank_that_has_ended_in_order_says_so(how: str, cause: str, odd: int) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:

@@ -109,6 +109,7 @@ CASES = [("service", "sgd", "identity()", False), ("service", "adam", "identity(
          ("service", "adam", "topk(ratio=0.1)", False), ("service", "sgd", "int4()", True)]
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "kind", "plan", "weighed"), CASES)
 def test_averages_are_over_the_ranks_that_have_batches_and_all_end_equal(how: str, kind: str, plan: str, weighed: bool) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:

@@ -60,6 +60,7 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
     return lines
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("where", ["save", "join"])
 def test_a_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
     waits, _ = pool(WORLD).call(waited, where, str(tmp_path))

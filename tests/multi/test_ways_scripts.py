@@ -77,6 +77,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize("how", [
     "", "clipped", "accumulated", "scaled", "scaled, clipped, accumulated", "ddp, clipped", "ddp, accumulated", "ddp, scaled",
 ])

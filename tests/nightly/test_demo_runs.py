@@ -67,6 +67,7 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.commit(1)
 def test_a_small_demo_reaches_its_target_and_leaves_nothing(tmp_path: Path) -> None:
     out, folder = tmp_path / "demo.json", tmp_path / "tmp"
     folder.mkdir()

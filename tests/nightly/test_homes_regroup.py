@@ -167,6 +167,7 @@ def started(homes: Homes, count: int, least: int, *args: str) -> list[subprocess
     return [homes.run("launch", "--join", homes.address, "--node-rank", str(n), __file__, *args) for n in range(count)]
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("how", "victim"), [("killed", 0), ("ddp", 1)])
 def test_a_home_is_killed_in_a_step_and_the_others_go_on_with_the_same_weights(homes: Homes, how: str, victim: int) -> None:
     wait_s = random.Random(how).uniform(0.0, 0.01)

@@ -24,6 +24,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[list[Any], str
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors
 
 
+@pytest.mark.commit(1)
 def test_homes_of_two_and_one_train_the_bits_of_one_rack(homes: Homes) -> None:
     """Through DDP, with the group that the script makes."""
     server = homes.serve(3)

@@ -30,6 +30,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str
     return found
 
 
+@pytest.mark.commit(4)
 @pytest.mark.parametrize(("how", "kind", "per_node"), [
     ("module", "topk", 1), ("module", "int8", 2), ("module", "onebit", 1), ("module", "low rank", 1), ("module", "topk", 2),
     ("module", "topk, staged", 1), ("module", "int8, staged", 2), ("module, optimizer unnamed", "topk", 1),

@@ -104,6 +104,7 @@ def test_a_rank_that_fails_while_groups_are_made_is_named() -> None:
         assert re.match("commlayer.errors.DeadlineExceeded: rank 1: .*E-DEADLINE", last_line(results[0][1])), results
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("how", "sent"), [
     ("module", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("allreduce", signal.SIGKILL), ("allreduce", signal.SIGSTOP),
     ("staged", signal.SIGKILL), ("staged", signal.SIGSTOP),

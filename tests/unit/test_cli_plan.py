@@ -134,6 +134,7 @@ def test_an_optimizer_that_was_not_named_is_an_assumption(commlayer) -> None:
         assert ("--optimizer sgd" in line) == assumed
 
 
+@pytest.mark.nightly
 def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) -> None:
     made = ("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--batch")
     _, out, _ = commlayer(*made, "64")
@@ -179,6 +180,7 @@ def test_reasons_stand_on_a_narrow_page_too() -> None:
         assert all(word in said for word in reasons)
 
 
+@pytest.mark.nightly
 def test_a_plan_stands_beside_what_it_has_to_beat() -> None:
     job, machines = builtin("lstm"), cluster_from_line(NODES)
     for costs in (learnt(machines), structs.replace(learnt(machines), learning=())):

@@ -67,6 +67,7 @@ def test_int8(block: int, kind: str) -> None:
             same(code)
 
 
+@pytest.mark.commit(15)
 @pytest.mark.parametrize("n", [*SIZES, 2 * TILE, 5 * TILE + 3])
 @pytest.mark.parametrize("kind", ["normal", "wild", "equal"])
 def test_select(n: int, kind: str) -> None:

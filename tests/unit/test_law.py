@@ -227,6 +227,7 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
     return total
 
 
+@pytest.mark.commit(10)
 @pytest.mark.parametrize("codec", CODECS)
 def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
     wrapped: Codec = wrap(parse(codec))

@@ -36,6 +36,7 @@ def homes(rates: tuple[float, ...]) -> Cluster:
     return Cluster(tuple(Node(f"n{i}", 1, "cpu", link, server=True) for i, link in enumerate(links)))
 
 
+@pytest.mark.commit(3)
 @pytest.mark.parametrize(("rates", "exact"), KNOWN)
 def test_no_plan_comes_later_at_a_loss_than_what_was_found_before(rates: tuple[float, ...], exact: bool) -> None:
     """Of those that are there nearly as soon the finest is taken, so one that is finer than it was may be as much later."""

@@ -115,6 +115,7 @@ def test_slow_links_get_compression_and_only_servers_over_the_internet() -> None
 
 @settings(max_examples=8, deadline=None)
 @given(bps=st.floats(1e6, 1e10), factor=st.floats(1.0, 10.0))
+@pytest.mark.nightly
 def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
     """To a hair: list schedules may lose a little by a task that ends sooner (Graham's anomalies)."""
     def step_s(rate: float) -> float:

@@ -200,6 +200,7 @@ CASES = {
 }
 
 
+@pytest.mark.commit(4)
 @pytest.mark.parametrize("case", CASES)
 def test_plans_of_the_papers_cases_stay_as_they_are(case: str) -> None:
     model, machines, costs = CASES[case]

@@ -44,6 +44,7 @@ def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
         assert there.contention == here.contention
 
 
+@pytest.mark.nightly
 def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> None:
     for rate in ("2/2", "20/20"):
         cluster = cluster_from_line(f"2xrtx3060@{rate}Mb")
