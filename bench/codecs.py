@@ -20,7 +20,7 @@ from bench import kernels as memory_speed
 from bench.codecs_figures import figures
 from bench.codecs_plot import draw_rows
 from bench.report import Result
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, kernels, parse, seed, wrap
 from commlayer.compressors.fallback import FAMILIES
 from commlayer.compressors.kernels import BACKENDS
@@ -156,7 +156,7 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
             if backend == "fallback" and n > (FALLBACK_MOST_QUICK if quick else FALLBACK_MOST):
                 continue
             for text in CODECS:
-                if backend != "fallback" or all(part.family in FAMILIES for part in named(text).layers()):
+                if backend != "fallback" or all(part.family in FAMILIES for part in parse_spec(text).layers()):
                     yield row(text, backend, x, quick)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import structs
 
 from commlayer.balance.loss_model import LossModel, family
-from commlayer.codec_name import SPARSE, named
+from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
 from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
@@ -22,7 +22,7 @@ def penalty(model: LossModel, codec: str) -> float:
     """Loss penalty of a codec spelled as in profiles; infinite if it was not measured."""
     if codec == DENSE:
         return 0.0
-    return model.penalty(codec, named(codec).ratio or 1.0)
+    return model.penalty(codec, parse_spec(codec).ratio or 1.0)
 
 
 def names(model: LossModel | None, max_loss: float) -> list[str]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.files import write_whole
 from commlayer.records import Record, decode, encode
@@ -62,7 +62,7 @@ class LossModel(Record, frozen=True):
 
 def family(codec: str) -> str:
     """The family of a name or spelling: "topk" of "error_feedback(topk(ratio=0.01))"."""
-    return codec if codec.isidentifier() else named(codec).core.family
+    return codec if codec.isidentifier() else parse_spec(codec).core.family
 
 
 def write(path: Path, model: LossModel) -> None:

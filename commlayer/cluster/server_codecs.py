@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import of_means
@@ -175,7 +175,8 @@ def expected_nbytes(plan: Plan, server: int) -> int:
     bucket, since either end may be a step ahead, and one saved state."""
     mine = [b for b in plan.buckets if b.served and b.server == server]
     payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
-    kept = max((named(text).kept_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text), default=0)
+    states = (parse_spec(text).max_state_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text)
+    kept = max(states, default=0)
     return 2 * payloads + kept + SLACK_NBYTES
 
 

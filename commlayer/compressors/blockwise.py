@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from commlayer.codec_name import LEVEL_BITS, checked
+from commlayer.codec_spec import LEVEL_BITS, check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import OneRound, State, check_numel
 from commlayer.compressors.dense import check_dense
@@ -132,7 +132,7 @@ class Int8(Blockwise, frozen=True):
 
 def int8(block: int = 1024) -> Int8:
     """One scale per `block` elements: smaller blocks follow the values better and cost 32 / block bits per element."""
-    checked("int8", block=block)
+    check_arguments("int8", block=block)
     return Int8(block)
 
 
@@ -169,7 +169,7 @@ class Int4(Blockwise, frozen=True):
 
 def int4(block: int = 64) -> Int4:
     """One scale per `block` elements: 4 + 16 / block bits per element."""
-    checked("int4", block=block)
+    check_arguments("int4", block=block)
     return Int4(block)
 
 
@@ -209,7 +209,7 @@ def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
     Unbiased, so it needs no error feedback. Where its variance exceeds its input, error feedback is wrong: the residual would
     grow from step to step. That is so for levels=1, and for norm="l2" with blocks much longer than the square of levels.
     """
-    checked("qsgd", block=block, levels=levels, norm=norm)
+    check_arguments("qsgd", block=block, levels=levels, norm=norm)
     return Qsgd(block, levels, norm)
 
 
@@ -242,5 +242,5 @@ class OneBit(Blockwise, frozen=True):
 
 def onebit(block: int = 512) -> OneBit:
     """1 + 16 / block bits per element: the mean magnitude of `block` elements, with the sign of each."""
-    checked("onebit", block=block)
+    check_arguments("onebit", block=block)
     return OneBit(block)

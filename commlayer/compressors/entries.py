@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commlayer.codec_name import VALUE_BITS
+from commlayer.codec_spec import VALUE_BITS
 from commlayer.compressors import kernels
 from commlayer.compressors.payload import Buffer, Out, expect
 from commlayer.errors import CorruptPayload

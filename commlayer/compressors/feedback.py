@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 
 import msgspec.structs
 
-from commlayer.codec_name import checked
+from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import (
     Codec,
@@ -211,7 +211,7 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not "
                            "known")
-    checked("error_feedback", lr_correction=lr_correction)
+    check_arguments("error_feedback", lr_correction=lr_correction)
     return ErrorFeedback(inner, lr_correction)
 
 
@@ -311,7 +311,7 @@ def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, cut: Cut = None)
 
 def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
     """Momentum before any codec. A plan adds error feedback inside it where the codec needs that."""
-    checked("momentum", beta=beta)
+    check_arguments("momentum", beta=beta)
     return Momentum(check_codec("momentum", inner), float(beta))
 
 

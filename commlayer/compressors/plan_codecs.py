@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
-from commlayer.codec_name import CodecName, named
+from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd, int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrapper, spell
@@ -122,7 +122,7 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
     """
     codec = wrap(parse(bucket.codec))
     for text in filter(None, (bucket.codec, bucket.down)):
-        for part in named(text).layers():
+        for part in parse_spec(text).layers():
             kernels.check_family(part.family)
     for text in bucket.by_node:
         _check_alike(bucket, codec, wrap(parse(text)))
@@ -141,7 +141,7 @@ def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
         alone: Codec = codec
         return alone
     steps, shared = (0, False) if plan is None else (plan.warmup, plan.ratio_over == "plan")
-    ratios = [named(text).ratio for text in bucket.by_node or (bucket.codec,)]
+    ratios = [parse_spec(text).ratio for text in bucket.by_node or (bucket.codec,)]
     mean_ratio = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
     if isinstance(codec, TwoWay):
         up, down = (with_budget(codec_, mean_ratio, steps=steps, shared=shared) for codec_ in (codec.up, codec.down))
@@ -207,12 +207,12 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
 
 def parse(text: str) -> Codec:
     """The codec that `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"."""
-    return build(named(text))
+    return build(parse_spec(text))
 
 
-def build(name: CodecName) -> Codec:
+def build(name: CodecSpec) -> Codec:
     """InvalidInput for nestings that cannot work: the factories of the codecs check them."""
-    arguments = {argument: build(value) if isinstance(value, CodecName) else value for argument, value in name.arguments}
+    arguments = {argument: build(value) if isinstance(value, CodecSpec) else value for argument, value in name.arguments}
     return FACTORIES[name.family](**arguments)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.codec_name import checked
+from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import NAN, Cut, Named, Round, State, accumulator, check_input, check_numel
 from commlayer.compressors.dense import finite_or_nan
@@ -212,7 +212,7 @@ class PowerSGD(Named, frozen=True):
 
 def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD:
     """Factors of that rank. Only tensors of two or more dimensions gain. `shapes`: the tensors of a fused bucket, in order."""
-    checked("powersgd", rank=rank, shapes=shapes)
+    check_arguments("powersgd", rank=rank, shapes=shapes)
     return PowerSGD(rank, shapes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from commlayer.codec_name import checked
+from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import OneRound, Round, State, check_input, check_numel
 from commlayer.compressors.entries import VALUE_KINDS, decode_values, encode_values, values_nbytes
@@ -149,5 +149,5 @@ class RandomK(OneRound, frozen=True):
 
 def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
     """Random entries, the same for all members. unbiased=True scales them and is meant to run without error feedback."""
-    checked("randomk", ratio=ratio, values=values, unbiased=unbiased)
+    check_arguments("randomk", ratio=ratio, values=values, unbiased=unbiased)
     return RandomK(float(ratio), values, unbiased)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from commlayer.codec_name import checked
+from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload, selection
 from commlayer.compressors.codec import OneRound, State, check_input, check_numel
 from commlayer.compressors.entries import (
@@ -137,7 +137,7 @@ class TopK(OneRound, frozen=True):
 
 def topk(ratio: float = 0.01, values: str = "int8", exact: bool = False) -> TopK:
     """The largest `ratio` of all entries; exact=True sorts at any size, which costs several passes."""
-    checked("topk", ratio=ratio, values=values, exact=exact)
+    check_arguments("topk", ratio=ratio, values=values, exact=exact)
     return TopK(float(ratio), values, exact)
 
 
@@ -210,5 +210,5 @@ class BlockThreshold(OneRound, frozen=True):
 
 def block_threshold(ratio: float = 0.01, run: int = 16, values: str = "int8") -> BlockThreshold:
     """The runs of `run` neighbours of largest summed magnitude, until `ratio` of all entries is sent."""
-    checked("block_threshold", ratio=ratio, run=run, values=values)
+    check_arguments("block_threshold", ratio=ratio, run=run, values=values)
     return BlockThreshold(float(ratio), run, values)

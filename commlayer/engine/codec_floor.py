@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, codec_of, parse, wrap
 from commlayer.compressors.feedback import Momentum
 from commlayer.engine.plan_check import unsuited
@@ -34,7 +34,7 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
     >>> level(parse("error_feedback(topk(ratio=0.01))")), level(parse("fp16()"))
     (0.01, 0.5)
     """
-    if (ratio := named(str(codec)).ratio) is not None:
+    if (ratio := parse_spec(str(codec)).ratio) is not None:
         return ratio
     if hasattr(codec, "bits"):
         return float(codec.bits / 32)  # a sum of such codes takes more bits

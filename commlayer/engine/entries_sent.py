@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from commlayer.codec_name import CodecName, named
+from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors.codec import State, Wrapper
 from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_budget
 from commlayer.compressors.plan_codecs import TwoWay
@@ -27,13 +27,13 @@ class EntriesSent:
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self.forget()
         self._alone: list[_One] = []
-        self._pools: dict[tuple[CodecName, bool], list[_One]] = {}
+        self._pools: dict[tuple[CodecSpec, bool], list[_One]] = {}
         """Codecs that share a budget: their magnitudes have one unit, and their entries take the same number of bytes."""
         for bucket in buckets:
             if (one := _budgeted(bucket.codec, bucket.state)) is None:
                 continue
             if one.codec.shared:
-                self._pools.setdefault((named(str(one.codec)).but_ratio(), bucket.in_updates), []).append(one)
+                self._pools.setdefault((parse_spec(str(one.codec)).without_ratio(), bucket.in_updates), []).append(one)
             else:
                 self._alone.append(one)
 

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from commlayer import loss_budget, plan_file, planner
 from commlayer.balance import loss_model
-from commlayer.codec_name import misspelled, up_and_down
+from commlayer.codec_spec import spec_error, split_two_way
 from commlayer.compressors import build, wrap
 from commlayer.config import Config
 from commlayer.errors import InvalidInput
@@ -65,7 +65,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, upd
         codec = str(plan)
         path_name = "service"
     servers = nodes if config.servers == "each" else 1
-    up, down = ("" if part is None else str(wrap(build(part))) for part in up_and_down(codec))
+    up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
     return planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
@@ -79,7 +79,7 @@ def is_file(plan: Any) -> bool:
         return False
     if os.path.isfile(plan):
         return True
-    if isinstance(plan, str) and not (wrong := misspelled(plan)):
+    if isinstance(plan, str) and not (wrong := spec_error(plan)):
         return False
     if isinstance(plan, str) and plan.rstrip().endswith(")"):
         raise InvalidInput("E-PLAN-NAME", f"plan {plan!r}: {wrong}")

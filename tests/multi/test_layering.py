@@ -19,7 +19,7 @@ from commlayer.cluster.client import CoordinatorChannel
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "commlayer"
 
-BOTTOM = {"codec_name", "errors", "files", "records", "native", "config", "gpu", "setting_kinds", "setting_sources"}
+BOTTOM = {"codec_spec", "errors", "files", "records", "native", "config", "gpu", "setting_kinds", "setting_sources"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 FILES_OF_PLANS = {"plan_file", "loss_budget"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine", "autotune"}
@@ -30,7 +30,7 @@ TOP = {"cli", "demo", "doctor", "", "__main__"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
-    "codec_name": {"errors", "records"},
+    "codec_spec": {"errors", "records"},
     "records": {"errors"},
     "native": {"errors"},
     "gpu": {"errors", "gpu"},
@@ -73,7 +73,7 @@ ABOVE_PATHS = {
 }
 """Modules of engine/ that drive a worker, or are it. Paths import none of them, and only three of these import a path."""
 KNOW_PATHS = {"intake", "unapplied", "worker"}
-TORCHLESS = {"codec_name", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
+TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
              "loss_budget", "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 

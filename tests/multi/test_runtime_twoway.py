@@ -9,7 +9,7 @@ from support.rank_pool import Servers, pool, quick
 from support.workers import Rig, job, on_ranks, step
 
 import commlayer
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, error_feedback, int8, topk, two_way
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice
@@ -61,7 +61,7 @@ def attached(rank: int, address: str, text: str) -> tuple[set[tuple[str, str]], 
         x = torch.randn(4, 64)
         model(x).sum().backward()
         assert model.weight.grad is not None
-        ways = {(str(named(b.codec).core), str(named(b.down).core)) for b in session.inspect.connection.plan.buckets}
+        ways = {(str(parse_spec(b.codec).core), str(parse_spec(b.down).core)) for b in session.inspect.connection.plan.buckets}
         return ways, x.sum(0).expand(8, 64), model.weight.grad
 
 

@@ -13,7 +13,7 @@ from support.learning import learnt
 from support.planner import at, price, random_space
 from support.plans import toy_job
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.model.default_plan import default_plan
 from commlayer.planner.model.learning import Recipe
@@ -116,7 +116,7 @@ def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
     exact = [made_for(at(bps), Policy()) for bps in rates]
     free = [made_for(at(bps), FREE) for bps in rates]
     for made in (exact[0], free[0]):
-        assert {named(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8"}
+        assert {parse_spec(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8"}
         assert (made.local_steps, made.codes, made.overlap) == (1, "gradients", "")
     for plans in (exact, free):
         needed = [made.steps_high for made in plans]

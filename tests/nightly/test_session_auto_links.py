@@ -20,7 +20,7 @@ from torch import nn
 
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import Grouped
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.planner.model.cluster import Line
 
 WORLD, SERVERS = 2, 2
@@ -60,7 +60,7 @@ def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
 
 
 def codecs(plan: Any) -> set[str]:
-    return {str(named(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
+    return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
 def ran(slow: bool, exact: bool | None, folder: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from commlayer import planner
 from commlayer.autotune.plan import loss_limits, plan_search
 from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, steps_of
 from commlayer.autotune.plan.link_probes import RankMeasurement
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.engine.connection import Connection
 from commlayer.engine.ways import Asked, read_ways, stepping
@@ -92,7 +92,7 @@ def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: py
 
 
 def families(plan: Plan) -> set[str]:
-    return {named(codec).core.family for b in plan.buckets for codec in (b.codec, b.down) if codec}
+    return {parse_spec(codec).core.family for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
 @pytest.mark.parametrize(("links", "factor", "sparse"), [

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from commlayer.codec_name import RULES, misspelled, named
+from commlayer.codec_spec import RULES, parse_spec, spec_error
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.codec_floor import level
@@ -78,12 +78,12 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
 ])
 def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
     """By the planner without a codec at hand, and by the codecs in the same words."""
-    assert words in misspelled(text)
+    assert words in spec_error(text)
     with pytest.raises(InvalidInput) as told:
         parse(text)
-    assert str(told.value) == misspelled(text)
+    assert str(told.value) == spec_error(text)
     assert told.value.code == (code := "E-CODEC-ARGUMENT" if ": " in words else "E-CODEC-NAME")
-    assert "\n" not in misspelled(text)
+    assert "\n" not in spec_error(text)
     cluster = Cluster((node("a", "cpu", "10g"), node("b", "cpu", "10g")))
     for refused in (lambda: profile_from_tables(cluster, (text,)), lambda: plan(toy(), cluster, None, Policy(codecs=(text,)))):
         with pytest.raises(InvalidInput) as told:
@@ -103,7 +103,7 @@ def toy():  # type: ignore[no-untyped-def]
     ("error_feedback(powersgd())", "powersgd", None),
 ])
 def test_what_a_name_says(text: str, family: str, ratio: float | None) -> None:
-    assert (named(text).core.family, named(text).ratio) == (family, ratio)
+    assert (parse_spec(text).core.family, parse_spec(text).ratio) == (family, ratio)
 
 
 def test_a_level_is_the_parsed_ratio() -> None:

@@ -7,13 +7,13 @@ import torch
 from oracle import codec_kernels
 from support import codecs as kit
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, codec_of, fallback, kernels, onebit, parse, snapshot, wrap
 from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.records import Bucket, Slice, Spec
 
 SUPPORTED = [codec for codec in [*kit.PLAIN, *map(parse, kit.NAMED.values())]
-             if all(part.family in fallback.FAMILIES for part in named(str(codec)).layers())]
+             if all(part.family in fallback.FAMILIES for part in parse_spec(str(codec)).layers())]
 SIZES = (0, 1, 2, 31, 257, 4097, 20_011)
 
 

@@ -29,7 +29,7 @@ from bench.learning_factors import (
 from bench.learning_run import LOOKS, STEPS, Way
 from bench.learning_store import Run, Store
 from commlayer.autotune.measure.convergence import alone_rows
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.errors import RecordError
 from commlayer.planner.model.learning import ALONE, Recipe, excess
 from commlayer.planner.tables import learning as tables
@@ -242,7 +242,7 @@ def test_the_shipped_table() -> None:
     places = [(r.optimizer, r.codes, r.codec, r.every, r.overlap, r.late, r.workers) for r in table.rows]
     assert len(set(places)) == len(places)
     for row in table.rows:
-        assert str(named(row.codec).bare) == str(named(row.codec))
+        assert str(parse_spec(row.codec).bare) == str(parse_spec(row.codec))
         assert 1 <= row.steps <= row.steps_high <= MOST
         assert 0 <= row.loss <= row.loss_high
         assert row.tasks >= LEAST_TASKS

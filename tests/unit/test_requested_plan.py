@@ -10,7 +10,7 @@ from msgspec import structs
 from support.plans import toy_job
 
 from commlayer.cluster.server_codecs import CodecOps
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, identity, int8, parse, topk, two_way, wrap
 from commlayer.config import Config
 from commlayer.engine import plan_check, requested_plan
@@ -43,7 +43,7 @@ def asked_for(plan: object, job: Job, **config: Any) -> Plan:
 @pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
 def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
     made = requested_plan.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
-    assert {(b.path, str(named(b.codec).core), b.down) for b in made.buckets} == {("service", "int4()", "")}
+    assert {(b.path, str(parse_spec(b.codec).core), b.down) for b in made.buckets} == {("service", "int4()", "")}
     assert requested_plan.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
 
 
@@ -63,7 +63,7 @@ def test_auto_begins_within_its_budget_without_a_loss_model(
 ) -> None:
     monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
     made = requested_plan.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
-    assert {str(named(b.codec).core) for b in made.buckets} == {codec}
+    assert {str(parse_spec(b.codec).core) for b in made.buckets} == {codec}
 
 
 # ---- a codec as text
@@ -80,7 +80,8 @@ def test_a_plan_may_name_a_codec_for_each_way() -> None:
     job = job_of((300, 20), (20,))
     made = asked_for("two_way(topk(0.05), down=int8())", job)
     assert made == asked_for(two_way(topk(0.05), int8()), job)
-    assert {(str(named(b.codec).core), str(named(b.down).core)) for b in made.buckets} == {("topk(ratio=0.05)", "int8()")}
+    cores = {(str(parse_spec(b.codec).core), str(parse_spec(b.down).core)) for b in made.buckets}
+    assert cores == {("topk(ratio=0.05)", "int8()")}
 
 
 @pytest.mark.parametrize("kind", ["codec", "auto", "plan", "file"])
@@ -156,7 +157,7 @@ def test_planned_buckets_are_matrices_where_they_can_be() -> None:
                      answers=False)
     costs = structs.replace(profile_from_tables(machines), codecs=(*profile_from_tables(machines).codecs, cost))
     made = planned(job, machines, costs, Policy(codecs=("powersgd()",), objective="step"))
-    coded = [b for b in made.buckets if named(b.codec).core.family == "powersgd"]
+    coded = [b for b in made.buckets if parse_spec(b.codec).core.family == "powersgd"]
     assert coded
     assert all(b.shape or "shapes=" in b.codec for b in coded)
     assert lint(made, job, machines, costs) == []
@@ -187,7 +188,7 @@ KEEPERS = ("topk(0.1)", "momentum(int8())", "powersgd()", "qsgd()")
 def test_what_a_server_keeps_is_known_before(codec: str) -> None:
     for numel in (1, 1000, 20_000):
         bucket = Bucket(0, (Slice(0, 0, numel),), "service", codec)
-        assert len(CodecOps(codec_of(bucket), bucket, "job").snapshot()) <= named(codec).kept_nbytes(numel)
+        assert len(CodecOps(codec_of(bucket), bucket, "job").snapshot()) <= parse_spec(codec).max_state_nbytes(numel)
 
 
 def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

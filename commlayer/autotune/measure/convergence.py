@@ -22,7 +22,7 @@ import torch
 from msgspec import structs
 
 from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Way, train
-from commlayer.codec_name import SPARSE, named
+from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim.outer import family_of
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
@@ -187,7 +187,7 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
     yield structs.replace(dense, workers=ALONE)
     codecs = [codec for codec in dict.fromkeys(codecs) if codec != dense.codec]
     yield from (structs.replace(dense, codec=codec) for codec in codecs)
-    fine = next((codec for codec in codecs if named(codec).core.family not in SPARSE), dense.codec)
+    fine = next((codec for codec in codecs if parse_spec(codec).core.family not in SPARSE), dense.codec)
     for every in sorted({n for n in local_steps if n > 1}):
         yield from (structs.replace(dense, codec=fine, every=every, overlap=overlap) for overlap in ("", "round"))
     yield from (structs.replace(dense, codec=codec, codes="updates") for codec in codecs)

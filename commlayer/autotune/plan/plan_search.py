@@ -16,7 +16,7 @@ from commlayer import planner
 from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.autotune.plan.cpu_contention import dearer, factor
 from commlayer.autotune.shares.comm_cost import communication
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.engine.ways import in_updates
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
@@ -168,7 +168,7 @@ def _best(
     assert policy is not None
     recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks)
     allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
-    finely = _narrowed(allowed, lambda codec: named(codec).core.family in FINE)
+    finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
 
     def found(inputs: PlanInputs) -> tuple[Best, float]:
         best = _of_ways(inputs, current, apart=apart, suggests=suggests)

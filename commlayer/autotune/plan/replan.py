@@ -21,7 +21,7 @@ from commlayer.autotune.plan.loss_limits import Limits
 from commlayer.autotune.plan.measuring import Measurements
 from commlayer.autotune.plan.plan_search import SearchOrder
 from commlayer.autotune.plan.planning_process import PlanningProcess
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.compressors import build
 from commlayer.engine.connection import Connection
 from commlayer.errors import InvalidState
@@ -144,7 +144,8 @@ def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow,
     codecs and local steps were not observed."""
     if times <= 1.0:
         return rows
-    return tuple(_harder(row, 1 + times * (row.steps - 1)) if named(row.codec).core.family == OBSERVED else row for row in rows)
+    return tuple(_harder(row, 1 + times * (row.steps - 1)) if parse_spec(row.codec).core.family == OBSERVED else row
+                 for row in rows)
 
 
 def _harder(row: LearningRow, steps: float) -> LearningRow:

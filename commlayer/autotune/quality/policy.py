@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.engine.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.errors import InvalidInput
 from commlayer.observe.fidelity import Dots, Fidelity, worst
@@ -241,7 +241,7 @@ def usual(codec: str) -> tuple[float, float]:
     >>> usual("topk(ratio=0.01, values='int8')"), usual("error_feedback(int4())")
     ((0.23, 6.3), (0.98, 0.13))
     """
-    name = named(codec).core
+    name = parse_spec(codec).core
     if name.ratio is None or name.family != "topk":
         return OTHERS.get(name.family, UNKNOWN)
     (_, c0, r0, _), (_, c1, r1, _), part = _around(name.ratio)
@@ -259,7 +259,7 @@ def typical_cosine(buckets: Sequence[Bucket]) -> float:
     """Median cosine of workers' payloads for all these buckets, in trainings with Adam; 0 if none uses topk."""
     numel, squares, sparse = 0, 0.0, False
     for b in buckets:
-        names = [named(codec).core for codec in (b.by_node or (b.codec,))]
+        names = [parse_spec(codec).core for codec in (b.by_node or (b.codec,))]
         for name in names:
             cosine = 1.0
             if name.family == "topk" and name.ratio is not None:

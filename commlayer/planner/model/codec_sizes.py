@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
-from commlayer.codec_name import LEVEL_BITS, VALUE_BITS, CodecName
+from commlayer.codec_spec import LEVEL_BITS, VALUE_BITS, CodecSpec
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
@@ -36,7 +36,7 @@ SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
 """Gradient and residual are read, the residual is written. Scoring runs takes topk's time once more."""
 
 
-def touch(name: CodecName) -> Touch:
+def touch(name: CodecSpec) -> Touch:
     """Costs of a codec. ValueError if its size does not follow from the number of elements alone."""
     core = name.core
     if core.family not in _FAMILIES:
@@ -48,26 +48,26 @@ def touch(name: CodecName) -> Touch:
     return structs.replace(base, encode=base.encode + more, answers=base.answers and len(layers) == 1)
 
 
-def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecName], Touch]:
+def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecSpec], Touch]:
     return lambda name: _quantised(name, speed, bits, scale_nbytes)
 
 
-def _quantised(name: CodecName, speed: float, bits: float, scale_nbytes: int) -> Touch:
+def _quantised(name: CodecSpec, speed: float, bits: float, scale_nbytes: int) -> Touch:
     """`speed`: encoding speed as a part of streaming speed."""
     code = bits / 8
     return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"))
 
 
-def _qsgd(name: CodecName) -> Touch:
+def _qsgd(name: CodecSpec) -> Touch:
     return _quantised(name, 0.35, LEVEL_BITS[name.get("levels")], 2)
 
 
-def _topk(name: CodecName) -> Touch:
+def _topk(name: CodecSpec) -> Touch:
     ratio = float(name.get("ratio"))
     return _picked(SELECT, ratio, VALUE_BITS[name.get("values")] / 8 + _position_nbytes(ratio))
 
 
-def _block_threshold(name: CodecName) -> Touch:
+def _block_threshold(name: CodecSpec) -> Touch:
     ratio = float(name.get("ratio"))
     return _picked(SELECT_RUNS, ratio, VALUE_BITS[name.get("values")] / 8 + _position_nbytes(ratio) / name.get("run"))
 
@@ -76,7 +76,7 @@ def _picked(encode: float, ratio: float, entry_nbytes: float) -> Touch:
     return Touch(encode, 4 + 64 * ratio, ratio * entry_nbytes)
 
 
-def _randomk(name: CodecName) -> Touch:
+def _randomk(name: CodecSpec) -> Touch:
     ratio = float(name.get("ratio"))
     return Touch(12, 4 + 64 * ratio, ratio * VALUE_BITS[name.get("values")] / 8,
                  sums=True, alone=False, answers=False)
@@ -90,7 +90,7 @@ def _position_nbytes(ratio: float) -> float:
     return POSITION_ROOM * bits / 8
 
 
-_FAMILIES: Mapping[str, Callable[[CodecName], Touch]] = {
+_FAMILIES: Mapping[str, Callable[[CodecSpec], Touch]] = {
     "identity": lambda _: Touch(0, 12, 4, sums=True),
     "fp16": lambda _: Touch(6, 10, 2),
     "bf16": lambda _: Touch(6, 10, 2),

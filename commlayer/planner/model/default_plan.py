@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.float64 import unrounded
 from commlayer.planner.model.fragments import fragments_of
@@ -61,8 +61,8 @@ def default_plan(
     [(0, 1, 1000), (1, 0, 500000), (2, 0, 500000)]
     """
     _check(path, servers, ranks_per_node, cut_nbytes)
-    name = named(codec)
-    matrices = path == "service" and name.shaped
+    name = parse_spec(codec)
+    matrices = path == "service" and name.needs_shape
     if forward:
         fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // FUSED_PARTS))
     if fragments > 1:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from commlayer.codec_name import misspelled
+from commlayer.codec_spec import spec_error
 from commlayer.planner.model.learning_curves import Curves, Place, Point, place_of
 from commlayer.records import Record
 
@@ -57,7 +57,7 @@ class LearningRow(Record, frozen=True):
 
 def row_problem(row: LearningRow) -> str:
     """What is wrong with a row from a user's table; empty if it is valid."""
-    if wrong := misspelled(row.codec):
+    if wrong := spec_error(row.codec):
         return wrong
     allowed = {"optimizer": ("sgd", "adam"), "codes": ("gradients", "updates"), "overlap": ("", "round")}
     which = [name for name, values in allowed.items() if getattr(row, name) not in values]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from commlayer.codec_name import SPARSE, CodecName, named
+from commlayer.codec_spec import SPARSE, CodecSpec, parse_spec
 
 DENSE = "identity"
 EXACT = ("identity", "fp16")
@@ -46,11 +46,11 @@ GRADIENTS = Place()
 
 def place_of(codec: str, every: int) -> tuple[str, Point]:
     """The kind of codec and its point on the kind's grid. Value types, blocks and wrappers do not matter."""
-    kind, ratio = _kind(named(codec).core)
+    kind, ratio = _kind(parse_spec(codec).core)
     return kind, (-math.log(ratio) + 0.0, math.log2(every))
 
 
-def _kind(core: CodecName) -> tuple[str, float]:
+def _kind(core: CodecSpec) -> tuple[str, float]:
     family = core.family
     if family == "powersgd":
         return family, core.get("rank") / FULL_RANK

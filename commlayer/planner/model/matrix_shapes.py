@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from commlayer.codec_name import ELEMENT_NBYTES, CodecName, misspelled, named
+from commlayer.codec_spec import ELEMENT_NBYTES, CodecSpec, parse_spec, spec_error
 from commlayer.planner.model.codec_sizes import touch
 from commlayer.records import Bucket, Job, Plan, Slice
 
@@ -46,33 +46,33 @@ def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
     ('powersgd()', (64, 32))
     """
     shape = shape_of(job, group[0]) if len(group) == 1 else ()
-    name = named(codec)
-    if not name.shaped:
+    name = parse_spec(codec)
+    if not name.needs_shape:
         return codec, shape if shape == job.tensors[group[0].tensor].shape else ()
     if shape:
         return codec, shape
     shapes = tuple([shape_of(job, part) or (part.numel,) for part in group])
     if all(len(each) < 2 for each in shapes):
         return codec, ()
-    return str(name.around(lambda core: CodecName("powersgd", (("rank", core.get("rank")), ("shapes", shapes))))), ()
+    return str(name.with_core(lambda core: CodecSpec("powersgd", (("rank", core.get("rank")), ("shapes", shapes))))), ()
 
 
 def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
     """A line for a codec that leaves most of the model uncompressed although it should compress it."""
-    gradients = [b for b in plan.buckets if not misspelled(b.codec) and not (job is not None and _buffer(job, b))]
+    gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and _buffer(job, b))]
     total = sum(b.numel for b in gradients)
     whole: dict[str, int] = {}
     for bucket in gradients:
-        core = named(bucket.codec).core
-        whole[str(core)] = whole.get(str(core), 0) + _as_it_is(bucket, named(bucket.codec))
+        core = parse_spec(bucket.codec).core
+        whole[str(core)] = whole.get(str(core), 0) + _as_it_is(bucket, parse_spec(bucket.codec))
     codec = max(whole, key=lambda name: whole[name], default="")
     if codec and whole[codec] > MOST * total:
         yield (f"{whole[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
                + ("it compresses matrices that are whole, or named in powersgd(shapes=...), and larger than their factors"
-                  if named(codec).shaped else "its payloads are as large as uncompressed ones, or larger"))
+                  if parse_spec(codec).needs_shape else "its payloads are as large as uncompressed ones, or larger"))
 
 
-def _as_it_is(bucket: Bucket, name: CodecName) -> int:
+def _as_it_is(bucket: Bucket, name: CodecSpec) -> int:
     """Elements of the bucket that the codec leaves uncompressed."""
     if bucket.path == "allreduce" or name.core.family == "identity":
         return 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from msgspec import structs
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.paths import parse, spell
 from commlayer.planner.model.shards import cut
@@ -43,7 +43,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
                            f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
                            "server is coded on one of them")
     forwards = any(op.name == "forward" for op in path)
-    down = (MERGED if named(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
+    down = (MERGED if parse_spec(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
     served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")
     if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
         yield served

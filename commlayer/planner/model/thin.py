@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.planner.model.option import Option
 from commlayer.records import Bucket, Job, Plan, Slice
 
@@ -38,7 +38,7 @@ def travels(job: Job, slices: Sequence[Slice]) -> int:
 
 def keeps_zeros(option: Option | Bucket) -> bool:
     """Whether zeros stay out of frames in both directions. This holds between workers and servers, not in collectives."""
-    return option.served and all(named(codec).family in KEEP_ZEROS
+    return option.served and all(parse_spec(codec).family in KEEP_ZEROS
                                  for codec in (option.codec, option.down, *option.by_node) if codec)
 
 

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from commlayer.codec_name import misspelled
+from commlayer.codec_spec import spec_error
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Line, Policy, Profile
 from commlayer.planner.model.learning import row_problem
@@ -123,12 +123,12 @@ def profile_problems(profile: Profile) -> Iterator[str]:
         yield f"{name} has no codecs"
     seen = set()
     for cost in profile.codecs:
-        priced = (cost.codec if misspelled(cost.codec) else bare(cost.codec), cost.device)
+        priced = (cost.codec if spec_error(cost.codec) else bare(cost.codec), cost.device)
         if priced in seen:
             yield f"{name}: {cost.codec} on {cost.device} stands there twice"
         seen.add(priced)
         where = f"{cost.codec} on {cost.device}"
-        if wrong := misspelled(cost.codec):
+        if wrong := spec_error(cost.codec):
             yield f"{name}: {wrong}"
         if cost.rounds < 1:
             yield f"{name}: rounds of {where} is {cost.rounds}, allowed: 1 or more"
@@ -164,7 +164,7 @@ def device_problems(profile: Profile, cluster: Cluster) -> Iterator[str]:
 
 
 def policy_problems(policy: Policy) -> Iterator[str]:
-    yield from (f"policy: {wrong}" for codec in policy.codecs if (wrong := misspelled(codec)))
+    yield from (f"policy: {wrong}" for codec in policy.codecs if (wrong := spec_error(codec)))
     if not policy.devices or set(policy.devices) - {"gpu", "cpu"}:
         yield f"policy: devices is {', '.join(policy.devices) or 'empty'}, allowed: gpu, cpu"
     if not policy.max_loss >= 0:

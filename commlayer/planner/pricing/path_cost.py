@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from commlayer.codec_name import CodecName, named
+from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Node, Profile, Task
 from commlayer.planner.model.equal_nodes import Group, fold
@@ -19,14 +19,14 @@ from commlayer.planner.pricing.path_work import Coded, Walk, WalkedOp
 from commlayer.planner.pricing.template import Template, template
 
 
-def bare(codec: str) -> CodecName:
+def bare(codec: str) -> CodecSpec:
     """The codec that profiles price: without error feedback, whose cost is included in the figures, and independent of
     spelling.
 
     >>> bare("error_feedback(topk(0.01))") == bare("topk(ratio=0.01, values='int8')")
     True
     """
-    return named(codec).bare
+    return parse_spec(codec).bare
 
 
 class Prices:
@@ -135,10 +135,10 @@ class Prices:
             return [codec] * len(self.groups)
         if len(by_node) != len(self._node_of):
             raise InvalidInput("E-PLAN-INPUT", f"by_node: got {len(by_node)} codecs for {len(self._node_of)} nodes with ranks")
-        named = dict(zip(self._node_of, by_node, strict=True))
+        codecs = dict(zip(self._node_of, by_node, strict=True))
         result = []
         for group in self.groups:
-            mine = {named.get(place, codec) for place in group.members}
+            mine = {codecs.get(place, codec) for place in group.members}
             if len(mine) > 1:
                 raise InvalidInput("E-PLAN-INPUT",
                                    f"by_node: {', '.join(sorted(mine))} on equal nodes ({group.name} and others); "

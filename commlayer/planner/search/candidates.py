@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster, Policy, Profile
@@ -87,11 +87,11 @@ def _uneven(cluster: Cluster, coded: Sequence[str], promise: Promise, served: Se
     slow = [node.link.up_bps < SLOW * median(n.link.up_bps for n in workers) for node in workers]
     families: dict[str, list[str]] = {}
     for name in coded:
-        families.setdefault(named(name).family, []).append(name)
+        families.setdefault(parse_spec(name).family, []).append(name)
     for path in served:
         text = _name(path, cluster)
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
-            if any(slow) and not all(slow) and named(less).but_ratio() == named(more).but_ratio():
+            if any(slow) and not all(slow) and parse_spec(less).without_ratio() == parse_spec(more).without_ratio():
                 yield Option(text, more, by_node=tuple(less if late else more for late in slow))
             if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
                 yield Option(text, more, down=less)

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.planner.model.default_plan import ELEMENT_NBYTES, least_spread_nbytes, spread
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.planner.pricing.batched import alone_s, stack
@@ -104,7 +104,7 @@ class OptionPrices:
         new_parts, total = list[CandidatePart](), sum(piece.numel for piece in layout.pieces)
         least_nbytes = least_spread_nbytes(turns) if finely == SHARED else LEAST_NBYTES
         for b, (size, option) in enumerate(zip(layout.sizes, sent, strict=True)):
-            cuts = ways.options[option].served and not named(ways.options[option].codec).shaped
+            cuts = ways.options[option].served and not parse_spec(ways.options[option].codec).needs_shape
             numel = layout.pieces[b].numel
             parts = -(-numel * finely * hosts // max(1, total)) if cuts else 1
             parts = max(1, min(parts, hosts, numel * ELEMENT_NBYTES // least_nbytes))

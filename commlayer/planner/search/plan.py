@@ -147,7 +147,7 @@ def _layouts(inputs: SearchInputs) -> list[Layout]:
     """The layouts to try; of those with nearly equal numbers of buckets, the first."""
     layouts: list[Layout] = []
     allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
-    matrices = any(name.shaped for name in allowed)
+    matrices = any(name.needs_shape for name in allowed)
     small = inputs.policy.objective == "step"
     for limits in buckets.limits(inputs.job, MAX_BUCKET_NBYTES, matrices=matrices, small=small):
         layout = Layout(inputs.job, inputs.timing, limits)

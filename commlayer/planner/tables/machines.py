@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.codec_name import named
+from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.model.codec_sizes import touch
@@ -193,7 +193,7 @@ def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
-    touched = touch(named(name))
+    touched = touch(parse_spec(name))
     return CodecCost(
         name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
         Line(PAYLOAD_HEADER_NBYTES, touched.sent), sums=touched.sums,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from commlayer.codec_name import CodecName, misspelled
+from commlayer.codec_spec import CodecSpec, spec_error
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster, Profile
 from commlayer.planner.model.codec_fit import Promise, misfits, on_gpus, promise_of
@@ -44,7 +44,7 @@ def _bucket(
 ) -> Iterator[str]:
     codecs = dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])
     wrong = [spelling_error for codec in codecs
-             if (spelling_error := misspelled(codec) or (codec_problem(codec) if codec_problem else ""))]
+             if (spelling_error := spec_error(codec) or (codec_problem(codec) if codec_problem else ""))]
     yield from wrong
     known = {bare(cost.codec): cost for cost in profile.codecs} if profile else {}
     if profile is not None:
@@ -79,9 +79,9 @@ def _bucket(
         yield "holds buffers, which are never a step late"
 
 
-def _bare(codec: str) -> CodecName:
+def _bare(codec: str) -> CodecSpec:
     """The parsed codec; a misspelled one counts as its own family."""
-    return CodecName(codec, ()) if misspelled(codec) else bare(codec)
+    return CodecSpec(codec, ()) if spec_error(codec) else bare(codec)
 
 
 def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:

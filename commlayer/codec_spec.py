@@ -36,12 +36,12 @@ SPARSE = ("topk", "block_threshold", "randomk")
 """Families that send only some entries."""
 
 
-class CodecName(msgspec.Struct, frozen=True):
+class CodecSpec(msgspec.Struct, frozen=True):
     """A parsed codec.
 
-    >>> named("error_feedback(topk(0.5))").bare == named("topk(ratio=0.5, values='int8')")
+    >>> parse_spec("error_feedback(topk(0.5))").bare == parse_spec("topk(ratio=0.5, values='int8')")
     True
-    >>> named("momentum(topk(values='fp32'))").core.get("values")
+    >>> parse_spec("momentum(topk(values='fp32'))").core.get("values")
     'fp32'
     """
 
@@ -52,7 +52,7 @@ class CodecName(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """The shortest spelling; the ratio is always shown."""
         rules = RULES[self.family]
-        arguments = [f"{name}={value if isinstance(value, CodecName) else repr(value)}" for name, value in self.arguments
+        arguments = [f"{name}={value if isinstance(value, CodecSpec) else repr(value)}" for name, value in self.arguments
                 if name == "ratio" or value != rules[name].default]
         return f"{self.family}({', '.join(text.removeprefix('inner=') for text in arguments)})"
 
@@ -61,17 +61,17 @@ class CodecName(msgspec.Struct, frozen=True):
         return dict(self.arguments).get(name)
 
     @property
-    def inner(self) -> CodecName | None:
+    def inner(self) -> CodecSpec | None:
         """The codec that this one wraps, if any."""
         value = self.get("inner")
-        return value if isinstance(value, CodecName) else None
+        return value if isinstance(value, CodecSpec) else None
 
     @property
-    def core(self) -> CodecName:
+    def core(self) -> CodecSpec:
         return self if self.inner is None else self.inner.core
 
     @property
-    def bare(self) -> CodecName:
+    def bare(self) -> CodecSpec:
         """The codec without outer error feedback. Plans add error feedback where it is needed, and profiled costs include
         it."""
         return self.inner if self.family == FEEDBACK and self.inner is not None else self
@@ -87,36 +87,36 @@ class CodecName(msgspec.Struct, frozen=True):
         return self.core.family in SPARSE
 
     @property
-    def shaped(self) -> bool:
+    def needs_shape(self) -> bool:
         """Whether the codec needs the shape of its bucket: without one it sends all elements uncompressed."""
         return self.core.family == "powersgd" and self.core.get("shapes") is None
 
-    def around(self, make: Callable[[CodecName], CodecName]) -> CodecName:
+    def with_core(self, make: Callable[[CodecSpec], CodecSpec]) -> CodecSpec:
         """The same wrappers around `make(core)`."""
         if self.inner is None:
             return make(self)
-        inner = self.inner.around(make)
-        return CodecName(self.family, tuple((name, inner if name == "inner" else value) for name, value in self.arguments))
+        inner = self.inner.with_core(make)
+        return CodecSpec(self.family, tuple((name, inner if name == "inner" else value) for name, value in self.arguments))
 
-    def without_shapes(self) -> CodecName:
+    def without_shapes(self) -> CodecSpec:
         """The codec as profiles measure it: a fused bucket's shapes do not change its cost."""
-        return self.around(lambda core: CodecName(core.family, tuple(
+        return self.with_core(lambda core: CodecSpec(core.family, tuple(
             (name, None if name == "shapes" else value) for name, value in core.arguments)))
 
-    def kept_nbytes(self, numel: int) -> int:
+    def max_state_nbytes(self, numel: int) -> int:
         """Upper bound for the bytes of a bucket's state that a server keeps between steps."""
         return ELEMENT_NBYTES * numel + NAMES_NBYTES
 
-    def layers(self) -> Iterator[CodecName]:
+    def layers(self) -> Iterator[CodecSpec]:
         """From the outermost wrapper to the core."""
         yield self
         if self.inner is not None:
             yield from self.inner.layers()
 
-    def but_ratio(self) -> CodecName:
+    def without_ratio(self) -> CodecSpec:
         """The codec with its ratio blanked: equal for codecs that differ only in the ratio."""
-        return CodecName(self.family, tuple(
-            (name, value.but_ratio() if isinstance(value, CodecName) else None if name == "ratio" else value)
+        return CodecSpec(self.family, tuple(
+            (name, value.without_ratio() if isinstance(value, CodecSpec) else None if name == "ratio" else value)
             for name, value in self.arguments
         ))
 
@@ -176,7 +176,7 @@ def _shapes(value: object) -> bool:
 
 
 _FLAG = _Rule(False, lambda v: isinstance(v, bool), "True or False")
-_INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecName), "a codec")
+_INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecSpec), "a codec")
 _BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 up to, and not, 1")
 _VALUES = _one_of("int8", tuple(VALUE_BITS))
 
@@ -203,7 +203,7 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
 _BOTH_WAYS = {**RULES, TWO_WAY: {"up": _INNER, "down": _INNER}}
 
 
-def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **arguments: Any) -> None:
+def check_arguments(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **arguments: Any) -> None:
     """Raises a one-line ValueError for the first argument that the family does not allow."""
     for name, value in arguments.items():
         rule = every[family][name]
@@ -212,28 +212,28 @@ def checked(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **
 
 
 @functools.lru_cache(4096)
-def named(text: str) -> CodecName:
+def parse_spec(text: str) -> CodecSpec:
     """Parses a codec such as "error_feedback(topk(ratio=0.01, values='int8'))"; a one-line ValueError if it is malformed."""
     return _read(_call(text), text)
 
 
-def up_and_down(text: str) -> tuple[CodecName, CodecName | None]:
+def split_two_way(text: str) -> tuple[CodecSpec, CodecSpec | None]:
     """The upload codec, and the download codec if `text` is "two_way(up, down)". A plan's bucket stores them separately.
 
-    >>> [str(way) for way in up_and_down("two_way(topk(0.01), down=int8())")]
+    >>> [str(way) for way in split_two_way("two_way(topk(0.01), down=int8())")]
     ['topk(ratio=0.01)', 'int8()']
     """
     call = _call(text)
     if not (isinstance(call.func, ast.Name) and call.func.id == TWO_WAY):
-        return named(text), None
+        return parse_spec(text), None
     both = _read(call, text, _BOTH_WAYS)
     return both.get("up"), both.get("down")
 
 
-def misspelled(text: str) -> str:
+def spec_error(text: str) -> str:
     """Why `text` is no codec; empty if it is valid."""
     try:
-        up_and_down(text)
+        split_two_way(text)
     except ValueError as error:
         return str(error)
     return ""
@@ -250,7 +250,7 @@ def _call(text: str) -> ast.Call:
     return tree
 
 
-def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecName:
+def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecSpec:
     family = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
     if family in REMOVED:
         raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
@@ -276,8 +276,8 @@ def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = 
     if missing:
         raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} needs {', '.join(missing)}")
     arguments = {name: given.get(name, rule.default) for name, rule in rules.items()}
-    checked(family, every, **arguments)
-    return CodecName(family, tuple(arguments.items()))
+    check_arguments(family, every, **arguments)
+    return CodecSpec(family, tuple(arguments.items()))
 
 
 def _value(node: ast.expr, text: str) -> Any:
