@@ -38,7 +38,7 @@ class KvClient:
         self._closed = False
         self._patience_s = max(CALL_S, reconnect_window_s(config))
 
-    def ask(
+    def request(
         self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
         view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0,

@@ -18,14 +18,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
+from commlayer.cluster.messages import ANY
 from commlayer.errors import CommError, InvalidState
+
+if TYPE_CHECKING:
+    from commlayer.cluster.site_client import KvClient
 
 NAME = "homes"
 """Backend name, as torch.distributed.get_backend() returns it."""
@@ -79,10 +83,10 @@ class Work(_Work):  # type: ignore[misc]
 class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     """Collectives run one after the other in call order; all members must call them in the same order."""
 
-    def __init__(self, desk: Desk, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+    def __init__(self, kv: KvClient, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         """`ranks`: world ranks of the members. `rank`: this process's index among them."""
         super().__init__(rank, len(ranks))
-        self._desk, self._place, self._ranks, self._mine, self._timeout_s = desk, name, list(ranks), rank, timeout_s
+        self._kv, self._place, self._ranks, self._mine, self._timeout_s = kv, name, list(ranks), rank, timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -90,13 +94,13 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """Number of the next part. A member that begins part n has finished part n - AHEAD. So all members have begun that one
         and finished n - 2 * AHEAD, which can be dropped."""
         self._failed = self._name = ""
-        self.without = False
+        self.skip_lost = False
         """Whether collectives leave out lost members, the same ones on all ranks. If not, a lost member is an error."""
         self.patience_s = 0.0
         """Extra seconds to wait after the timeout. By then a member that hangs has been evicted, if the job allows that."""
-        self.held = ""
+        self.paused_reason = ""
         """Why collectives are on hold: every call fails with this line. Empty: they are not."""
-        self.alone = False
+        self.local_only = False
         """While on hold: whether calls succeed locally instead, as if every member had this rank's data."""
 
     @property
@@ -131,7 +135,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         x, root = _one(tensors), int(getattr(opts, "rootRank", 0))
-        return self._gather("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root, heirs=True)
+        return self._gather("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root, successor_sends=True)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         x = _one(inputs)
@@ -171,10 +175,10 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def move(self, desk: Desk, place: str, ranks: Sequence[int], rank: int) -> None:
+    def move(self, kv: KvClient, place: str, ranks: Sequence[int], rank: int) -> None:
         """After shutdown(): continues with other members. DDP keeps the group object that it was made with."""
         self._thread, self._pool, self._jobs = None, None, queue.SimpleQueue()
-        self._desk, self._place, self._ranks, self._mine = desk, place, list(ranks), rank
+        self._kv, self._place, self._ranks, self._mine = kv, place, list(ranks), rank
         self._next, self._failed = 0, ""
 
     def abort(self) -> None:
@@ -185,18 +189,18 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _gather(
         self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
-        only: int | None = None, heirs: bool = False, every: bool = False,
+        only: int | None = None, successor_sends: bool = False, every: bool = False,
     ) -> Work:
         """Starts the collective; `made` computes the `outputs` from all members' bytes. `only`: the one member that
-        contributes. `heirs`: if that member is gone, the first remaining one contributes instead. `every`: fails on all
-        remaining ranks if a member's bytes are missing."""
+        contributes. `successor_sends`: if that member is gone, the first remaining one contributes instead. `every`: fails on
+        all remaining ranks if a member's bytes are missing."""
         work, nbytes = Work(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
-        if self.held and self.alone:
+        if self.paused_reason and self.local_only:
             for output, value in zip(outputs, made([_bytes(x)] * self.size()) if outputs else (), strict=True):
                 output.detach().copy_(value.view(output.shape))
             work.outputs = list(outputs)
-        if self.held:
-            work.end("" if self.alone else self.held)
+        if self.paused_reason:
+            work.end("" if self.local_only else self.paused_reason)
             return work
         data = _bytes(x) if only in (None, self._mine) else b""
 
@@ -208,7 +212,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                     work.end(f"{what} between homes: rank {', '.join(gone)} is gone, and has left no row: call it again behind "
                              "the next step, which is of those who are left")
                     return
-                if heirs and only is not None and rows[only] is None:
+                if successor_sends and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
                     rows[only] = self._exchanged(_bytes(x) if heir == self._mine else b"", nbytes)[heir]
                 for output, value in zip(outputs, made(rows) if outputs else (), strict=True):
@@ -261,7 +265,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         at, until = first + number, time.monotonic() + limit_s + self.patience_s
         others = [member for member in range(len(self._ranks)) if member != self._mine]
         drop = [self._key(at - 2 * PARTS_IN_FLIGHT, self._mine)] if at >= 2 * PARTS_IN_FLIGHT else []
-        kept = self._desk.ask(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.without,
+        kept = self._kv.request(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.skip_lost,
                               want=[(self._key(at, member), self._ranks[member]) for member in others],
                               rank=self._ranks[self._mine], limit_s=limit_s)
         if None in kept.found and not kept.over:
@@ -338,7 +342,7 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
 # torch reports rank and world size of the whole job, so scripts shard their data and log as on one cluster.
 
 class _World(NamedTuple):
-    desk: Desk
+    kv: KvClient
     name: str
     """Equal on all ranks. torch counts its groups from 0 in each world, so keys need this prefix."""
     ids: tuple[int, ...]
@@ -349,9 +353,9 @@ class _World(NamedTuple):
     timeout_s: float
     store: WorldStore
     """torch keeps only the C++ half of this object, which calls the Python half."""
-    without: bool
+    skip_lost: bool
     """Whether scripts' collectives leave out ranks that are gone."""
-    held: str
+    paused_reason: str
     """As in RelayedGroup, for scripts' collectives in the default group."""
     patience_s: float
     """As in RelayedGroup."""
@@ -365,20 +369,20 @@ Keyed by the name of a group's first world, which is equal on all ranks, also on
 END_S = 5.0
 
 
-def init_world(desk: Desk, rank: int, world: int, home: range, *, inside: str, timeout_s: float, without: bool = False,
-          held: str = "", patience_s: float = 0.0) -> None:
+def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str, timeout_s: float, skip_lost: bool = False,
+               paused_reason: str = "", patience_s: float = 0.0) -> None:
     """Makes torch's default group. `home`: numbers of the ranks on this machine, whose own groups use the backend `inside`.
-    `without`: scripts' collectives leave out ranks that are gone. `held`: until `release` they fail with that line.
+    `skip_lost`: scripts' collectives leave out ranks that are gone. `paused_reason`: until `release` they fail with that line.
     `patience_s`: how long collectives wait beyond their timeout until a missing rank is evicted."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     if not _worlds:
         atexit.register(_end)
-    _make(_World(desk, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(desk, timeout_s, rank), without, held, patience_s), rank)
+    _make(_World(kv, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
+                 WorldStore(kv, timeout_s, rank), skip_lost, paused_reason, patience_s), rank)
 
 
-def change_members(desk: Desk, ids: Sequence[int], rank: int, generation: int) -> None:
+def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int) -> None:
     """Makes the default group of the remaining ranks in a new view. Other groups of the former world become unusable."""
     former, default = _worlds[-1], dist.group.WORLD
     for group in [group for group in _groups if group is default]:
@@ -387,13 +391,13 @@ def change_members(desk: Desk, ids: Sequence[int], rank: int, generation: int) -
     dist.destroy_process_group()
     for group in moved:
         group.join(END_S)  # scripts' collectives leave out ranks that are gone, so they end soon
-    former.desk.close()
+    former.kv.close()
     for group in [group for group in _groups if group not in moved]:
         group.abort()
     name = f"view{generation}"
-    _make(former._replace(desk=desk, name=name, ids=tuple(ids), store=WorldStore(desk, former.timeout_s, ids[rank])), rank)
+    _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=WorldStore(kv, former.timeout_s, ids[rank])), rank)
     for origin, group in _moved.items():
-        group.move(desk, f"{name}/{origin}", ids, rank)
+        group.move(kv, f"{name}/{origin}", ids, rank)
 
 
 def _make(world: _World, rank: int) -> None:
@@ -404,23 +408,23 @@ def _make(world: _World, rank: int) -> None:
 
 def release() -> None:
     """Scripts' collectives are carried out from now on."""
-    if _worlds and _worlds[-1].held:
-        _worlds[-1] = _worlds[-1]._replace(held="")
+    if _worlds and _worlds[-1].paused_reason:
+        _worlds[-1] = _worlds[-1]._replace(paused_reason="")
         for group in _groups:
-            group.held = ""
+            group.paused_reason = ""
 
 
 @contextlib.contextmanager
 def run_locally() -> Iterator[None]:
     """Collectives on hold succeed locally meanwhile, as if all ranks had this rank's data."""
-    groups = [group for group in _groups if group.held]
+    groups = [group for group in _groups if group.paused_reason]
     for group in groups:
-        group.alone = True
+        group.local_only = True
     try:
         yield
     finally:
         for group in groups:
-            group.alone = False
+            group.local_only = False
 
 
 def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
@@ -431,15 +435,15 @@ def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def desk() -> Desk:
+def kv_client() -> KvClient:
     """The store client of this world's ranks."""
-    return _worlds[-1].desk
+    return _worlds[-1].kv
 
 
 def make_strict(group: Any) -> Any:
     """Marks a group of commlayer's own: its collectives include all members or fail, and are never on hold."""
     if isinstance(group, RelayedGroup):
-        group.without, group.held = False, ""
+        group.skip_lost, group.paused_reason = False, ""
     return group
 
 
@@ -460,9 +464,9 @@ def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
 def _group(options: Any, _: Any) -> RelayedGroup:
     world = _worlds[-1]
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    group = RelayedGroup(world.desk, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
+    group = RelayedGroup(world.kv, f"{world.name}/group{options.group_id}", [world.ids[rank] for rank in ranks],
                          options.group_rank, options.timeout.total_seconds())
-    group.without, group.held, group.patience_s = world.without, world.held, world.patience_s
+    group.skip_lost, group.paused_reason, group.patience_s = world.skip_lost, world.paused_reason, world.patience_s
     _groups.add(group)
     return group
 
@@ -472,51 +476,23 @@ def _end() -> None:
     for group in _groups:
         group.shutdown()
     for world in _worlds:
-        world.desk.close()
+        world.kv.close()
     for group in _groups:
         group.join(END_S)
 
 
 # ---- A torch.distributed Store on top of the coordinator's key-value store, for ranks in several homes.
 
-ANY = -1
-
-
 _Store: Any = distributed_c10d.Store
-
-
-class KvReplyLike(Protocol):
-    @property
-    def found(self) -> tuple[bytes | None, ...]: ...
-
-    @property
-    def sum(self) -> int: ...
-
-    @property
-    def over(self) -> bool:
-        """The missing values will not come: their writers are gone."""
-        ...
-
-
-class Desk(Protocol):
-    """Client of the key-value store; cluster/site_client.py implements it."""
-
-    def ask(
-        self, deadline: float, *, put: Sequence[tuple[str, bytes]] = (), drop: Sequence[str] = (),
-        want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
-        view: int = 0, rank: int = ANY, limit_s: float = 0.0,
-    ) -> KvReplyLike: ...
-
-    def close(self) -> None: ...
 
 
 class WorldStore(_Store):  # type: ignore[misc]
     """The methods that torch needs. It calls them by name, also from C++."""
 
-    def __init__(self, desk: Desk, timeout_s: float, rank: int = ANY) -> None:
+    def __init__(self, kv: KvClient, timeout_s: float, rank: int = ANY) -> None:
         """`rank`: the coordinator's number of the rank that waits here."""
         super().__init__()
-        self.desk, self._timeout_s, self._rank = desk, timeout_s, rank
+        self.kv, self._timeout_s, self._rank = kv, timeout_s, rank
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -526,7 +502,7 @@ class WorldStore(_Store):  # type: ignore[misc]
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._asked(lambda until: self.desk.ask(until, put=[(key, data)]))
+        self._asked(lambda until: self.kv.request(until, put=[(key, data)]))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -539,15 +515,15 @@ class WorldStore(_Store):  # type: ignore[misc]
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        return int(self._asked(lambda until: self.desk.ask(until, add=(key, value))).sum)
+        return int(self._asked(lambda until: self.kv.request(until, add=(key, value))).sum)
 
     def check(self, keys: list[str]) -> bool:
-        values = self._asked(lambda until: self.desk.ask(until, want=[(key, ANY) for key in keys], wait=False)).found
+        values = self._asked(lambda until: self.kv.request(until, want=[(key, ANY) for key in keys], wait=False)).found
         return None not in values
 
     def delete_key(self, key: str) -> bool:
         present = self.check([key])
-        self._asked(lambda until: self.desk.ask(until, drop=[key]))
+        self._asked(lambda until: self.kv.request(until, drop=[key]))
         return present
 
     deleteKey = delete_key
@@ -560,7 +536,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         until = time.monotonic() + timeout_s
         want = [(key, ANY) for key in keys]  # torch does not say which rank writes a key
         values: tuple[bytes | None, ...] = self._asked(
-            lambda _: self.desk.ask(until, want=want, rank=self._rank, limit_s=timeout_s)).found
+            lambda _: self.kv.request(until, want=want, rank=self._rank, limit_s=timeout_s)).found
         if None in values:
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             raise InvalidState("E-DEADLINE", f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")

@@ -41,7 +41,8 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
     site_process_group.init_world(KvClient(config.join, config, launch.home), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
-                     without=leave, held=AHEAD if launch.joins >= 0 else "", patience_s=judged_s(config) if leave else 0.0)
+                     skip_lost=leave, paused_reason=AHEAD if launch.joins >= 0 else "",
+                     patience_s=judged_s(config) if leave else 0.0)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from commlayer.cluster import site_process_group
-from commlayer.cluster.site_process_group import ANY
+from commlayer.cluster.messages import ANY
 from commlayer.engine.agreement import Word, name_of
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import View
@@ -63,7 +63,8 @@ class ViewWords:
         while True:
             try:
                 newer = self.newest is not view
-                rows = site_process_group.desk().ask(min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
+                rows = site_process_group.kv_client().request(min(until, time.monotonic() + LOOK_S), put=put, want=want,
+                                                              wait=not newer,
                                               view=view.generation, rank=waits[0], limit_s=waits[1]).found
             except CommError as error:
                 now = time.monotonic()
@@ -89,7 +90,7 @@ class ViewWords:
     def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
         """Writes these rows, and deletes the others."""
         try:
-            site_process_group.desk().ask(until, put=rows, drop=drop, view=view.generation)
+            site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
         except CommError:
             if not self.hears_of(view):
                 raise

@@ -13,10 +13,7 @@ shorter waits.
 
 from __future__ import annotations
 
-import ipaddress
 import math
-import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -312,7 +309,6 @@ PERIOD_S = 0.05
 KEPT = 1200
 """A minute of readings, longer than the time between two calls of `look`."""
 COUNTERS = Path("/proc/net/dev")
-SIOCGIFADDR = 0x8915
 
 Counters = Callable[[], tuple[int, int]]
 """Returns (bytes sent, bytes received) so far."""
@@ -357,48 +353,9 @@ class InterfaceCounters:
         self._thread.join(1.0)
 
 
-def counters_towards(peers: Sequence[tuple[str, int]]) -> Counters | None:
-    """Counters of the interface used to reach these addresses. None if they are on this machine, or without Linux."""
-    if not COUNTERS.exists():
-        return None
-    for host, port in peers:
-        address = _source(host, port)
-        name = None if address is None or ipaddress.ip_address(address).is_loopback else _interface(address)
-        if name is not None:
-            return lambda: _counters(name)
-    return None
-
-
-def _source(host: str, port: int) -> str | None:
-    """The source address of packets to that host. Connecting a datagram socket looks up the route and sends nothing."""
-    try:
-        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as sock:
-            sock.connect(where)
-            source: str = sock.getsockname()[0]
-            return source.partition("%")[0]
-    except OSError:
-        return None
-
-
-def _interface(address: str) -> str | None:
-    if ":" in address:
-        packed = ipaddress.ip_address(address).packed.hex()
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return next((row[-1] for row in rows if row[0] == packed), None)
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def counters_of(interface: str) -> Counters | None:
+    """The byte counters of that network interface; None without an interface, or without Linux."""
+    return (lambda: _counters(interface)) if interface and COUNTERS.exists() else None
 
 
 def _counters(name: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 FAR = ("203.0.113.1", "2001:db8::1")
@@ -53,6 +54,17 @@ def interface_of(address: str) -> str:
                 row = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(row[20:24]) == address:
                     return name
+    return ""
+
+
+def interface_towards(hosts: Iterable[str]) -> str:
+    """The network interface used to reach the first of these hosts that is on another machine; empty if there is none."""
+    for host in hosts:
+        address = address_to(host)
+        local = not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        name = "" if local else interface_of(address)
+        if name:
+            return name
     return ""
 
 

@@ -276,9 +276,9 @@ def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
         return call(method, request, kind, timeout_s)
 
     monkeypatch.setattr(desk._link, "call", slow)
-    desk.ask(time.monotonic() + 30.0, put=[("a", b"bytes")], want=[("a", 0)])
-    desk.ask(time.monotonic() + 600.0, want=[("a", 0)])
-    desk.ask(time.monotonic() + 600.0, drop=["a"])
+    desk.request(time.monotonic() + 30.0, put=[("a", b"bytes")], want=[("a", 0)])
+    desk.request(time.monotonic() + 600.0, want=[("a", 0)])
+    desk.request(time.monotonic() + 600.0, drop=["a"])
     assert [round(one, 1) for one in given] == [30.0, site_client.BYTES_S, 0.3]
 
 
@@ -288,7 +288,7 @@ def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[
     opened[0].close()
     begin = time.monotonic()
     with pytest.raises(PeerLost, match="coordinator 127.0.0.1:.*E-PEER-LOST"):
-        desk.ask(begin + 600.0, want=[("a", 0)])
+        desk.request(begin + 600.0, want=[("a", 0)])
     assert time.monotonic() - begin < 20.0
 
 
@@ -299,7 +299,7 @@ def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[An
 
     def wait() -> None:
         try:
-            desks[0].ask(time.monotonic() + 60.0, want=[("never", 1)])
+            desks[0].request(time.monotonic() + 60.0, want=[("never", 1)])
         except CommError as error:
             heard.append(str(error))
 
@@ -365,13 +365,13 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
     desk = KvClient(coordinator.address, config, attendance.request.home)
     try:
         attendance.meet(10.0)
-        desk.ask(time.monotonic() + 10.0, put=[("key", b"value")])
+        desk.request(time.monotonic() + 10.0, put=[("key", b"value")])
         coordinator.close()
         coordinator = Coordinator(config, workers=1)
         assert attendance.ended.wait(20.0)
         assert attendance.why == sites.RESTARTED
         with pytest.raises(CommError, match="E-RENDEZVOUS-ENDED"):
-            desk.ask(time.monotonic() + 10.0, want=[("key", messages.ANY)])
+            desk.request(time.monotonic() + 10.0, want=[("key", messages.ANY)])
     finally:
         desk.close()
         attendance.close("done")

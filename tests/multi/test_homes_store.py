@@ -43,7 +43,7 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def there(desk: KvClient, *names: str) -> list[bool]:
-    found = desk.ask(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).found
+    found = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).found
     return [value is not None for value in found]
 
 
@@ -55,10 +55,10 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
     with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST") as one:
-        desks[0].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
+        desks[0].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
     assert one.value.peer == "worker 2"
     with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as one:
-        desks[2].ask(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
+        desks[2].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
     assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
 
 
@@ -78,12 +78,12 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     members = joined(opened, coordinator, 3)
     soon = time.monotonic() + WAIT_S
     for rank, desk in enumerate(desks):
-        desk.ask(soon, put=[(f"world0/group/0/{rank}", PART)], add=("world0/count", 1))
-    desks[2].ask(soon, put=[("regroup1/part0/2", PART)], view=1)
+        desk.request(soon, put=[(f"world0/group/0/{rank}", PART)], add=("world0/count", 1))
+    desks[2].request(soon, put=[("regroup1/part0/2", PART)], view=1)
     members[2].leave("it breaks off")
     stay, names = members[:2], ["world0/group/0/0", "world0/group/0/2", "world0/count", "regroup1/part0/2"]
     assert until(lambda: all(member.newest.generation == 2 for member in stay))
-    desks[0].ask(soon, put=[("view2/group/0/0", PART)])
+    desks[0].request(soon, put=[("view2/group/0/0", PART)])
 
     def beaten() -> None:
         """Each has told once more what is in force there."""
@@ -139,11 +139,11 @@ def test_a_home_that_leaves_too_much_is_named_and_the_others_have_room(opened: l
     _, desks = met(opened, 2)
     soon = time.monotonic() + WAIT_S
     for number in range(3):
-        desks[0].ask(soon, put=[(f"{number}", PART)])
+        desks[0].request(soon, put=[(f"{number}", PART)])
     with pytest.raises(CommError, match=r"home [ab] \(pid \d+\).*E-QUOTA"):
-        desks[0].ask(soon, put=[("3", PART)])
+        desks[0].request(soon, put=[("3", PART)])
     for number in range(3):
-        desks[1].ask(soon, put=[(f"mine/{number}", PART)])
+        desks[1].request(soon, put=[(f"mine/{number}", PART)])
     assert there(desks[0], "2", "mine/2") == [True, True]
 
 

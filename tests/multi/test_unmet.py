@@ -185,7 +185,7 @@ def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[lis
 
     def one(desk: Any, mine: int) -> None:
         try:
-            desk.ask(time.monotonic() + WAIT_S, want=[(name, rank)], rank=mine, limit_s=0.1)
+            desk.request(time.monotonic() + WAIT_S, want=[(name, rank)], rank=mine, limit_s=0.1)
         except CommError as error:
             errors.append(error)
 
@@ -211,7 +211,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
 
 def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
-    assert desks[0].ask(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).found == (None,)
+    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).found == (None,)
     assert coordinator._rendezvous.pending_waits() == []
 
 
@@ -220,9 +220,9 @@ def test_what_is_said_in_a_view_that_is_over_has_not_come(opened: list[Any]) -> 
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
     coordinator._rendezvous._waits.add(0, [("a/1", 1)], 30.0, time.monotonic())
-    desks[1].ask(time.monotonic() + WAIT_S, put=[("a/1", b"late")], view=1)
+    desks[1].request(time.monotonic() + WAIT_S, put=[("a/1", b"late")], view=1)
     assert [one.rank for one in coordinator._rendezvous.pending_waits()] == [1]
-    desks[1].ask(time.monotonic() + WAIT_S, put=[("a/1", b"in time")], view=2)
+    desks[1].request(time.monotonic() + WAIT_S, put=[("a/1", b"in time")], view=2)
     assert coordinator._rendezvous.pending_waits() == []
 
 
@@ -265,7 +265,7 @@ def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) ->
     threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
     until(lambda: bool(coordinator._late), "somebody seems to hang")
     assert list(coordinator._late) == [2]
-    desks[2].ask(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
+    desks[2].request(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
     for thread in threads:
         thread.join(WAIT_S)
     assert (errors, coordinator._rendezvous.pending_waits()) == ([], [])
@@ -278,7 +278,7 @@ def test_a_collective_says_its_limit_and_waits_longer() -> None:
     said = dict[str, Any]()
 
     class Desk:
-        def ask(self, deadline: float, **asked: Any) -> Any:
+        def request(self, deadline: float, **asked: Any) -> Any:
             said.update(asked, left_s=deadline - time.monotonic())
             raise CommError("it is over")
 
@@ -333,7 +333,7 @@ def test_who_waits_in_torchs_store_says_so() -> None:
     said = dict[str, Any]()
 
     class Desk:
-        def ask(self, deadline: float, **asked: Any) -> Any:
+        def request(self, deadline: float, **asked: Any) -> Any:
             said.update(asked)
             raise CommError("it is over")
 
@@ -348,13 +348,13 @@ def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch
     said = list[tuple[int, float]]()
 
     class Desk:
-        def ask(self, deadline: float, **asked: Any) -> Any:
+        def request(self, deadline: float, **asked: Any) -> Any:
             said.append((asked.get("rank", -1), asked.get("limit_s", 0.0)))
             rows = {"state": msgspec.msgpack.encode(4), "part0": b"data"}
             word = msgspec.msgpack.encode((1, 1.0))
             return SimpleNamespace(found=[rows.get(name.split("/")[1], word) for name, _ in asked.get("want", ())])
 
-    monkeypatch.setattr(site_process_group, "desk", Desk)
+    monkeypatch.setattr(site_process_group, "kv_client", Desk)
     view = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
     relay = Relay(ViewWords(view, 0.0), view, 7, Word(1, 1.0), 20.0, 5.0)
     assert relay.take(bytes) == b"data"
@@ -370,4 +370,4 @@ def test_homes_that_others_may_leave_wait_for_the_verdict(
     monkeypatch.setattr(home_process, "read_config", lambda: settings)
     launch = config.read_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     home_process.begin_world(launch, "gloo")
-    assert (given["without"], given["patience_s"]) == (least > 0, patience_s)
+    assert (given["skip_lost"], given["patience_s"]) == (least > 0, patience_s)

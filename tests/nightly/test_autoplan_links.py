@@ -64,7 +64,7 @@ def train(run: Run) -> dict[str, Any]:
     """Steps of 30 ms; once a plan is in force they take long on a slow line, until another is; then they are quick again."""
     line, sent, decided, digests = Line(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, whatever_steps_take():
-        patch.setattr(link_probes, "counters_towards", lambda _peers: line.counters)
+        patch.setattr(link_probes, "counters_of", lambda _interface: line.counters)
         patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: Grouped(DEAR, DEAR))
         model = mlp()
         wrapped = run.wrap(model)

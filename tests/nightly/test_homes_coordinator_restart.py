@@ -198,7 +198,7 @@ class Home:
         return member
 
     def ask(self, **asked: Any) -> messages.KvReply:
-        return self._desk.ask(time.monotonic() + WAIT_S, **asked)
+        return self._desk.request(time.monotonic() + WAIT_S, **asked)
 
     @property
     def ended(self) -> str:

@@ -257,7 +257,7 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
     gone = threading.Event()
 
     def act(group: RelayedGroup, rank: int) -> list[Any]:
-        group.without = True
+        group.skip_lost = True
         first = torch.tensor([1.0 + rank])
         group.allreduce([first]).wait()
         if rank == 0:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commlayer.observe import Direction, ReprobeSchedule, Throughput, link_monitor
-from commlayer.observe.link_monitor import InterfaceCounters, Reading, counters_towards, throughput
+from commlayer.observe.link_monitor import InterfaceCounters, Reading, counters_of, throughput
 
 BIN_S = 0.05
 
@@ -156,25 +156,14 @@ def test_an_interface_that_goes_says_nothing(monkeypatch: pytest.MonkeyPatch) ->
         meter.close()
 
 
-def test_nothing_is_read_for_peers_on_this_machine() -> None:
-    assert counters_towards([("127.0.0.1", 1), ("::1", 1)]) is None
-    assert counters_towards([]) is None
-
-
-def test_without_linuxs_files_no_interface_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def reads(address: str) -> str:
-        raise FileNotFoundError("/proc/net/if_inet6")
-
+def test_counters_need_an_interface_and_linuxs_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert counters_of("") is None
     monkeypatch.setattr(link_monitor, "COUNTERS", tmp_path / "dev")
-    monkeypatch.setattr(link_monitor, "_source", lambda host, port: host)
-    monkeypatch.setattr(link_monitor, "_interface", reads)
-    assert counters_towards([("2001:db8::1", 1)]) is None
+    assert counters_of("lo") is None
 
 
 @pytest.mark.skipif(not link_monitor.COUNTERS.exists(), reason="needs Linux's /proc")
-def test_counters_of_an_interface_are_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_monitor, "_source", lambda host, port: host)
-    assert link_monitor._interface("127.0.0.1") == "lo"
+def test_counters_of_an_interface() -> None:
     up, down = link_monitor._counters("lo")
     assert up == down >= 0
     with pytest.raises(ValueError, match="nothere.*E-ARGUMENT"):

@@ -46,3 +46,7 @@ def test_where_the_master_is_loopback_the_way_to_another_machine_counts() -> Non
     if own:
         assert _own_address(mine, [mine, Arrival("b", "b", address=own)]) == own
     assert _own_address(mine, [mine]) == ""
+
+
+def test_no_interface_leads_to_this_machine() -> None:
+    assert own_address.interface_towards(["127.0.0.1", "::1"]) == own_address.interface_towards([]) == ""

@@ -27,7 +27,7 @@ class Desk:
     def __init__(self, *errors: CommError, act: Callable[[], None] = lambda: None) -> None:
         self.errors, self.puts, self._act = list(errors), list[Any](), act
 
-    def ask(self, deadline: float, **asked: Any) -> Any:
+    def request(self, deadline: float, **asked: Any) -> Any:
         self.puts.append(asked.get("put", ()))
         if self.errors:
             error = self.errors.pop(0)
@@ -37,7 +37,7 @@ class Desk:
 
 
 def told(desk: Desk, words: ViewWords, monkeypatch: pytest.MonkeyPatch) -> list[Word]:
-    monkeypatch.setattr(site_process_group, "desk", lambda: desk)
+    monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
     return words.tell(VIEW, "step0", 7, Word(5, 1.0), time.monotonic() + 30.0)
 
 

@@ -12,9 +12,10 @@ from commlayer.autotune.measure import link_rates
 from commlayer.cluster.collectives import Groups
 from commlayer.config import host_port
 from commlayer.engine.connection import Connection
-from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_towards
+from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_of
 from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.planner.model.cluster import Link
+from commlayer.transport import own_address
 
 
 class RankMeasurement(NamedTuple):
@@ -172,7 +173,8 @@ def meter_of(made: Connection) -> InterfaceCounters | None:
     assert made.uplink is not None
     if _groups(made).local:
         return None
-    counters = counters_towards([host_port(server.address) for server in made.uplink.view.servers])
+    servers = [host_port(server.address)[0] for server in made.uplink.view.servers]
+    counters = counters_of(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)
 
 
