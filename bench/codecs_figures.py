@@ -50,7 +50,9 @@ def recall(n: int) -> float:
         nbytes = codec.start(x, state, out)
         if step >= SETTLE - 2:
             mine = torch.zeros(n, dtype=torch.bool)
-            mine[inner.places(out[:nbytes], n).long()] = True
+            entries_ = inner.read(out[:nbytes], n)
+            assert entries_ is not None
+            mine[entries_[0].long()] = True
             found += int(mine[torch.topk(v.abs(), k).indices].sum())
     return found / (2 * k)
 

@@ -18,7 +18,7 @@ from bench import energy_models, report
 from commlayer import planner
 from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import payload
-from commlayer.compressors.codec import Wrapper
+from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.model_job import job_of
 
@@ -113,7 +113,7 @@ class Measured(VirtualWorkers):
         energy = (worker.host + worker.state["residual"]).square()
         body = super().code(rank, worker)
         figures = (
-            float(energy[sparse(worker).places(body, worker.numel).long()].sum()),
+            float(energy[positions_in(worker, body).long()].sum()),
             float(energy.topk(math.ceil(RATIO * worker.numel)).values.sum()),
             float(energy.sum()),
             len(body) - payload.HEADER_NBYTES,
@@ -122,7 +122,9 @@ class Measured(VirtualWorkers):
         return body
 
 
-def sparse(bucket: WorkerBucket) -> Any:
-    """What is inside error feedback."""
-    assert isinstance(bucket.codec, Wrapper)
-    return bucket.codec.inner
+def positions_in(bucket: WorkerBucket, body: memoryview) -> torch.Tensor:
+    """The positions of the entries in a payload of topk."""
+    reader = reader_of(bucket.codec)
+    assert reader is not None
+    entries = reader.read(body, bucket.numel)
+    return torch.empty(0) if entries is None else entries[0]

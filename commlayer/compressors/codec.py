@@ -48,12 +48,12 @@ def place(state: State, device: torch.device) -> None:
             state[name] = value.to(device)
 
 
-Cut = Sequence[tuple[int, int]] | None
+Ranges = Sequence[tuple[int, int]] | None
 """Some elements of a bucket, as ordered ranges. None means all."""
 
 
-def ranges(cut: Cut, numel: int) -> Sequence[tuple[int, int]]:
-    return [(0, numel)] if cut is None else cut
+def ranges(elements: Ranges, numel: int) -> Sequence[tuple[int, int]]:
+    return [(0, numel)] if elements is None else elements
 
 
 class Round(enum.Enum):
@@ -113,7 +113,7 @@ class Codec(Protocol):
         """
         ...
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
         """Rolls back the last `start` where its result was not applied: the residual there becomes what it was before.
 
         `x` is the unchanged argument of that `start`, and the payload is unchanged too. Undoing all elements is idempotent.
@@ -121,7 +121,7 @@ class Codec(Protocol):
         """
         ...
 
-    def undo_server(self, state: State, cut: Cut = None) -> None:
+    def undo_server(self, state: State, elements: Ranges = None) -> None:
         """Rolls back the last `emit` in the same manner, since each worker rolls back what it sent.
 
         Called before the first `add` of the next step, while the accumulator and payload of that emit are unchanged.
@@ -235,10 +235,10 @@ class OneRound(Named, frozen=True):
         self.apply(self.check(head, out.numel()), out, assign=True)
         return True
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
         """Nothing to undo: the codec keeps no residual."""
 
-    def undo_server(self, state: State, cut: Cut = None) -> None:
+    def undo_server(self, state: State, elements: Ranges = None) -> None:
         """Nothing to undo, as in `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
@@ -252,6 +252,10 @@ class OneRound(Named, frozen=True):
         elif first:
             total.zero_()
         acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
+
+    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
+        """out += the decoded payload. A flagged payload adds nothing."""
+        self.add(0, payload_, accumulator(out), first=False)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if acc["flagged"][0]:
@@ -310,17 +314,20 @@ class Wrapper(msgspec.Struct, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         return bool(self.inner.decode(result, state["inner"], out))
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
-        self.inner.undo(state["inner"], x, cut)
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
+        self.inner.undo(state["inner"], x, elements)
 
-    def undo_server(self, state: State, cut: Cut = None) -> None:
-        self.inner.undo_server(state["inner"], cut)
+    def undo_server(self, state: State, elements: Ranges = None) -> None:
+        self.inner.undo_server(state["inner"], elements)
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return self.inner.zeros(spec, r)
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.inner.add(r, payload_, acc, first=first)
+
+    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
+        self.inner.add_to(payload_, out)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         return int(self.inner.emit(r, acc, state["inner"], out))

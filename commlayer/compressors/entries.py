@@ -40,22 +40,22 @@ def values_nbytes(kind: str, count: int) -> int:
     return scales_nbytes(kind, count) + (VALUE_BITS[kind] * count + 7) // 8
 
 
-def encode_values(kind: str, body: Out, val: torch.Tensor, kept: torch.Tensor, *, saturate: bool) -> bool:
-    """Encodes val; kept = val - decoded val. False if a value became infinite; `saturate` clamps, and kept has the rest."""
+def encode_values(kind: str, body: Out, val: torch.Tensor, error: torch.Tensor, *, saturate: bool) -> bool:
+    """Encodes val; error = val - decoded val. False if a value became infinite; `saturate` clamps, and error has the rest."""
     if kind == "fp32":
         kernels.store_f32(body, val)
-        kept.zero_()
+        error.zero_()
         return True
     if kind in SCALED:
         middle = scales_nbytes(kind, val.numel())
         if kind == "int4":
-            return kernels.nibbles_encode(body[middle:], body[:middle], val, kept, VALUES_BLOCK)
-        kept.zero_()
-        return kernels.int8_encode(body[middle:], body[:middle], val, kept, VALUES_BLOCK)
+            return kernels.nibbles_encode(body[middle:], body[:middle], val, error, VALUES_BLOCK)
+        error.zero_()
+        return kernels.int8_encode(body[middle:], body[:middle], val, error, VALUES_BLOCK)
     narrow, wide = (kernels.f32_to_f16, kernels.f16_to_f32) if kind == "fp16" else (kernels.f32_to_bf16, kernels.bf16_to_f32)
-    finite = narrow(body, torch.clamp(val, -kernels.MOST[kind], kernels.MOST[kind], out=kept) if saturate else val)
-    wide(kept, body)
-    torch.sub(val, kept, out=kept)
+    finite = narrow(body, torch.clamp(val, -kernels.MOST[kind], kernels.MOST[kind], out=error) if saturate else val)
+    wide(error, body)
+    torch.sub(val, error, out=error)
     return finite
 
 

@@ -23,7 +23,7 @@ from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import (
     Codec,
-    Cut,
+    Ranges,
     Round,
     State,
     Wrapper,
@@ -68,13 +68,6 @@ class Limited(Protocol):
 
     @property
     def most(self) -> float: ...
-
-
-@runtime_checkable
-class AddsTo(Protocol):
-    """A codec whose accumulator is not the dense tensor: `add_to` adds a payload to the dense tensor."""
-
-    def add_to(self, payload_: Buffer, out: torch.Tensor) -> None: ...
 
 
 class ErrorFeedback(Wrapper, frozen=True):
@@ -130,26 +123,26 @@ class ErrorFeedback(Wrapper, frozen=True):
         _check(self.name, "out", out, state)
         return bool(self.inner.decode(result, state["inner"], out))
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
         if state["_sent"] is None:
             return
-        back = state["residual"] if cut is None else torch.zeros_like(state["residual"])
+        back = state["residual"] if elements is None else torch.zeros_like(state["residual"])
         if len(self.rounds) == 1:
-            add_back(self.inner, state["_sent"], back)
+            self.inner.add_to(state["_sent"], back)
         elif len(state["_sent"]):
             self.inner.sent(state["inner"], state["_scratch"])
             back += state["_scratch"]
         back -= x if kernels.all_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)  # non-finite elements never entered the residual
-        _settle(state, back, cut)
+        _settle(state, back, elements)
 
-    def undo_server(self, state: State, cut: Cut = None) -> None:
+    def undo_server(self, state: State, elements: Ranges = None) -> None:
         if state.get("_sent") is None:
             return
-        back = state["residual"] if cut is None else torch.zeros_like(state["residual"])
+        back = state["residual"] if elements is None else torch.zeros_like(state["residual"])
         back -= state["_added"]
         self.inner.add(0, state["_sent"], accumulator(back), first=False)
-        _settle(state, back, cut)
-        if cut is None:
+        _settle(state, back, elements)
+        if elements is None:
             state["_added"] = None
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
@@ -219,17 +212,17 @@ def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
     check_input(name, what, tensor, state["residual"].numel(), state["residual"].device)
 
 
-def _settle(state: State, back: torch.Tensor, cut: Cut) -> None:
+def _settle(state: State, back: torch.Tensor, elements: Ranges) -> None:
     """Ends an undo. If all elements are undone, `back` is the residual itself."""
-    if cut is None:
+    if elements is None:
         state["_sent"] = None
     else:
-        add_where(state["residual"], back, cut)
+        add_where(state["residual"], back, elements)
 
 
-def add_where(into: torch.Tensor, values: torch.Tensor, cut: Cut) -> None:
-    """into += values on the elements of `cut`."""
-    for start, stop in ranges(cut, into.numel()):
+def add_where(into: torch.Tensor, values: torch.Tensor, elements: Ranges) -> None:
+    """into += values on the elements of `elements`."""
+    for start, stop in ranges(elements, into.numel()):
         into[start:stop] += values[start:stop]
 
 
@@ -237,14 +230,6 @@ def before_emit(codec: Codec, acc: Any, state: State) -> None:
     """Before a server encodes: passes the accumulator to a codec that needs more than the sum, such as BudgetedTopK."""
     if prepare := getattr(codec, "before_emit", None):
         prepare(acc, state)
-
-
-def add_back(codec: Codec, payload_: Buffer, out: torch.Tensor) -> None:
-    """out += the decoded payload of a codec of one round. A flagged payload adds nothing."""
-    if isinstance(codec, AddsTo):
-        codec.add_to(payload_, out)
-    else:
-        codec.add(0, payload_, accumulator(out), first=False)
 
 
 def wrap(codec: Codec) -> Codec:
@@ -287,11 +272,11 @@ class Momentum(Wrapper, frozen=True):
             x = accelerate(state["velocity"], self.beta, x)
         return int(self.inner.start(x, state["inner"], out))
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
-        self.inner.undo(state["inner"], state["velocity"] if state["_moved"] else x, cut)
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
+        self.inner.undo(state["inner"], state["velocity"] if state["_moved"] else x, elements)
         if state["_moved"]:
-            brake(state["velocity"], self.beta, x, cut)
-            state["_moved"] = cut is not None
+            brake(state["velocity"], self.beta, x, elements)
+            state["_moved"] = elements is not None
 
 
 def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Tensor:
@@ -302,9 +287,9 @@ def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Te
     return velocity
 
 
-def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, cut: Cut = None) -> None:
+def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, elements: Ranges = None) -> None:
     """The reverse of `accelerate`. Its rounding error grows by 1 / beta and shrinks by beta in the next step."""
-    for start, stop in ranges(cut, velocity.numel()):
+    for start, stop in ranges(elements, velocity.numel()):
         part = velocity[start:stop]
         part.copy_((part - x[start:stop]) / beta if beta else torch.zeros_like(part))
 
@@ -353,7 +338,7 @@ def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterato
         at += s.numel
 
 
-def cut_of(slices: Sequence[Slice], word: int) -> Cut:
+def cut_of(slices: Sequence[Slice], word: int) -> Ranges:
     """The elements of the slices whose bits are set in `word`."""
     if word == (1 << len(slices)) - 1:
         return None

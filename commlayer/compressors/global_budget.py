@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from commlayer.compressors import payload
-from commlayer.compressors.codec import OneRound, Round, State, Wrapper, place
-from commlayer.compressors.feedback import Fed
+from commlayer.compressors.codec import State, Wrapper, place
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, Picks, clamp_threshold
+from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, clamp_threshold
+from commlayer.compressors.topk import BlockThreshold, TopK
 from commlayer.records import Spec
 
 if TYPE_CHECKING:
@@ -112,11 +112,6 @@ class BudgetedTopK(Wrapper, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         return bool(self.inner.decode(result, state["inner"], out))
 
-    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See selection.Placed."""
-        result: torch.Tensor = self.inner.places(payload_, numel)
-        return result
-
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**self.inner.zeros(spec, r), "members": [0, 0]}
 
@@ -175,9 +170,8 @@ def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: boo
     """
     if isinstance(codec, Wrapper):
         return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
-    sparse = isinstance(codec, Fed) and isinstance(codec, OneRound) and hasattr(codec, "ratio") and Round.GATHER in codec.rounds
-    shared = shared and isinstance(codec, Picks)
-    if not sparse or not (steps or shared):
+    shared = shared and isinstance(codec, TopK)
+    if not isinstance(codec, TopK | BlockThreshold) or not (steps or shared):
         return codec
     max_ratio = max(codec.ratio * (MAX_SHARE if shared else 1), FIRST_RATIO if steps else 0.0)
     return BudgetedTopK(codec, min(1.0, max_ratio), codec.ratio if mean_ratio is None else mean_ratio, steps, shared)

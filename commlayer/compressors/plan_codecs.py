@@ -17,7 +17,7 @@ import msgspec
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd, int4, int8, onebit, qsgd
-from commlayer.compressors.codec import Codec, Cut, OneRound, Round, State, Wrapper, spell
+from commlayer.compressors.codec import Codec, OneRound, Ranges, Round, State, Wrapper, spell
 from commlayer.compressors.dense import Bf16, Fp16, Identity, bf16, fp16, identity
 from commlayer.compressors.feedback import ErrorFeedback, Momentum, error_feedback, in_updates, momentum, wrap
 from commlayer.compressors.global_budget import BudgetedTopK, with_budget
@@ -81,11 +81,11 @@ class TwoWay(msgspec.Struct, frozen=True):
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
         return bool(_bare(self.down).decode(result, {}, out))
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
-        self.up.undo(state["up"], x, cut)
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
+        self.up.undo(state["up"], x, elements)
 
-    def undo_server(self, state: State, cut: Cut = None) -> None:
-        self.down.undo_server(state["down"], cut)
+    def undo_server(self, state: State, elements: Ranges = None) -> None:
+        self.down.undo_server(state["down"], elements)
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return self.up.zeros(spec, r)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import NAN, Cut, Named, Round, State, accumulator, check_input, check_numel
+from commlayer.compressors.codec import NAN, Named, Ranges, Round, State, accumulator, check_input, check_numel
 from commlayer.compressors.dense import finite_or_nan
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import InvalidInput
@@ -157,10 +157,10 @@ class PowerSGD(Named, frozen=True):
         largest = float(total.abs().max()) if total.numel() else 0.0
         return largest * self.rank < kernels.MOST["fp32"] or finite_or_nan(True, out)
 
-    def undo(self, state: State, x: torch.Tensor, cut: Cut = None) -> None:
+    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
         """Nothing to undo: the codec keeps no residual."""
 
-    def undo_server(self, state: State, cut: Cut = None) -> None:
+    def undo_server(self, state: State, elements: Ranges = None) -> None:
         """Nothing to undo, as in `undo`."""
 
     def zeros(self, spec: Spec, r: int) -> Any:

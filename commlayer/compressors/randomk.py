@@ -48,7 +48,7 @@ class RandomK(OneRound, frozen=True):
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
         k = self.entries(n)
-        memory = {"idx": torch.empty(k, dtype=torch.int32), "val": torch.empty(k), "kept": torch.empty(k)}
+        memory = {"idx": torch.empty(k, dtype=torch.int32), "val": torch.empty(k), "error": torch.empty(k)}
         if self.unbiased:
             memory["sizes"] = (torch.arange(k + 1) * n // max(k, 1)).diff().float()
         return {"shared": 0, "step": 0, "_scratch": memory, "_numel": n}
@@ -63,7 +63,7 @@ class RandomK(OneRound, frozen=True):
         """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
         n = state["_numel"]
         check_input(self.name, "x", x, n)
-        idx, val, kept = (state["_scratch"][name] for name in ("idx", "val", "kept"))
+        idx, val, error = (state["_scratch"][name] for name in ("idx", "val", "error"))
         seed = kernels.draw_word(state["shared"], state["step"])
         state["step"] += 1
         if residual is None:
@@ -78,11 +78,11 @@ class RandomK(OneRound, frozen=True):
             val *= state["_scratch"]["sizes"]
         end = HEADER + values_nbytes(self.values, idx.numel())
         fits = not self.unbiased or kernels.all_finite(val)
-        if not fits or not encode_values(self.values, out[HEADER:end], val, kept, saturate=residual is not None):
+        if not fits or not encode_values(self.values, out[HEADER:end], val, error, saturate=residual is not None):
             return payload.write_flagged(out, self.id, n)
         payload.write(out, self.id, n, idx.numel(), aux=VALUE_KINDS[self.values] << 4, seed=seed)
         if residual is not None:
-            kernels.scatter_add(residual, idx, kept.sub_(val))
+            kernels.scatter_add(residual, idx, error.sub_(val))
         return end
 
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -106,7 +106,7 @@ class RandomK(OneRound, frozen=True):
         kernels.scatter_add(out, idx, val)
 
     def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
-        """out += the payload, for a whole bucket. A flagged payload adds nothing."""
+        """The accumulator holds values alone, so this decodes the payload."""
         head = payload.read(payload_, self.id, out.numel())
         if not head.flagged:
             self.apply(self.check(head, out.numel()), out, assign=False)

@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import State
-from commlayer.compressors.payload import Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +53,14 @@ def room(n: int, k: int, exact: bool) -> int:
 
 
 def scratch(n: int, k: int, exact: bool) -> State:
-    """Memory of one step. The caller may use `kept` after `pick`."""
+    """Memory of one step. The caller may use `error` after `pick`."""
     sorting = sorts(n, exact)
     candidates = k if sorting else min(n, k + k // 2 + SPARE)
     sample = 0 if sorting else sample_room(n, k)
     return {
         "idx": torch.empty(candidates, dtype=torch.int32),
         "val": torch.empty(candidates),
-        "kept": torch.empty(room(n, k, exact)),
+        "error": torch.empty(room(n, k, exact)),
         "sample": torch.empty(sample),
         "words": torch.empty(n if sorting else max(sample, candidates), dtype=torch.int32),
     }
@@ -78,10 +77,10 @@ def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, st
         state["step"] += finite
         return Picked(idx[:count], val[:count], finite)
     tracked = estimate(k, n, partial(kernels.sample_abs, x, residual), state)
-    return mend(k, x, residual, state, tracked, *kernels.select(x, residual, tracked.threshold, start, idx, val))
+    return complete(k, x, residual, state, tracked, *kernels.select(x, residual, tracked.threshold, start, idx, val))
 
 
-def mend(
+def complete(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, tracked: Estimate,
     count: int, overflow: int, finite: bool,
 ) -> Picked:
@@ -103,31 +102,6 @@ def mend(
     if count > room(n, k, False):
         count = kernels.trim(residual, n, idx, val, count, k, start, memory["words"])
     return Picked(idx[:count], val[:count], True)
-
-
-@runtime_checkable
-class Picks(Protocol):
-    """A codec that can return the entries it would send, as float32, instead of encoding them."""
-
-    def capacity(self, numel: int) -> int:
-        """The most entries that `pick` returns."""
-        ...
-
-    def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> Picked:
-        """Takes entries out of x + residual; the residual keeps the others. If not finite, it holds the finite part of x.
-
-        Positions increase and values are exact. The result is valid until the next call.
-        """
-        ...
-
-
-@runtime_checkable
-class Placed(Protocol):
-    """A codec of one round that sends only some entries."""
-
-    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """int32 positions of the entries in a payload; none if it is flagged."""
-        ...
 
 
 EXACT_RUNS = 1024
@@ -293,14 +267,14 @@ def estimate(k: int, n: int, draw: Draw, state: State) -> Estimate:
     sample, words = state["_scratch"]["sample"], state["_scratch"]["words"]
     usual, larger, rank, expected, calm = sampling(n, k, state)
     cut, offset = state["threshold"], rotation(n, state)
-    seen = sample[:usual]
-    draw(offset, seen)
-    passed = _passing(seen, cut)
+    magnitudes = sample[:usual]
+    draw(offset, magnitudes)
+    passed = _passing(magnitudes, cut)
     shift: float | None = None
     if cut <= TINY or abs(passed - expected) > SIGMAS * math.sqrt(expected) + 2:
-        seen = sample[:larger]
-        draw(offset, seen)
-        cut = _quantile(seen, rank, words)
+        magnitudes = sample[:larger]
+        draw(offset, magnitudes)
+        cut = _quantile(magnitudes, rank, words)
     else:
         trust = state["doubt"] / (state["doubt"] + 1 / expected)
         shift = trust * math.log(max(passed, 0.5) / expected)
@@ -308,10 +282,10 @@ def estimate(k: int, n: int, draw: Draw, state: State) -> Estimate:
             cut = clamp_threshold(cut * math.exp(shift / state["slope"]))
         else:
             least = clamp_threshold(cut / PROBE)
-            near = _passing(seen, least)
-            cut = _quantile(seen, min(round(max(passed, 0.5) * math.exp(-shift)), near), words) if near else least
+            near = _passing(magnitudes, least)
+            cut = _quantile(magnitudes, min(round(max(passed, 0.5) * math.exp(-shift)), near), words) if near else least
     slope = state["slope"]
-    above, below = _passing(seen, cut * PROBE), _passing(seen, cut / PROBE)
+    above, below = _passing(magnitudes, cut * PROBE), _passing(magnitudes, cut / PROBE)
     if 0 < above < below:
         measured = math.log(below / above) / (2 * math.log(PROBE))
         slope += MEMORY * (min(max(measured, SLOPES[0]), SLOPES[1]) - slope)
@@ -322,10 +296,10 @@ def estimate_lower(k: int, n: int, draw: Draw, state: State, estimated: Estimate
     """A lower cut, after one that only `passed` magnitudes reached."""
     k = aim(n, k)
     larger = sample_sizes(n, k)[1]
-    seen = state["_scratch"]["sample"][:larger]
-    draw(rotation(n, state), seen)
+    magnitudes = state["_scratch"]["sample"][:larger]
+    draw(rotation(n, state), magnitudes)
     by_slope = estimated.threshold * math.exp(math.log(max(passed, 0.5) / k) / estimated.slope)
-    sampled = _quantile(seen, round(larger * k / n), state["_scratch"]["words"])
+    sampled = _quantile(magnitudes, round(larger * k / n), state["_scratch"]["words"])
     return Estimate(clamp_threshold(min(by_slope, sampled)), estimated.slope, None)
 
 
@@ -354,13 +328,13 @@ def kth_magnitude(k: int, x: torch.Tensor, residual: torch.Tensor | None, words:
     return clamp_threshold(value) if math.isfinite(value) else HUGE
 
 
-def _quantile(seen: torch.Tensor, rank: int, words: torch.Tensor) -> float:
+def _quantile(magnitudes: torch.Tensor, rank: int, words: torch.Tensor) -> float:
     """The rank-th largest magnitude, as a threshold."""
-    return kth_magnitude(rank, seen, None, words)
+    return kth_magnitude(rank, magnitudes, None, words)
 
 
-def _passing(seen: torch.Tensor, cut: float) -> int:
-    return kernels.count_above(seen, clamp_threshold(cut))
+def _passing(magnitudes: torch.Tensor, cut: float) -> int:
+    return kernels.count_above(magnitudes, clamp_threshold(cut))
 
 
 def clamp_threshold(value: float) -> float:

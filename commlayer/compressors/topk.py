@@ -78,19 +78,13 @@ class TopK(OneRound, frozen=True):
         idx, val, finite = picked
         if not finite and residual is not None:
             kernels.scatter_add(residual, idx, val)
-        nbytes = self._encode(n, idx, val, residual, state["_scratch"]["kept"][: idx.numel()], out) if finite else 0
+        nbytes = self._encode(n, idx, val, residual, state["_scratch"]["error"][: idx.numel()], out) if finite else 0
         return nbytes or payload.write_flagged(out, self.id, n)
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
-        """See selection.Picks."""
+        """Takes entries out of x + residual; the residual keeps the others. Valid until the next call."""
         check_input(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
-
-    def places(self, payload_: Buffer, numel: int) -> torch.Tensor:
-        """See selection.Placed."""
-        head = payload.read(payload_, self.id, numel)
-        idx: torch.Tensor = torch.empty(0, dtype=torch.int32) if head.flagged else self.check(head, numel)[0]
-        return idx
 
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See sparse_results.Reads."""
@@ -118,7 +112,7 @@ class TopK(OneRound, frozen=True):
             kernels.scatter_add(out, idx, val)
 
     def _encode(
-        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, out: Out
+        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, error: torch.Tensor, out: Out
     ) -> int:
         """Writes the payload; the residual gets the rounding errors of the values. Returns 0 if a value became infinite.
 
@@ -126,12 +120,12 @@ class TopK(OneRound, frozen=True):
         """
         count = idx.numel()
         middle = HEADER + values_nbytes(self.values, count)
-        if not encode_values(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
+        if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
             return 0
         kind, nbytes = encode_positions(out[middle:], idx, n)
         payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
         if residual is not None and self.values != "fp32":
-            kernels.scatter_add(residual, idx, kept)
+            kernels.scatter_add(residual, idx, error)
         return middle + nbytes
 
 
@@ -163,7 +157,7 @@ class BlockThreshold(OneRound, frozen=True):
         n = check_numel(spec)
         runs_, k = self._runs(n), self.wanted(n)
         entries = min(n, self.run * selection.runs_room(runs_, k))
-        memory = {"val": torch.empty(entries), "kept": torch.empty(entries)}
+        memory = {"val": torch.empty(entries), "error": torch.empty(entries)}
         return {**selection.threshold_state(), "_scratch": {**selection.runs_scratch(runs_, k), **memory}, "_numel": n}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
@@ -177,14 +171,14 @@ class BlockThreshold(OneRound, frozen=True):
         if not finite:
             return payload.write_flagged(out, self.id, n)
         count = kernels.gather_runs(x if residual is None else residual, self.run, ids, memory["val"])
-        val, kept = memory["val"][:count], memory["kept"][:count]
+        val, error = memory["val"][:count], memory["error"][:count]
         middle = HEADER + values_nbytes(self.values, count)
-        if not encode_values(self.values, out[HEADER:middle], val, kept, saturate=residual is not None):
+        if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
             return payload.write_flagged(out, self.id, n)
         kind, nbytes = encode_positions(out[middle:], ids, self._runs(n))
         payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
         if residual is not None:
-            kernels.scatter_runs(residual, self.run, ids, kept, assign=True)
+            kernels.scatter_runs(residual, self.run, ids, error, assign=True)
         return middle + nbytes
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:

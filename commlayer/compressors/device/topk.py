@@ -22,7 +22,7 @@ CONTROL = 13
 KEPT, COUNT, CUT = 3, 6, 10
 """Offsets in Control: entries kept, followed by those from the scan's start on; count; cut, followed by slope and shift."""
 
-MEND = -1
+RESELECT = -1
 """A count that means: the host must select again."""
 
 CUT_THREADS = 1024
@@ -50,8 +50,8 @@ def start(
     passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = fields[:CUT].tolist()
     threshold_, slope, shift = fields[CUT:].view(torch.float64).tolist()
     tracked = selection.Estimate(threshold_, slope, shift if shifted else None)
-    if count == MEND:
-        return 0, selection.mend(k, x, residual, state, tracked, kept, passed - kept, not bad)
+    if count == RESELECT:
+        return 0, selection.complete(k, x, residual, state, tracked, kept, passed - kept, not bad)
     selection.update(k, n, passed, tracked, state)
     if count < 0 or infinite:  # positions as blocks; or the general method meets the infinite value again and flags the payload
         return 0, Picked(idx[:kept], val[:kept], True)

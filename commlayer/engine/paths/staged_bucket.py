@@ -11,7 +11,7 @@ import torch
 from commlayer.cluster.collectives import Channel, Channels
 from commlayer.cluster.process_groups import PendingCollective
 from commlayer.compressors import place, runs_on, seed
-from commlayer.compressors.codec import Codec, Cut, State, accumulator
+from commlayer.compressors.codec import Codec, Ranges, State, accumulator
 from commlayer.compressors.feedback import cut_of
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.reducing import Reduced
@@ -314,7 +314,7 @@ class _All(PendingCollective):
             work.over(deadline, failed)
 
 
-def within(cut: Cut, span: Range) -> Cut:
+def within(cut: Ranges, span: Range) -> Ranges:
     """The elements of a bucket that lie in the span, counted from its start."""
     low, high = span
     if cut is None:
