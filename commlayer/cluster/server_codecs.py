@@ -13,7 +13,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import of_means
-from commlayer.compressors.feedback import Debt, cut_of, in_updates, owed, pay, spread
+from commlayer.compressors.feedback import ResidualSlice, in_updates, ranges_of, residual_of, residual_on, split_by_tensor
 from commlayer.compressors.state import SERVER, number, recall, remembered, tensor_of
 from commlayer.compressors.tensors import give_back
 from commlayer.errors import InvalidInput
@@ -71,7 +71,7 @@ class CodecOps:
         """Rolls back slices of the last result. Idempotent for each slice."""
         if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
-            self._codec.undo_server(self._state, cut_of(self._bucket.slices, fresh))
+            self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
 
     def skip(self) -> None:
         """The step was aborted: nothing was emitted, so nothing can be rolled back."""
@@ -92,14 +92,14 @@ class CodecOps:
         self._codec.add(0, payload, self._alone, first=True)
         return self._alone
 
-    def debts(self) -> list[Debt]:
+    def debts(self) -> list[ResidualSlice]:
         """The server's residuals, by tensor elements."""
-        values = owed(self._state, self._spec.numel)
-        return [] if values is None else list(spread(self._bucket.slices, 0, values))
+        values = residual_of(self._state, self._spec.numel)
+        return [] if values is None else list(split_by_tensor(self._bucket.slices, 0, values))
 
-    def take_over(self, debts: Sequence[Debt]) -> None:
+    def take_over(self, debts: Sequence[ResidualSlice]) -> None:
         """Adds inherited residuals of this bucket's elements. Only before the first step."""
-        mine, paid = owed(self._state, self._spec.numel), pay(debts, self._bucket.slices)
+        mine, paid = residual_of(self._state, self._spec.numel), residual_on(debts, self._bucket.slices)
         if mine is not None and paid is not None:
             mine += paid
 

@@ -217,10 +217,10 @@ def _settle(state: State, back: torch.Tensor, elements: Ranges) -> None:
     if elements is None:
         state["_sent"] = None
     else:
-        add_where(state["residual"], back, elements)
+        add_ranges(state["residual"], back, elements)
 
 
-def add_where(into: torch.Tensor, values: torch.Tensor, elements: Ranges) -> None:
+def add_ranges(into: torch.Tensor, values: torch.Tensor, elements: Ranges) -> None:
     """into += values on the elements of `elements`."""
     for start, stop in ranges(elements, into.numel()):
         into[start:stop] += values[start:stop]
@@ -300,7 +300,7 @@ def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
     return Momentum(check_codec("momentum", inner), float(beta))
 
 
-class Debt(NamedTuple):
+class ResidualSlice(NamedTuple):
     """Residual values on elements [start, stop) of a tensor."""
 
     tensor: int
@@ -312,7 +312,7 @@ class Debt(NamedTuple):
         return self.start + self.values.numel()
 
 
-def owed(state: State, numel: int) -> torch.Tensor | None:
+def residual_of(state: State, numel: int) -> torch.Tensor | None:
     """The residual of all elements, concatenated where a wrapper keeps it in parts. None if the codec keeps none."""
     parts = list(_residuals(state))
     if not parts or sum(p.numel() for p in parts) != numel:
@@ -328,17 +328,17 @@ def _residuals(state: State) -> Iterator[torch.Tensor]:
             yield from _residuals(value)
 
 
-def spread(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[Debt]:
+def split_by_tensor(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[ResidualSlice]:
     """Maps values on a bucket's elements from `start` on to elements of the tensors in its slices."""
     at = 0
     for s in slices:
         low, high = max(start, at), min(start + values.numel(), at + s.numel)
         if low < high:
-            yield Debt(s.tensor, s.start + low - at, values[low - start : high - start])
+            yield ResidualSlice(s.tensor, s.start + low - at, values[low - start : high - start])
         at += s.numel
 
 
-def cut_of(slices: Sequence[Slice], word: int) -> Ranges:
+def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
     """The elements of the slices whose bits are set in `word`."""
     if word == (1 << len(slices)) - 1:
         return None
@@ -346,17 +346,17 @@ def cut_of(slices: Sequence[Slice], word: int) -> Ranges:
     return [(edges[i], edges[i + 1]) for i in range(len(slices)) if word >> i & 1]
 
 
-def pay(debts: Sequence[Debt], slices: Sequence[Slice]) -> torch.Tensor | None:
+def residual_on(inherited: Sequence[ResidualSlice], slices: Sequence[Slice]) -> torch.Tensor | None:
     """The part of the inherited residuals that falls on a bucket of these slices, or None."""
     total: torch.Tensor | None = None
     at = 0
     for s in slices:
-        for debt in debts:
-            low, high = max(s.start, debt.start), min(s.stop, debt.stop)
-            if debt.tensor == s.tensor and low < high:
+        for part in inherited:
+            low, high = max(s.start, part.start), min(s.stop, part.stop)
+            if part.tensor == s.tensor and low < high:
                 if total is None:
-                    total = torch.zeros(sum(part.numel for part in slices))
-                owing = debt.values[low - debt.start : high - debt.start]
-                total[at + low - s.start : at + high - s.start] += owing.to(total.device)
+                    total = torch.zeros(sum(each.numel for each in slices))
+                values = part.values[low - part.start : high - part.start]
+                total[at + low - s.start : at + high - s.start] += values.to(total.device)
         at += s.numel
     return total

@@ -1,8 +1,8 @@
 """What one bucket still has to send: residuals, residuals of earlier plans, and averages that were not applied.
 
-A residual is the part of a codec's input that was not sent; the codec keeps it in its state. A `Debt` is a residual by element
-range, in the form in which it moves between plans. `carry` is the inherited residual, from an earlier plan. `carry` is sent
-with the next gradients; `carried` is the part that was sent with the last ones.
+A residual is the part of a codec's input that was not sent; the codec keeps it in its state. A `ResidualSlice` is a residual by
+element range, in the form in which it moves between plans. `carry` is the inherited residual, from an earlier plan. `carry` is
+sent with the next gradients; `carried` is the part that was sent with the last ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from commlayer.compressors.codec import Codec, State
-from commlayer.compressors.feedback import Debt, add_where, cut_of, owed, spread
+from commlayer.compressors.feedback import ResidualSlice, add_ranges, ranges_of, residual_of, split_by_tensor
 from commlayer.records import Slice
 
 TINY = 1e-30
@@ -65,12 +65,12 @@ class BucketDebts:
         """The received sum, in the memory where reading it costs least."""
         raise NotImplementedError
 
-    def debts(self) -> list[Debt]:
+    def debts(self) -> list[ResidualSlice]:
         """This worker's residuals on the bucket's elements, in the unit of residuals (Units.worth)."""
-        debts = [] if self.carry is None else list(spread(self.slices, 0, self.carry))
+        debts = [] if self.carry is None else list(split_by_tensor(self.slices, 0, self.carry))
         for (low, high), state in self.coders:
-            if (values := owed(state, high - low)) is not None:
-                debts += spread(self.slices, low, values)
+            if (values := residual_of(state, high - low)) is not None:
+                debts += split_by_tensor(self.slices, low, values)
         return debts
 
     def judge(self, *, finite: bool) -> None:
@@ -87,7 +87,7 @@ class BucketDebts:
         step."""
         if self.carried is not None and (unsent := 1.0 - self._paid()):
             remainder = torch.zeros_like(self.carried)
-            add_where(remainder, self.carried * unsent, cut_of(self.slices, slices))
+            add_ranges(remainder, self.carried * unsent, ranges_of(self.slices, slices))
             self.carried = self.carried - remainder  # so that `take_back` undoes only the part that was sent
             self.carry = remainder if self.carry is None else self.carry + remainder
 
@@ -111,11 +111,11 @@ class BucketDebts:
         undone."""
         slices, self.unapplied = self.unapplied, 0
         if slices:
-            cut = cut_of(self.slices, slices)
+            cut = ranges_of(self.slices, slices)
             if self.codes:
                 self.codec.undo(self.state, self.coded_x, cut)
             if self.carried is not None:
                 self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
-                add_where(self.carry, self.carried, cut)
+                add_ranges(self.carry, self.carried, cut)
             self.undone |= slices
         return slices

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.cluster.collectives import Groups
-from commlayer.compressors.feedback import owed
+from commlayer.compressors.feedback import residual_of
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.codec_floor import exchanges_gradients, lossy
 from commlayer.engine.worker import Worker
@@ -109,4 +109,4 @@ def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
     """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum."""
     if not bucket.coded:
         return None
-    return owed(bucket.state, bucket.numel)
+    return residual_of(bucket.state, bucket.numel)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import ranges
-from commlayer.compressors.feedback import Debt, cut_of, spread
+from commlayer.compressors.feedback import ResidualSlice, ranges_of, split_by_tensor
 from commlayer.engine.bucket import WorkerBucket
 
 NAN = float("nan")
@@ -118,9 +118,9 @@ class LateResult:
             return
         if self._slices and not bucket.in_means:  # means have one unit
             self.x.mul_(bucket.weight / self.weight)
-        for start, stop in ranges(cut_of(bucket.slices, slices & self._slices), bucket.numel):
+        for start, stop in ranges(ranges_of(bucket.slices, slices & self._slices), bucket.numel):
             self.x[start:stop] += bucket.y[start:stop]
-        for start, stop in ranges(cut_of(bucket.slices, slices & ~self._slices), bucket.numel):
+        for start, stop in ranges(ranges_of(bucket.slices, slices & ~self._slices), bucket.numel):
             self.x[start:stop] = bucket.y[start:stop]
         self.weight = bucket.weight
         self._slices |= slices
@@ -150,7 +150,7 @@ class LateResult:
 
     def _forget_others(self) -> None:
         """Clears slices that were written in an earlier step and not kept again."""
-        for start, stop in ranges(cut_of(self._bucket.slices, self._bucket.all_slices & ~self._slices), self._bucket.numel):
+        for start, stop in ranges(ranges_of(self._bucket.slices, self._bucket.all_slices & ~self._slices), self._bucket.numel):
             self.x[start:stop] = 0.0
 
     def judge(self, *, finite: bool) -> None:
@@ -165,12 +165,12 @@ class LateResult:
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
-    def debts(self, members: int) -> list[Debt]:
+    def debts(self, members: int) -> list[ResidualSlice]:
         """The kept result, as equal residuals of all workers, because weights may have changed since."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
-        return list(spread(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
+        return list(split_by_tensor(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """State for a checkpoint, with no exchange in flight and no result unread."""
@@ -230,7 +230,7 @@ class LateResults:
         for result in self.of.values():
             result.take()
 
-    def debts(self, members: int) -> list[tuple[WorkerBucket, Debt]]:
+    def debts(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
         """The kept results, as residuals of one of `members` workers."""
         return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(members)]
 

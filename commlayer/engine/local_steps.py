@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from commlayer.compressors.feedback import Debt, pay
+from commlayer.compressors.feedback import ResidualSlice, residual_on
 from commlayer.engine.matched_length import Lengths, largest_of, scale_of, square_of
 from commlayer.engine.step import Regroup
 from commlayer.engine.worker import Worker
@@ -165,17 +165,17 @@ class LocalSteps:
         """Whether ranks exchange the norms of their changes. The same on all ranks."""
         return self._lengths is not None
 
-    def owe(self, debts: Sequence[Debt]) -> None:
+    def owe(self, debts: Sequence[ResidualSlice]) -> None:
         """Takes over the residuals of a plan that averaged gradients. They are added to this rank's next gradients."""
         for number, p in enumerate(self._parameters):
             elements = [Slice(number, 0, p.numel())]
-            if (owed := pay(debts, elements)) is not None:
+            if (owed := residual_on(debts, elements)) is not None:
                 self._owed[number] = owed.view(p.shape).to(p.device)
 
     @property
-    def unpaid(self) -> list[Debt]:
+    def unpaid(self) -> list[ResidualSlice]:
         """The residuals that are still to be applied: their gradients were missing, sparse, not finite or cleared so far."""
-        return [Debt(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
+        return [ResidualSlice(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
 
     def pay(self, scale: float = 1.0) -> None:
         """Adds the residuals to gradients, of a loss times `scale`, that are about to be applied."""

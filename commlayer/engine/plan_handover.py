@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from commlayer.compressors.feedback import Debt, pay
+from commlayer.compressors.feedback import ResidualSlice, residual_on
 from commlayer.engine.entries_sent import inherit
 from commlayer.engine.shared_buffers import pass_on
 
@@ -59,18 +59,18 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
         rates = {d.tensor: effect(d.tensor) for d in debts}
         if lost := {tensor for tensor, rate in rates.items() if not rate}:
             log.info("what %d tensors still owe in changes of weights is dropped: gradients are averaged now", len(lost))
-        debts = [Debt(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
+        debts = [ResidualSlice(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
     for bucket in after.buckets:
-        paid = pay(debts, bucket.slices)
+        paid = residual_on(debts, bucket.slices)
         bucket.carry = None if paid is None else paid.mul_(after.units.rate_of(bucket))
 
 
-def _times(debt: Debt, factor: float) -> Debt:
+def _times(debt: ResidualSlice, factor: float) -> ResidualSlice:
     """Returns the same memory if possible: residuals are as large as the model."""
     return debt if factor == 1.0 else debt._replace(values=debt.values * factor)
 
 
-def owe(worker: Worker, unpaid: Sequence[Debt]) -> None:
+def owe(worker: Worker, unpaid: Sequence[ResidualSlice]) -> None:
     """Adds residuals of this worker's own gradients to a worker that averages gradients."""
     units = worker.units
     part = units.weight * units.members / units.total if units.total else 0.0
@@ -78,6 +78,6 @@ def owe(worker: Worker, unpaid: Sequence[Debt]) -> None:
         log.info("what %d tensors still owe is dropped: this worker's gradients weigh nothing", len(unpaid))
         return
     for bucket in worker.buckets:
-        if (paid := pay(unpaid, bucket.slices)) is not None:
+        if (paid := residual_on(unpaid, bucket.slices)) is not None:
             more = paid * part * units.rate_of(bucket)
             bucket.carry = more if bucket.carry is None else bucket.carry + more

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from commlayer.compressors.feedback import spread
+from commlayer.compressors.feedback import split_by_tensor
 from commlayer.engine.layout import Layout
 
 
@@ -70,7 +70,7 @@ def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def pass_on(before: ByBucket, after: ByBucket) -> None:
-    known = [part for its in before.values() for part in spread(its.layout.slices, 0, its.values)]
+    known = [part for its in before.values() for part in split_by_tensor(its.layout.slices, 0, its.values)]
     for its in after.values():
         at = 0
         for s in its.layout.slices:

@@ -20,7 +20,7 @@ import torch
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.feedback import Debt
+from commlayer.compressors.feedback import ResidualSlice
 from commlayer.compressors.tensors import give_back
 from commlayer.engine.broken_step import broken_off
 from commlayer.engine.bucket import WorkerBucket
@@ -125,7 +125,7 @@ class Worker(Unapplied):
         """The first tensor in which this worker's own contribution was not finite, in a step that is not finite; -1 if none."""
         self.bring_in: Callable[[], object] = _nothing
         """Waits for what the last step still lacks. Set where steps are taken bucket by bucket."""
-        self.unpaid: list[Debt] = []
+        self.unpaid: list[ResidualSlice] = []
         """Residuals of an earlier plan in a unit other than this plan's: see plan_handover.py."""
         self._finished: list[Route] = []
         self._deadline_s = 0.0

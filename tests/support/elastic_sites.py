@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load
 from torch import nn
 
-from commlayer.compressors.feedback import spread
+from commlayer.compressors.feedback import split_by_tensor
 from commlayer.engine import checkpoint_files
 from support.sites import WAIT_S, ended
 
@@ -88,7 +88,7 @@ def owed_of(made: Any) -> list[torch.Tensor]:
         for bucket in made.plan.buckets:
             state = load(made.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
             residuals = [x.view(-1) for name, x in state.items() if "residual" in name]
-            for debt in (d for x in residuals for d in spread(bucket.slices, 0, x)):
+            for debt in (d for x in residuals for d in split_by_tensor(bucket.slices, 0, x)):
                 owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double() / made.world
     return owed
 

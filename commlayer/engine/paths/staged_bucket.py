@@ -12,7 +12,7 @@ from commlayer.cluster.collectives import Channel, Channels
 from commlayer.cluster.process_groups import PendingCollective
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Ranges, State, accumulator
-from commlayer.compressors.feedback import cut_of
+from commlayer.compressors.feedback import ranges_of
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.reducing import Reduced
 from commlayer.engine.bucket import WorkerBucket
@@ -152,7 +152,7 @@ class StagedBucket:
 
     def undo(self, slices: int) -> None:
         """Takes back the last step for slices that were not applied. Runs before the next one."""
-        cut = cut_of(self.bucket.slices, slices)
+        cut = ranges_of(self.bucket.slices, slices)
         for step in self._started:
             for coder in self._coders[step.number]:
                 mine = within(cut, coder.span)
