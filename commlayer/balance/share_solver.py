@@ -220,7 +220,7 @@ def _problem(
 
 EVERY_SET = 10
 """Up to this many optional workers, all sets are priced."""
-PREFIXES = 64
+PREFIXES = 256
 """With more optional workers, this many lengths of each order in which workers are left out."""
 
 

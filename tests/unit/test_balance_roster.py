@@ -168,7 +168,7 @@ class Job:
             self._merge()
 
     @property
-    def is_exhausted(self) -> bool:
+    def over(self) -> bool:
         return self.homes[0].batch is None
 
 
@@ -292,6 +292,6 @@ def test_numbers_are_given_in_the_order_of_the_sessions_and_never_twice() -> Non
     change = there.update(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
     assert change is not None
     assert (change.step, change.shares, change.lost) == (5 + CHANGE_DELAY_STEPS, {0: 2, 2: 2, 3: 2}, {1: 2})
-    assert (there.numbers, set(there.gone)) == ((0, 1, 7, 5), {1})
+    assert (there.numbers, set(there.departed)) == ((0, 1, 7, 5), {1})
 
 
