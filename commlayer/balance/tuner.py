@@ -9,14 +9,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from commlayer.balance.loss_model import LossModel, LossPoint, family
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.files import write_whole
 from commlayer.records import Record, decode, encode
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Settings = dict[str, Any]
 """Settings of a proxy run: a value per dimension, with `codec` spelled out."""
@@ -169,6 +170,8 @@ class Engine:
 
     def ask(self) -> Settings:
         """Settings not tried yet; the best again if none is left."""
+        import numpy as np  # loaded late: `commlayer tune --help` and stored searches need none
+
         # Seeded by the number of trials, so that a resumed search continues like an uninterrupted one.
         candidates = self._candidates(np.random.default_rng([self._seed, len(self._tried)]))
         if not candidates:
@@ -180,7 +183,7 @@ class Engine:
         self._values.append(value)
 
     def _best(self) -> Settings:
-        return self._tried[int(np.argmin(self._values))]
+        return self._tried[min(range(len(self._values)), key=self._values.__getitem__)]
 
     def _candidates(self, random: np.random.Generator) -> list[Settings]:
         """Random settings and variations of the best, without those already tried."""
@@ -196,6 +199,7 @@ class Engine:
 
     def _most_promising(self, candidates: list[Settings]) -> Settings:
         """The candidate with the largest expected improvement."""
+        import numpy as np
         from skopt.acquisition import gaussian_ei
         from skopt.learning import GaussianProcessRegressor
         from skopt.learning.gaussian_process.kernels import Matern
