@@ -314,7 +314,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.commit(17)
+@pytest.mark.commit(12)
 @pytest.mark.parametrize("how", ["module", "ddp"])
 @pytest.mark.parametrize("path", ["service", "all-reduce"])
 @pytest.mark.parametrize("script", CASES, ids=lambda s: s.__name__)

@@ -136,6 +136,7 @@ def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(serve
     assert "the job has failed (worker 0: left the job: an error)" in process.stderr.read()
 
 
+@pytest.mark.nightly
 def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> None:
     """Also if the worker has left before the server has tried the plan."""
     process, said = served("--workers", "1")

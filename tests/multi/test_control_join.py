@@ -299,6 +299,7 @@ def test_a_port_in_use_is_one_line(opened: list[Any]) -> None:
         Coordinator(quick(bind="203.0.113.1", insecure=True))
 
 
+@pytest.mark.nightly
 def test_forked_children_that_exit_do_not_disturb_the_heartbeats(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)

@@ -157,6 +157,7 @@ def compiled(rank: int, address: str, overlap: str | None, what: str) -> dict[st
     return kept
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["the whole", "a part"])
 def test_compiled_code_finds_all_that_it_reads(what: str) -> None:
     plain, overlapped = both(compiled, what)
@@ -379,6 +380,7 @@ def test_a_peer_that_dies_with_results_to_come_is_named_and_what_was_applied_is_
     assert after == ["Parameter", "nothing"]
 
 
+@pytest.mark.nightly
 def test_a_script_may_end_with_results_to_come() -> None:
     with rank_pool.tree(__file__, WORLD, args=("ends",)) as run:
         assert run.ended(60.0) == [(0, ""), (0, "")]

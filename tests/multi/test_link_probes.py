@@ -162,6 +162,7 @@ def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
     return asked
 
 
+@pytest.mark.nightly
 def test_ranks_take_turns_each_way_as_long_as_the_longest_round_trip_asks_for() -> None:
     results = pool(WORLD).call(play, WORLD, taking_turns, Setting("module", servers=SERVERS))
     turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # nobody waits for one of two seconds

@@ -224,6 +224,7 @@ def scheduled(rank: int, drift: str) -> tuple[str, list[str]]:
     return said, decisions
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize(("drift", "ends"), [("resync", True), ("end", True), ("warn", False)])
 def test_a_rate_that_goes_its_own_way_is_named_while_training_runs(drift: str, ends: bool) -> None:
     for said, decisions in pool(WORLD).call(scheduled, drift):

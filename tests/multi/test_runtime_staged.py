@@ -60,6 +60,7 @@ def means(number: int) -> list[torch.Tensor | None]:
     return found
 
 
+@pytest.mark.commit(8)
 @pytest.mark.parametrize("text", DENSE + CODED)
 def test_a_path_gives_the_plain_mean(text: str) -> None:
     results = pool(WORLD).call(run, text, "identity()", 3)

@@ -265,7 +265,7 @@ def play(rank: int, script: Script, kind: str, how: str, who: tuple[int, ...] = 
     return Played(said, lines, t.weights(), t.rows, t.session.step)
 
 
-@pytest.mark.commit(12)
+@pytest.mark.commit(9)
 @pytest.mark.parametrize(("script", "kind", "line", "how"), [
     (script, kind, line, how) for script, kind, line, hows in WRONG for how in hows.split(", ")
 ], ids=lambda value: getattr(value, "__name__", value) if callable(value) else value)
@@ -459,7 +459,7 @@ RIGHT: list[tuple[Script, str]] = [
 ]
 
 
-@pytest.mark.commit(18)
+@pytest.mark.commit(12)
 @pytest.mark.parametrize(("script", "how"), [(script, how) for script, hows in RIGHT for how in hows.split(", ")],
                          ids=lambda value: getattr(value, "__name__", value))
 def test_a_right_script_stays_silent_and_ranks_equal(script: Script, how: str) -> None:

@@ -51,6 +51,7 @@ def main(port: int, store: int) -> None:
             print(f"{type(error).__name__}: {error}", flush=True)
 
 
+@pytest.mark.nightly
 def test_a_store_that_falls_silent_is_waited_for_no_longer_than_said() -> None:
     with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None

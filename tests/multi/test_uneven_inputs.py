@@ -330,6 +330,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
     })
 
 
+@pytest.mark.nightly
 def test_what_join_cannot_do_is_refused_in_a_line() -> None:
     said_in_lines(pool(WORLD).call(refused, ""), {
         "every": "every=4", "updates": "local steps", "exact": "exact=False", "optimizer": "attach(model, optimizer)",

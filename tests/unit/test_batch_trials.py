@@ -74,6 +74,7 @@ def test_it_is_undone_when_the_model_raises() -> None:
     assert all(p.grad is None for p in one.parameters())
 
 
+@pytest.mark.commit(2)
 @pytest.mark.parametrize(("error", "memory"), [
     (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (MemoryError(), True),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried ..."), True),

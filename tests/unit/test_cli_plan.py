@@ -56,6 +56,7 @@ def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_pat
     assert "+ rtx3060 20 Mb/s up" in out
 
 
+@pytest.mark.nightly
 def test_json_is_one_record_in_a_file_besides_what_is_printed(commlayer) -> None:
     def told(*arguments: str) -> Any:
         plain, besides = commlayer("plan", *arguments), commlayer("plan", *arguments, "--json", "told.json")
@@ -85,6 +86,7 @@ def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
     assert " samples a second" in out
 
 
+@pytest.mark.nightly
 def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(commlayer) -> None:
     code, out, _ = commlayer("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
     assert code == 0
@@ -105,6 +107,7 @@ def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(c
     assert code == 0
 
 
+@pytest.mark.nightly
 def test_a_home_that_is_added_is_behind_nat_too_and_the_server_keeps_its_link(commlayer) -> None:
     commlayer("plan", "make", "lstm", "--homes", "2xrtx3060@100/20Mb", "--out", "plan.json")
     commlayer("plan", "whatif", "--add-node", "rtx3060", "--link", "100/20Mb", "--json", "grown.json")

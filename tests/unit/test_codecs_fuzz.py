@@ -24,6 +24,7 @@ def test_what_is_kept_is_still_refused() -> None:
         assert any(said), fuzzing.line_of(target, bad)
 
 
+@pytest.mark.nightly
 def test_fresh_damage_is_refused_or_read_alike() -> None:
     assert fuzzing.run(20261121, attacks=10) > 1800
 

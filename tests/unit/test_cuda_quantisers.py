@@ -42,6 +42,7 @@ def check(
     same(code)
 
 
+@pytest.mark.commit(6)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize(("dither", "euclidean"), [(False, False), (True, False), (True, True)])
 def test_whole_numbers_of_few_bits(bits: int, dither: bool, euclidean: bool) -> None:

@@ -245,6 +245,7 @@ def most_put(accounts: list[Account]) -> float:
 TOLD = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", TOLD)
 def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
     with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:

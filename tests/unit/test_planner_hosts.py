@@ -88,6 +88,7 @@ def test_many_equal_hosts_are_all_worth_a_server(nodes: int) -> None:
     assert (len(evenly.places), len(fastest.places)) == (nodes, 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cluster", [
     machines(*["fiber-1000"] * 50),
     Cluster(tuple(tables.node(f"n{i}", "v100", "100g", ranks=8, intra="nvlink") for i in range(64))),
