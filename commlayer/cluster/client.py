@@ -149,7 +149,7 @@ class Membership:
                 pulse = self._channel.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
-                    log.warning("%s; training goes on, but a peer that dies now is noticed only by its silence",
+                    log.warning("%s; training continues, but a peer that dies now is noticed only by its silence",
                                 without_code(error))
                 self.reachable = False
                 # A longer gap is this process's own (stopped, or waiting for the GIL), not silence of the coordinator.
@@ -158,7 +158,7 @@ class Membership:
                     self._on_silence(silent_s)
             else:
                 if pulse.unknown_token and known:
-                    log.warning("coordinator %s was restarted and does not know this job; training goes on",
+                    log.warning("coordinator %s was restarted and does not know this job; training continues",
                                 self._channel.address)
                 elif not self.reachable and not self._failed:
                     log.warning("coordinator %s answers again", self._channel.address)
@@ -270,8 +270,8 @@ def _check_clock(time_s: float, address: str) -> bool:
     off_s = time.time() - time_s
     if abs(off_s) < CLOCK_S:
         return False
-    log.warning("this machine's clock is %.1f hours %s that of coordinator %s: certificates and logs go by it; set it by a "
-                "time server (timedatectl set-ntp true)", abs(off_s) / 3600, "ahead of" if off_s > 0 else "behind", address)
+    log.warning("this machine's clock is %.1f hours %s, compared with coordinator %s; certificates depend on it: "
+                "synchronize it (timedatectl set-ntp true)", abs(off_s) / 3600, "fast" if off_s > 0 else "slow", address)
     return True
 
 
@@ -391,7 +391,7 @@ class CoordinatorChannel:
     def _check_certificate(self, timeout_s: float) -> None:
         peer = f"coordinator {self.address}"
         if self._looked != self._times and not self.verify_coordinator(timeout_s):
-            raise PeerLost("not reachable: nobody answers there", peer=peer)
+            raise PeerLost("not reachable: no answer", peer=peer)
         if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
             raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-CERTIFICATE-REVOKED")
 

@@ -79,7 +79,7 @@ class Coordinator:
         self._journal, self._made, self._again = journal, made, not embedded
         if journal is not None and journal.found is not None:
             self._state = resumed_state(journal.found, clock())
-            log.warning("journal: taken up a job of %d workers that has begun; to begin another, remove %s",
+            log.warning("journal: resumed a running job of %d workers; to begin another, remove %s",
                         self._state.workers, config.journal)
         else:
             self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
@@ -151,7 +151,7 @@ class Coordinator:
 
     def _stream(self, stream: GrpcStream, where: str) -> bool:
         if self._take is None:
-            raise LookupError("no data server is behind this port")
+            raise LookupError("this port has no data server")
         return self._take(stream, where)
 
     @property
@@ -242,7 +242,7 @@ class Coordinator:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             known = request.token in self._state.registrations
             if self._again and not known and (why := membership.failure(self._state)):
-                return messages.JoinReply(missing=f"the job before has ended ({without_code(why)}), and another one begins")
+                return messages.JoinReply(missing=f"the previous job has ended ({without_code(why)}); the next one begins")
             late = began and not known and request.kind == "worker"
             self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
@@ -259,9 +259,9 @@ class Coordinator:
             self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
         if view is not None and not began:
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
-            log.info("all in: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
+            log.info("all joined: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
             if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
-                log.warning("min_workers %d counts for nothing here: %s cannot go on without others, so all must stay",
+                log.warning("min_workers %d has no effect: %s cannot continue without others",
                             self._state.min_workers, ", ".join(unable))
         return reply
 
@@ -369,7 +369,7 @@ class Coordinator:
         names = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
         self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
-        log.info("goes on with %d workers%s%s", len(view.members), gone and f", without {names}", new and f", {new} among them")
+        log.info("continuing with %d workers%s%s", len(view.members), gone and f"; left: {names}", new and f"; joined: {new}")
 
     def _note_deaths(self, before: membership.State) -> None:
         self._regroup(before)
@@ -384,7 +384,7 @@ class Coordinator:
         """Logs workers that a tick found to have left."""
         for token, place in self._state.registrations.items():
             if place.left and not before.registrations[token].left:
-                log.warning("%s: has ended while no coordinator was there, as its servers say", place.peer)
+                log.warning("%s: ended while no coordinator was running, as its servers report", place.peer)
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
 
     def _note_end(self) -> None:

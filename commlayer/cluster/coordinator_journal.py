@@ -67,7 +67,7 @@ class CoordinatorJournal:
         except OSError as error:
             self.forget()
             self._failed = True
-            log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends it", self._path,
+            log.warning("journal %s: %s; the job continues without it, and a crash of the coordinator ends the job", self._path,
                         error.strerror)
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class KvJournal:
     def _fail(self, error: OSError) -> None:
         """Gives up the journal, since one with a gap is useless."""
         self.close()
-        log.warning("journal %s: %s; the job goes on without it, and a crash of the coordinator ends its homes", self._path,
+        log.warning("journal %s: %s; the job continues without it, and a crash of the coordinator ends the job", self._path,
                     error.strerror)
 
 

@@ -118,8 +118,8 @@ def _hung_in_step(state: State, until: float) -> dict[int, str]:
         ranks = ranks - {_first(state)}
     if len(_present_ranks(state)) - len(ranks) < state.min_workers:
         return {}
-    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, said by "
-                  f"{p.peer}): it hangs, or its machine is far too slow for deadline_s"
+    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, reported by "
+                  f"{p.peer}): it hangs, or its machine is too slow for deadline_s"
             for p, overdue in reversed(late.said) for rank in p.hung if rank in ranks}
 
 
@@ -149,7 +149,7 @@ def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float,
         most_s = max(limit_s, one.limit_s)
         if waited_s[half - 1] >= most_s and ago_s.get(one.rank, most_s) >= min(patience_s, most_s):
             late[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
-                              "collective, a save, a change of plans): it hangs, or its machine is far too slow for "
+                              "collective, a save, a change of plans): it hangs, or its machine is too slow for "
                               "deadline_s")
     summing = any(p.present and p.overdue is not None for p in state.registrations.values())
     return {} if summing and free - late.keys() else late
@@ -190,14 +190,14 @@ def _closed(state: State, view: View, there: int) -> AdmissionState:
     if over(state):
         shut = "the job is over"
     elif not state.min_workers:
-        shut = f"the job has begun with {len(view.members)} workers; a running job takes no new members{UNLESS}"
+        shut = f"the job has begun with {len(view.members)} workers; a running job admits no new members{UNLESS}"
     elif inelastic_workers(state):
         shut = "the job has begun and admits no new members: " \
                f"{', '.join(inelastic_workers(state))} cannot continue without others"
     elif there < len(view.members):
         shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
     elif there >= state.workers:
-        shut, full = f"the job runs and has its {state.workers} workers; one is taken in when another is gone", True
+        shut, full = f"the job runs and has its {state.workers} workers; it admits another when one is gone", True
     return AdmissionState(shut, full=full)
 
 
@@ -214,7 +214,7 @@ def admit(state: State, request: Join, now: float) -> Decision:
         why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
         problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
     if not problem and not (request.elastic and state.workers <= request.rank < SERVER_BASE):
-        problem = coded("E-JOB-CLOSED", "the job has begun, and takes in homes alone, by `commlayer launch`")
+        problem = coded("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer launch`")
     if not problem:
         problem = next(filter(None, (conflict(request, p) for p in workers.values())), "")
     if not problem and differs:
@@ -250,8 +250,8 @@ def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     left = sum(workers[m.rank].present for m in state.view.members)
     if left >= state.min_workers:
         return pulse
-    why = (f"; {left} {'worker is' if left == 1 else 'workers are'} left, and fewer than {state.min_workers} do not go on "
-           "(min_workers): start all again from the last save")
+    why = (f"; {left} {'worker is' if left == 1 else 'workers are'} left, fewer than min_workers ({state.min_workers}): "
+           "restart all from the last checkpoint")
     members = {f"worker {m.rank}" for m in state.view.members}
 
     def explain(gone: PeerExit) -> PeerExit:
@@ -298,16 +298,16 @@ def change_problem(change: EpochChange, generation: int, sender: int, view: View
     """Why the change cannot follow `view`, whichever worker sends it; "" if it can."""
     new = change.view
     if generation != wire_generation(new) or new.generation <= view.generation:
-        return f"view {new.generation} in generation {generation}, while view {view.generation} is in force"
+        return f"view {new.generation} in generation {generation}, while view {view.generation} is active"
     if structs.replace(new, generation=view.generation, members=view.members) != view:
         return "its servers or its plan are not those of the job"
     stay = tuple(m for m in view.members if m in new.members)
     joined = new.members[len(stay):]
     numbers = {m.rank for m in (*view.members, *joined)}  # unordered: workers join later than their homes get these numbers
     if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
-        return "its members are none of those in force, or not in their order and ahead of who joins"
+        return "its members are not the present ones in their order, followed by those that join"
     if sender not in {m.rank for m in new.members}:
-        return "its sender is none of its members"
+        return "its sender is not one of its members"
     return ""
 
 

@@ -102,7 +102,7 @@ def join(state: State, request: Join, now: float) -> Decision:
     place = state.registrations.get(request.token)
     if place is not None:
         if not place.present:
-            return Decision(state, JoinReply(error=f"{place.peer} is no longer of this job: {place.dead or place.left}"))
+            return Decision(state, JoinReply(error=f"{place.peer} is no longer in this job: {place.dead or place.left}"))
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
         state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
@@ -129,7 +129,7 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
         return state, HeartbeatReply(unknown_token=True)
     parent = said.parent if said is not None else ""
     if place.present and parent == "ended" and state.view is not None:
-        place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine says that it has ended")
+        place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine reports that it has ended")
         state = _with(state, place)
     elif place.present:
         active_generation = max(place.active_generation, 0 if said is None or parent else said.active_generation)
@@ -304,7 +304,7 @@ def _problem(state: State, request: Join) -> str:
     if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
         return problem
     if state.view is not None:
-        return coded("E-JOB-CLOSED", f"the job has begun with {len(state.view.members)} workers; a running job takes no new "
+        return coded("E-JOB-CLOSED", f"the job has begun with {len(state.view.members)} workers; a running job admits no new "
                      "members")
     if request.kind == "server" and request.dials_only:
         return coded("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not serve: name "
@@ -313,7 +313,7 @@ def _problem(state: State, request: Join) -> str:
     if request.kind == "worker":
         total = state.workers or request.world
         if not total:
-            return coded("E-WORKERS", "neither it nor the coordinator says how many workers there are: commlayer serve "
+            return coded("E-WORKERS", "the number of workers is unknown: start the coordinator with commlayer serve "
                          "--workers N")
         if request.world not in (0, total):
             return coded("E-WORKERS", f"expects {request.world} workers, the job has {total}: start all with the same world "

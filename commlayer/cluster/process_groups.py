@@ -54,8 +54,8 @@ def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline
         if not missing:
             raise CommError(f"{what}: the process group's store does not answer: {str(error).splitlines()[0]}",
                             peer="the launcher") from None
-        raise DeadlineExceeded(f"{what}: nothing heard within {deadline_s:g} s, of {len(ranks)} ranks: did it start, and has "
-                               "it come as far as this one?", peer=f"rank {', '.join(missing)}") from None
+        raise DeadlineExceeded(f"{what}: no message within {deadline_s:g} s, of {len(ranks)} ranks: did it start, and is "
+                               "it at the same place in the script?", peer=f"rank {', '.join(missing)}") from None
 
 
 def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Tensor]:

@@ -206,9 +206,9 @@ class RendezvousService:
         state = self._state
         for token, home in state.present.items():
             if token not in before.present:
-                news = f"joins the {home.world - home.request.workers} workers that there are" if home.world else \
-                    sites.missing(state) or f"all {state.workers} workers are"
-                log.info("home %s is here: %s", home.who, news)
+                news = f"joins {home.world - home.request.workers} workers" if home.world else \
+                    sites.missing(state) or f"all {state.workers} workers have joined"
+                log.info("home %s registered: %s", home.who, news)
                 self._audit.note("attended", where=home.who, workers=home.request.workers)
         left = [state.former.get(token, f"home {home.who} has left") for token, home in before.present.items()
                 if token not in state.present]

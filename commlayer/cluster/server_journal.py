@@ -82,7 +82,7 @@ class ServerJournal:
             self._next.publish()
         except OSError as error:
             self._discard()
-            self._fail(f"cannot be put in force: {error.strerror}", "mend the folder")
+            self._fail(f"cannot replace the former journal: {error.strerror}", "repair the folder")
             return False
         self._end()
         self._journal, self._next = self._next, None
@@ -94,7 +94,7 @@ class ServerJournal:
             raise RecordError("E-JOURNAL", f"{line}; {remedy}, or set journal_required to false") from None
         self._end()
         self._folder.forget()
-        log.warning("%s; the job goes on without it, and a crash of this server ends it", line)
+        log.warning("%s; the job continues without it, and a crash of this server ends the job", line)
 
     def ignore(self, why: str) -> None:
         log.warning("journal %s: %s; nothing of it is used", self._path, why)
@@ -123,7 +123,7 @@ def _identity(found: StoredJournal) -> ServerIdentity:
     try:
         return msgspec.msgpack.decode(found.about, type=ServerIdentity)
     except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"the journal says of itself what nobody understands: {error}") from None
+        raise CorruptFrame(f"the journal's metadata is malformed: {error}") from None
 
 
 # ---- File format of the summation server's journal: a memory-mapped file of entries that survive a crash of the process.

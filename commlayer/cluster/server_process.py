@@ -68,8 +68,7 @@ def run(config: Config, part: ServeOptions) -> None:
         raise InvalidInput("E-SETTING", "--port 65535 leaves no next port for the data: choose a lower one")
     if config.keys and (keys := Keys(config.keys)).dials_only:
         raise InvalidInput("E-KEYS",
-                           f"keys: {keys.me.name} in {config.keys} was made with --dials-only, so nobody takes it for a "
-                           "server: "
+                           f"keys: {keys.me.name} in {config.keys} was made with --dials-only, so it cannot be a server: "
                            f"name the folder of another node, or make one with `commlayer keys add {keys.me.name} --again`")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
@@ -126,7 +125,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not config.join:
-            log.info("each home types: %s", _launch_command(config, control, part.made))
+            log.info("on each other machine run: %s", _launch_command(config, control, part.made))
         if part.sums:
             request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
             if serving.journal is not None:
@@ -156,7 +155,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                     end.set()
         end.wait()
         if goes_on():
-            log.info("stops, and keeps its journal: the same command takes the job up; to end it for good, remove %s",
+            log.info("stopped; the journal is kept, and the same command resumes the job; to end the job, remove %s",
                      config.journal)
             return None
         if unfit:
@@ -167,7 +166,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             failed = "as its coordinator reports" if member is not None and member.failed else ""
         if part.parent or stopped.is_set() or not failed:
             return None
-        log.warning("the job has failed (%s): waits at %s for the next one", without_code(failed), control)
+        log.warning("the job failed (%s); waiting at %s for the next job", without_code(failed), control)
     # Workers know the coordinator's address, and get those of the servers from it.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))

@@ -56,7 +56,7 @@ class KvClient:
         lost_s = math.inf  # since when connections are refused
         while True:
             if self._closed:
-                raise CommError("this process takes no part any more")
+                raise CommError("this process has left the job")
             left_s = max(0.0, deadline - time.monotonic())
             call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
             try:
@@ -117,7 +117,7 @@ class SiteLease:
                 if now - answered > join_s:
                     raise DeadlineExceeded(f"did not answer within {join_s:g} s: is `commlayer serve` running there, is "
                                            "that its address and port, and do firewalls let it through?", peer=peer)
-                line = f"waits for the coordinator at {self.address} to answer, for {join_s:g} s at most"
+                line = f"waiting for an answer of the coordinator at {self.address}, at most {join_s:g} s"
             else:
                 answered, self._answered = now, True
                 if answer.error:
@@ -127,7 +127,7 @@ class SiteLease:
                 if now - begin > wait_s:
                     raise DeadlineExceeded(f"{answer.missing} after {wait_s:g} s: start the others, or wait longer (--wait)",
                                            peer=peer)
-                line = f"{answer.missing}; waits for the others"
+                line = f"{answer.missing}; waiting for the others"
             if line != logged:
                 self._tell(line)
                 logged = line

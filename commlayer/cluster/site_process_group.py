@@ -209,8 +209,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                 rows = self._exchanged(data, nbytes)
                 if every and (gone := [str(rank) for rank, row in zip(self._ranks, rows, strict=True) if row is None]):
                     # Zeros would look like that member's data. The group stays usable: all remaining ranks get this error.
-                    work.end(f"{what} between homes: rank {', '.join(gone)} is gone, and has left no row: call it again behind "
-                             "the next step, which is of those who are left")
+                    work.end(f"{what} between homes: rank {', '.join(gone)} is gone without sending its row: call it again "
+                             "after the next step, with the remaining ranks")
                     return
                 if successor_sends and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
@@ -270,8 +270,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                               rank=self._ranks[self._mine], limit_s=limit_s)
         if None in kept.found and not kept.over:
             missing = [self._ranks[member] for member, value in zip(others, kept.found, strict=True) if value is None]
-            raise CommError(f"nothing heard within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
-                            "which has not come as far as this one", code="E-DEADLINE")
+            raise CommError(f"no data within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
+                            "which has not reached this collective", code="E-DEADLINE")
         rows = list(kept.found)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
@@ -280,7 +280,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _of(self, rows: Rows, root: int) -> bytes:
         if (row := rows[root]) is None:
-            raise CommError("is gone, and has left nothing to share", peer=f"rank {root}")
+            raise CommError("is gone and has sent nothing", peer=f"rank {root}")
         return row
 
     def _reduced(self, op: Any, x: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
@@ -330,7 +330,7 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
     assert data is not None
     if len(data) != like.numel() * like.element_size():
         raise InvalidState("E-COLLECTIVE",
-                           f"a member left {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
+                           f"a member sent {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
                            "same collectives in the same order, with tensors of one shape and dtype")
     if not data:
         return torch.empty(like.shape, dtype=like.dtype)

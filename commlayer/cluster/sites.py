@@ -196,7 +196,7 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
         if not state.begun:
             state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
         elif _ranks(home) <= {*ended}:
-            state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s behind its workers' end", view)
+            state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s after its workers ended", view)
     return state
 
 
@@ -230,7 +230,7 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
         return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
                      "--workers N")
     if state.begun and door is None:
-        return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job takes no new members")
+        return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job admits no new members")
     if state.begun and door is not None:
         return _late(state, request, door)
     left = state.workers - _count(state)
@@ -238,13 +238,13 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
         names = ", ".join(h.who for h in state.present.values())
         return coded("E-WORKERS",
                      f"brings {request.workers} workers, and {left} of the job's {state.workers} are missing (here: "
-                     f"{names or 'nobody'}): start the coordinator with a larger --workers, or this home with fewer")
+                     f"{names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
     if request.place != ANY and not 0 <= request.place < state.workers:
-        return coded("E-RANK", f"wishes to be home {request.place}, allowed: 0 to {state.workers - 1}")
+        return coded("E-RANK", f"requests --node-rank {request.place}, allowed: 0 to {state.workers - 1}")
     other = next((h for h in state.present.values() if request.place not in (ANY,) and h.request.place == request.place), None)
     if other is None:
         return ""
-    return coded("E-RANK", f"wishes to be home {request.place}, which {other.who} is: give each --node-rank of its own")
+    return coded("E-RANK", f"requests --node-rank {request.place}, which {other.who} has: give each its own --node-rank")
 
 
 def _late(state: Sites, request: RegisterSite, door: AdmissionState) -> str:

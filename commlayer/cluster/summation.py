@@ -123,7 +123,7 @@ class Summation:
         if message.header.generation >= self.generation:
             return False
         if message.header.sender != message.peer:
-            raise _breach(message, f"says it is {peer_name(message.header.sender)}")
+            raise _breach(message, f"sender {peer_name(message.header.sender)} in the header")
         self.fenced += 1
         return True
 
@@ -131,7 +131,7 @@ class Summation:
         """Checks sender, generation and bucket, which every message must have right. Returns the bucket's sum."""
         h = message.header
         if h.sender != message.peer:
-            raise _breach(message, f"says it is {peer_name(h.sender)}")
+            raise _breach(message, f"sender {peer_name(h.sender)} in the header")
         if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
             raise _breach(message, f"generation {h.generation}, here {self.generation}")
         cell = self.cells.get(h.bucket)
@@ -180,7 +180,7 @@ class Summation:
         step = cell.step if cell.open else cell.awaited
         if step is None or (h.step, h.round) > (step, cell.round):
             if step is not None:
-                log.warning("bucket %d: the journal ends before step %d, round %d: its residual begins anew", cell.bucket,
+                log.warning("bucket %d: the journal ends before step %d, round %d: its residual restarts at zero", cell.bucket,
                             h.step, h.round)
                 cell.ops.begin_anew()
                 cell.forget_results()
@@ -200,8 +200,9 @@ class Summation:
             h = message.header
             first = cell.next == 0
             if not first and h.undone != cell.undone:
-                raise _breach(message, f"{_applied(h.undone)} of the step before, {peer_name(cell.members[0])} "
-                                       f"{_applied(cell.undone)}: all workers must step, skip and clear gradients alike",
+                raise _breach(message, f"{_applied(h.undone)} of the previous step, {peer_name(cell.members[0])} "
+                                       f"{_applied(cell.undone)}: all workers must step, skip and clear "
+                                       "gradients at the same steps",
                               "E-STEPS-DIFFER")
             if first and r == 0:
                 if h.undone:
@@ -210,7 +211,7 @@ class Summation:
                     release(held)
                 cell.held.clear()
             if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
-                raise _breach(message, f"codes a part of {h.total:g}, though it was told that all weigh {cell.expected:g}")
+                raise _breach(message, f"coded for a total weight of {h.total:g}, expected {cell.expected:g}")
             if h.flags & Flag.ABANDON:
                 cell.abandoned = cell.abandoned or bytes(message.body)
             else:

@@ -442,14 +442,14 @@ class DataServer:
             except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
-                log.warning("no gRPC streams beside TCP: %s", line_of(error))
+                log.warning("no gRPC streams, only TCP: %s", line_of(error))
             else:
                 self.streams = join_host(bind, self._streams.number)
         self.address = self.address or self.streams
 
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
-            return RetryLater("has no plan yet: its coordinator still waits for others")
+            return RetryLater("has no plan yet: the coordinator waits for other processes")
         if self._away:
             return self._away
         if self._unfit:
@@ -512,10 +512,10 @@ class DataServer:
             except (CorruptFrame, ValueError) as error:
                 lost.append(f"{bucket} ({without_code(error)})")
                 core.forget(bucket)
-        log.warning("journal: taken up where an earlier process ended, in generation %d, with %d of %d buckets",
+        log.warning("journal: resumed in generation %d, with %d of %d buckets",
                     core.generation, len(core.cells) - len(lost), len(core.cells))
         if lost:
-            log.warning("journal: what was owed of %d buckets is lost, and their residuals begin anew: %s", len(lost),
+            log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost),
                         ", ".join(lost[:8]))
 
     def _write_down(self, core: Summation, plan: bytes, server: int, view: View) -> None:
@@ -567,7 +567,7 @@ class DataServer:
         assert self._view is not None
         if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
             raise InvalidInput("E-EPOCH-ENDED",
-                               f"view {change.view.generation} has ended: view {self._view.generation} is in force")
+                               f"view {change.view.generation} has ended: view {self._view.generation} is active")
         if why := change_problem(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
         # Checked now, because after the former sums have ended an error could not be undone.
@@ -635,7 +635,7 @@ class DataServer:
         """`flush_s`: how long queued messages may take to reach the workers. `over`: the coordinator has ended the job. If it
         has not and there is a journal, workers keep reconnecting until a restarted server resumes."""
         if self.journal is not None and not over:
-            self._away, reason = RetryLater("is being started again"), CommError("was stopped, and its journal is kept")
+            self._away, reason = RetryLater("is restarting"), CommError("was stopped; its journal is kept")
         if self._server is not None:
             self._server.close(reason, flush_s)
         else:

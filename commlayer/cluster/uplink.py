@@ -273,7 +273,7 @@ class Uplink:
         header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
         answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
-            raise CommError(f"cannot go on with other members: {answer}", peer=peer_name(SERVER_BASE + server))
+            raise CommError(f"cannot continue with other members: {answer}", peer=peer_name(SERVER_BASE + server))
 
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
@@ -341,8 +341,8 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
         either = carrier == "auto" and streams is not None
         if carrier == "grpc" or alone:
             if carrier == "tcp" or streams is None:
-                offered = "takes gRPC streams alone" if streams else "takes no gRPC streams"
-                raise Refused(f"{offered} (setting carrier): set it alike here and there, or leave it out", peer=name,
+                offered = "accepts only gRPC streams" if streams else "accepts no gRPC streams"
+                raise Refused(f"{offered} (setting carrier): set the same value on both ends, or leave it out", peer=name,
                               code="E-SETTING")
             dial_grpc(transport, peer, streams, keys, deadline)
             log.info("%s: over gRPC at %s", name, where)
@@ -364,7 +364,7 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
         except CommError as error:
             also = "" if error.what == first.what else f"; nor over gRPC: {error.what}"
             raise first.located(what=first.what + also) from first
-        log.warning("%s: over gRPC at %s, since TCP did not get through: %s", name, where, first.what)
+        log.warning("%s: over gRPC at %s, because TCP failed: %s", name, where, first.what)
         carrier = "grpc"
 
     return dial
@@ -425,8 +425,8 @@ def leave_job(
     try:
         if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
             names = ", ".join(link.remaining) if link is not None and link.remaining else "others"
-            log.warning("this process has ended, but it hosts a server that %s may still need: it stays until they have ended, "
-                        "for %.0f s at most (deadline_s)", names, stay_s)
+            log.warning("this process is done, but its server may still be needed by %s: waiting until they have ended, "
+                        "at most %.0f s (deadline_s)", names, stay_s)
         for child in children:
             child.over(until - time.monotonic())
     finally:

@@ -30,7 +30,7 @@ from commlayer.transport.protocol import (
 )
 
 INLINE_NBYTES = 64 << 10
-"""On an idle connection, the caller's thread writes bodies up to this size, as far as it can without blocking."""
+"""On an idle connection, the caller's thread writes bodies up to this size, until it would block."""
 _LAST = 1 << 32
 """Sorts after every step, so that BYE goes out last."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
@@ -355,7 +355,7 @@ class Connection:
             self._work.notify_all()
         if not self.broken:
             self._mailbox.end(reason, self.peer)
-        self._ended(self)  # after the mailbox: from here on the peer may reconnect
+        self._ended(self)  # after the mailbox: now the peer may reconnect
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads from their system calls
         except OSError:

@@ -161,8 +161,8 @@ class StreamTransport:
         try:
             sock = track(socket.create_connection(address, max(0.001, deadline - begin)))
         except TimeoutError:
-            raise DeadlineExceeded(f"{host}:{port} gave no answer within {deadline - begin:.1f} s: check the address, "
-                                   "that it runs, and the firewalls between", peer=who) from None
+            raise DeadlineExceeded(f"{host}:{port} no answer within {deadline - begin:.1f} s: check the address, "
+                                   "that it runs, and firewalls", peer=who) from None
         except OSError as error:
             raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
                            "address and that it runs there", peer=who) from None
@@ -215,7 +215,7 @@ class StreamTransport:
         peer = None
         try:
             reader, hello_deadline = self._reader(), time.monotonic() + self._settings.hello_s
-            who = f"the dialler at {where}"
+            who = f"the dialer at {where}"
             if isinstance(sock, socket.socket):
                 self._tune(sock)
             if isinstance(sock, tls.TlsSocket):
@@ -239,7 +239,7 @@ class StreamTransport:
             close_channel(sock)
             if peer is not None:
                 if not self._settings.resume:
-                    self._mailbox.end(PeerLost("connection lost in the greeting", peer=peer_name(peer)), peer)
+                    self._mailbox.end(PeerLost("connection lost in the handshake", peer=peer_name(peer)), peer)
                 with self._lock:
                     self._taken.discard(peer)
                     self._lock.notify_all()
@@ -264,7 +264,7 @@ class StreamTransport:
                 reason = f"was dropped: {self._barred[hello.session]}"
             former = None if reason else self._connections.get(hello.rank)
         if former is not None and self._settings.resume and hello.session and former.session == hello.session:
-            former.end(PeerLost("came back on another connection", peer=peer_name(hello.rank)), broken=True)
+            former.end(PeerLost("reconnected on another connection", peer=peer_name(hello.rank)), broken=True)
         with self._lock:
             if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
                 reason = RetryLater(coded("E-RANK",

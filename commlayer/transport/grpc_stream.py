@@ -308,7 +308,7 @@ def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | Non
             except LookupError as error:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
             if not room:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are in their greeting: come again")
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many pending handshakes: retry later")
             await context.send_initial_metadata((ACCEPTED,))
             answered.set()
             await over.wait()  # or cancelled: the peer is gone
@@ -331,7 +331,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
                 await call.wait_for_connection()
                 if ACCEPTED not in ((key, value) for key, value in await call.initial_metadata()):
                     await call.read()  # raises the server's reason
-                    raise Refused(f"{where} answers, and is no server of commlayer's: check the address", code="E-ADDRESS")
+                    raise Refused(f"{where} answers, but is no commlayer server: check the address", code="E-ADDRESS")
         except BaseException:
             call.cancel()
             await link.close()
@@ -354,8 +354,8 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
         except TimeoutError:
             # A reason from the server is more useful than the timeout of a later attempt.
             raise refusal or DeadlineExceeded(
-                f"{where} gave no answer within {deadline - begin:.1f} s: check the address, that it runs, and the firewalls "
-                "between") from None
+                f"{where} no answer within {deadline - begin:.1f} s: check the address, that it runs, and "
+                "firewalls") from None
         except grpc.aio.AioRpcError as error:
             refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + RETRY_S > deadline:
@@ -365,10 +365,10 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
 
 def _refusal(error: Any, where: str) -> CommError:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return Refused("takes no gRPC streams there: check the address, and the setting carrier on its machine",
+        return Refused("accepts no gRPC streams there: check the address, and the setting carrier on its machine",
                        code="E-ADDRESS")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return Refused(f"does not let the stream in: {one_line(error.details())}")
+        return Refused(f"refuses the stream: {one_line(error.details())}")
     return PeerLost(f"cannot reach {where}: {one_line(error.details())}: check the address and that it runs there")
 
 

@@ -93,7 +93,7 @@ def same_job(mine: Hello) -> Admit:
             return coded("E-VERSION", f"speaks protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), here "
                          f"{mine.protocol} (commlayer {mine.version or '?'}): install the same version on all machines")
         if theirs.job != mine.job:
-            return coded("E-RANKS-DIFFER", "is of another job: start all with the same model and job id")
+            return coded("E-RANKS-DIFFER", "is in another job: start all with the same model and job id")
         if theirs.plan and mine.plan and theirs.plan != mine.plan:
             return coded("E-RANKS-DIFFER", "follows another plan: start all with the same plan")
         return ""
@@ -122,7 +122,7 @@ def dial_handshake(
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
-        raise Refused(f"{peer_name(welcome.rank)} answered in its place: check the address", peer=who, code="E-ADDRESS")
+        raise Refused(f"{peer_name(welcome.rank)} answered instead: check the address", peer=who, code="E-ADDRESS")
 
 
 def accept_handshake(
@@ -133,7 +133,7 @@ def accept_handshake(
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
     hello_bytes, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
-        raise CorruptFrame(f"says it is peer {hello.rank}, allowed 0 to 65535", peer=who)
+        raise CorruptFrame(f"peer number {hello.rank}, allowed 0 to 65535", peer=who)
     mine = new_nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
     answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
@@ -159,9 +159,9 @@ def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, d
         _wait_until(sock, deadline)
         sock.sendall(head + body)
     except TimeoutError:
-        raise DeadlineExceeded(f"{kind.name} not taken before the deadline", peer=who) from None
+        raise DeadlineExceeded(f"{kind.name} not accepted before the deadline", peer=who) from None
     except OSError as error:
-        raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
+        raise PeerLost(f"connection lost in the handshake: {error.strerror}", peer=who) from None
 
 
 def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
@@ -171,7 +171,7 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
             _wait_until(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
-                raise PeerLost("connection closed in the greeting", peer=who) if received else Unsaid()
+                raise PeerLost("connection closed in the handshake", peer=who) if received else Unsaid()
             received = True
             reader.filled(n)
     except TimeoutError:
@@ -179,7 +179,7 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
     except OSError as error:
         if not received:
             raise Unsaid() from None
-        raise PeerLost(f"connection lost in the greeting: {error.strerror}", peer=who) from None
+        raise PeerLost(f"connection lost in the handshake: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
         raise error.located(peer=who) from None
     if frame.header.kind != kind:

@@ -27,7 +27,7 @@ SERVICE = "commlayer"
 """A name in the certificates of all nodes that accept connections: addresses decide which node is reached."""
 PROTOCOLS = "commlayer-data", "h2"
 """ALPN names of the two kinds of connection, so that one is never taken for the other."""
-COPY_AGAIN = "copy it anew from the folder where `commlayer keys` made it"
+COPY_AGAIN = "copy it again from the folder where `commlayer keys` made it"
 Stamp = tuple[int, int, int]
 
 
@@ -71,7 +71,7 @@ class Keys:
                               f"{COPY_AGAIN}") from None
         self._contexts = self._made(self._listed)  # reports files that do not match now instead of at the first connection
         if (self.folder / KEY).stat().st_mode & 0o077:
-            log.warning("keys: others of this machine may read %s: chmod 600 it", self.folder / KEY)
+            log.warning("keys: other users of this machine may read %s: chmod 600 it", self.folder / KEY)
 
     def _read(self, name: str) -> bytes:
         path = self.folder / name
@@ -100,7 +100,7 @@ class Keys:
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
             raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {name} in {self.folder} is good from "
                               f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
-                              f"clock says {_day(now)}: mend the clock, or make a new one with `commlayer keys add {name} "
+                              f"clock shows {_day(now)}: correct the clock, or make a new one with `commlayer keys add {name} "
                               "--again`")
         own = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
         self.dials_only = own.dials_only
@@ -120,7 +120,7 @@ class Keys:
                                            "here")
                     self._contexts, self._listed = self._made(listed), listed
                 except (OSError, ValueError) as error:
-                    log.warning("keys: %s is left unread: %s; what it said before still holds", path, without_code(error))
+                    log.warning("keys: %s was not read: %s; the former list stays valid", path, without_code(error))
                 self._stamp = stamp
             return self._listed.serials
 
@@ -169,8 +169,8 @@ class Keys:
                 context.load_verify_locations(trust)
                 context.load_cert_chain(certificate, key)
         except (ssl.SSLError, OSError) as error:
-            raise RecordError("E-KEYS", f"keys: {self.folder} holds files that do not go together, or a damaged {KEY} "
-                              f"({error.strerror or error}): copy the folder anew from where `commlayer keys` made "
+            raise RecordError("E-KEYS", f"keys: {self.folder} holds files that do not match, or a damaged {KEY} "
+                              f"({error.strerror or error}): copy the folder again from where `commlayer keys` made "
                               "it") from None
         return context
 

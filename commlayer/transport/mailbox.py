@@ -118,7 +118,7 @@ def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
     try:
         callback(operation)
     except Exception:
-        log.exception("a callback failed; callbacks must not raise, the link with %s goes on", _name(operation.peer))
+        log.exception("a callback failed; callbacks must not raise; the link with %s continues", _name(operation.peer))
 
 
 def clear_traceback(error: CommError) -> CommError:
@@ -228,7 +228,7 @@ class Mailbox:
         peer, charge = message.peer, len(message.body) + KEPT_OVERHEAD_NBYTES
         total = self._kept_nbytes.get(peer, 0) + charge
         if total > self.max_kept_nbytes:
-            raise CorruptFrame(f"sent more than {self.max_kept_nbytes} bytes that nobody has asked for", peer=peer_name(peer))
+            raise CorruptFrame(f"sent more than {self.max_kept_nbytes} bytes without a posted receive", peer=peer_name(peer))
         self._kept_nbytes[peer] = total
         self._seq += 1
         self._kept[self._seq] = message

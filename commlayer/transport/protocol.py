@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
     STATE_OK = 8  # server -> worker: restored
     DATA = 9  # point to point, for tests and probes
     BYE = 10  # orderly end of a connection: the closing that follows is not a loss
-    PROBE = 11  # worker -> server: a body of any bytes; `used` says how many bytes to answer with
+    PROBE = 11  # worker -> server: a body of any bytes; `used` is the size of the answer
     PROBE_OK = 12  # server -> worker: that many zeros
     PLAN = 13  # worker -> server, between steps: the plan of the generation that the header names
     PLAN_OK = 14  # server -> worker: the server now sums that plan, or the error (UTF-8 body)

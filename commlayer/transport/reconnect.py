@@ -217,7 +217,7 @@ class ReconnectingTransport(Wrapper):
 
     def end(self, generation: int) -> None:
         """Drops the requests of earlier generations: they fail and are not sent again."""
-        reason = CommError("its view has ended")
+        reason = CommError("its epoch has ended")
         for link in self._links.values():
             with link.order:
                 requests = link.inflight.end(generation)
@@ -247,7 +247,7 @@ class ReconnectingTransport(Wrapper):
             if link.broken_since_s is None or begin - link.restored_s > STABLE_S:
                 link.broken_since_s, link.pause_s = begin, 0.0
             until = link.broken_since_s + self._waits.window_s
-        self._warn("%s: it is dialled again, for up to %.0f s, and the step goes on then", without_code(error),
+        self._warn("%s: reconnecting for up to %.0f s; the step then continues", without_code(error),
                   self._waits.window_s)
         while self._is_wanted(peer):
             if time.monotonic() + link.pause_s >= until:
@@ -268,7 +268,7 @@ class ReconnectingTransport(Wrapper):
             else:
                 count, nbytes = self._replay(peer, link)
                 if self._finish_reconnect(link):
-                    self._warn("%s: connected again after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
+                    self._warn("%s: reconnected after %.1f s; %d requests (%d bytes) were sent again", peer_name(peer),
                               time.monotonic() - begin, count, nbytes)
                     return
 

@@ -28,17 +28,18 @@ LINGER_S = 0.5
 _LATE, _EARLY, _REVOKED, _PURPOSE, _LIST = 10, 9, 23, 26, 3
 _VERIFIED = {
     _LATE: ("E-CERTIFICATE-DATE", "its certificate has expired by this machine's clock ({now}): make a new one with `commlayer "
-            "keys add NAME --again`, or mend the clock"),
-    _EARLY: ("E-CERTIFICATE-DATE", "its certificate is not valid yet by this machine's clock ({now}): mend the clock, here or "
+            "keys add NAME --again`, or correct the clock"),
+    _EARLY: ("E-CERTIFICATE-DATE",
+             "its certificate is not valid yet by this machine's clock ({now}): correct the clock, here or "
              "where it was made"),
     _REVOKED: ("E-CERTIFICATE-REVOKED", "its certificate was revoked"),
     _PURPOSE: ("E-CERTIFICATE-USE", "its certificate is not for this end (made with --dials-only)"),
-    _LIST: ("E-CERTIFICATE-CA", "its certificate is of another CA than this job's"),
+    _LIST: ("E-CERTIFICATE-CA", "its certificate is from another CA than this job's"),
 }
 _REASONS = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate: set keys (COMMLAYER_KEYS) there",
-    "HTTP_REQUEST": "it speaks plain text, and here keys are set: set keys (COMMLAYER_KEYS) there, too",
-    "WRONG_VERSION_NUMBER": "it speaks plain text, and here keys are set: set keys (COMMLAYER_KEYS) there, too",
+    "HTTP_REQUEST": "it speaks plain text, and this end uses TLS: set keys (COMMLAYER_KEYS) there, too",
+    "WRONG_VERSION_NUMBER": "it speaks plain text, and this end uses TLS: set keys (COMMLAYER_KEYS) there, too",
     "UNSUPPORTED_PROTOCOL": "it speaks an older TLS than 1.3",
 }
 _FOR = {DATA: "data", CONTROL: "control calls"}
@@ -46,10 +47,10 @@ _NO_TLS = frozenset(_REASONS) - {"PEER_DID_NOT_RETURN_A_CERTIFICATE"}
 _ALERTS = {
     "CERTIFICATE_REQUIRED": ("E-TLS", "it asks for a certificate"),
     "CERTIFICATE_EXPIRED": ("E-CERTIFICATE-DATE", "{me} has expired by its clock: make a new one with `commlayer keys add NAME "
-                            "--again`, or mend the clock"),
+                            "--again`, or correct the clock"),
     "CERTIFICATE_REVOKED": ("E-CERTIFICATE-REVOKED", "{me} was revoked"),
-    "UNKNOWN_CA": ("E-CERTIFICATE-CA", "{me} is of another CA than its job's: copy the folder of keys of that job"),
-    "BAD_CERTIFICATE": ("E-CERTIFICATE-DATE", "{me} is not valid by its clock: mend the clock, there or here"),
+    "UNKNOWN_CA": ("E-CERTIFICATE-CA", "{me} is from another CA than its job's: copy the folder of keys of that job"),
+    "BAD_CERTIFICATE": ("E-CERTIFICATE-DATE", "{me} is not valid by its clock: correct the clock, there or here"),
     "UNSUPPORTED_CERTIFICATE": ("E-CERTIFICATE-USE", "{me} is not for this end (made with --dials-only)"),
 }
 

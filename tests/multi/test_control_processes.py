@@ -91,7 +91,7 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
             while not told.empty():
                 told.get()
             assert ["answers again" in line for line in lines] == [False, True] * outage, lines
-            assert "training goes on" in lines[-2]
+            assert "training continues" in lines[-2]
         assert failures.errors == [], "training can do without it"
     finally:
         os.kill(child.pid, signal.SIGCONT)

@@ -48,8 +48,8 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
 
 @pytest.mark.parametrize(("one", "pattern"), [
     (asked("d", workers=3), r"\b3 workers.*\b2 of the job's 3 .*a \(pid.*E-WORKERS"),
-    (asked("d", place=1), r"home 1\b.* a \(pid.*E-RANK\]"),
-    (asked("d", place=3), r"home 3\b.* 0 to 2 \[E-RANK\]"),
+    (asked("d", place=1), r"node-rank 1\b.* a \(pid.*E-RANK\]"),
+    (asked("d", place=3), r"node-rank 3\b.* 0 to 2 \[E-RANK\]"),
     (msgspec.structs.replace(asked("d"), version="0.0"), r"0\.0\b.*E-VERSION"),
 ])
 def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.RegisterSite, pattern: str) -> None:
@@ -87,7 +87,7 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     assert sites.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
     left = sites.tick(begun, 45.0, 10.0, {0, 1})
     assert list(left.present) == [a.home], "it may have left while nobody was there to hear it"
-    assert "behind its workers' end" in left.left[1]
+    assert "after its workers ended" in left.left[1]
 
 
 def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:
@@ -315,7 +315,7 @@ def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(o
     said: list[str] = []
     with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:9\b.*\b0\.3 s\b.*E-DEADLINE"):
         SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0)
-    assert said == ["waits for the coordinator at 127.0.0.1:9 to answer, for 0.3 s at most"]
+    assert said == ["waiting for an answer of the coordinator at 127.0.0.1:9, at most 0.3 s"]
     coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
     opened.append(coordinator)
     with pytest.raises(Refused, match="E-SECRET"):

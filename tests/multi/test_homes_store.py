@@ -69,8 +69,8 @@ def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: p
         members = joined(opened, coordinator, 3)
         members[1].leave()
         members[2].leave("it breaks off")
-    assert [line for r in caplog.records if (line := r.getMessage()).startswith("goes on")] == [
-        "goes on with 2 workers, without worker 1 (finished)", "goes on with 1 workers, without worker 2"]
+    assert [line for r in caplog.records if (line := r.getMessage()).startswith("continuing")] == [
+        "continuing with 2 workers; left: worker 1 (finished)", "continuing with 1 workers; left: worker 2"]
 
 
 def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:

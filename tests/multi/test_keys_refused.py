@@ -90,9 +90,9 @@ def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[En
 
 
 CASES = {
-    "plain text": (plain, "it speaks plain text, and here keys are set"),
+    "plain text": (plain, "it speaks plain text, and this end uses TLS"),
     "no certificate": (showing(lambda f: Bare(f.ca, None)), "it shows no certificate: set keys"),
-    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate is of another CA than this job's"),
+    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate is from another CA than this job's"),
     "expired": (showing(lambda f: Bare(f.ca, f.expired)), "its certificate has expired by this machine's clock (2"),
     "not valid yet": (showing(lambda f: Bare(f.ca, f.early)), "its certificate is not valid yet by this machine's clock (2"),
     "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),

@@ -86,16 +86,16 @@ def test_who_joins_stands_behind_all_others_whatever_their_numbers(there: tuple[
 
 
 WRONG = [
-    ({"members": (0, 1, 3, 3)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
-    ({"members": (0, 1, 0)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
-    ({"members": ()}, 0, "its members are none of those in force, or"),
-    ({"members": (0, 3, 2)}, 0, "its members are none of those in force, or not in their order and ahead of who joins"),
+    ({"members": (0, 1, 3, 3)}, 0, "its members are not the present ones in their order, followed by those that join"),
+    ({"members": (0, 1, 0)}, 0, "its members are not the present ones in their order, followed by those that join"),
+    ({"members": ()}, 0, "its members are not the present ones"),
+    ({"members": (0, 3, 2)}, 0, "its members are not the present ones in their order, followed by those that join"),
     ({"members": (0, 1, 3)}, 0, "its view 2 is not the coordinator's"),
-    ({"members": (1, 2)}, 0, "its sender is none of its members"),
+    ({"members": (1, 2)}, 0, "its sender is not one of its members"),
     ({"members": (0, 2)}, 0, "its view 2 is not the coordinator's"),
     ({"servers": ()}, 0, "its servers or its plan are not those of the job"),
-    ({}, (1 << 32) - 1, "view 2 in generation 4294967295, while view 1 is in force"),
-    ({"generation": 1}, 2, "view 1 in generation 2, while view 1 is in force"),
+    ({}, (1 << 32) - 1, "view 2 in generation 4294967295, while view 1 is active"),
+    ({"generation": 1}, 2, "view 1 in generation 2, while view 1 is active"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_homes_train_on_and_meet_behind_it(together: bool, least: str, homes: Ho
     assert last[0]["steps"] == last[1]["steps"] >= (KILLS + 2) * BEHIND
     code, _, errors = ended(served.process)
     assert code == 0, errors
-    assert "taken up a job of 2 workers that has begun" in errors
+    assert "resumed a running job of 2 workers" in errors
     assert [path.name for path in (tmp_path / "coordinator").iterdir()] == (["lock"] if together else []), "the job is over"
 
 

@@ -81,7 +81,7 @@ def test_who_breaks_the_protocol_is_done_without_and_named(homes: Homes, tmp_pat
     _, _, said = ended(server)
     assert f"dropped worker 1: {HOW[how]}" in said
     assert f"worker 1: was dropped (by server 0): {HOW[how]}" in said
-    assert "goes on with 2 workers, without worker 1" in said
+    assert "continuing with 2 workers; left: worker 1" in said
     noted = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     found = [(line["event"], line["why"]) for line in noted if line.get("peer") == "worker 1" and "why" in line]
     assert [event for event, _ in found] == ["dropped", "lost"]

@@ -68,7 +68,7 @@ def trained(homes: Homes, count: int, what: str, hangs: str, directory: Path, *m
 
 def why(waited: int) -> str:
     return (f"was dropped: did not come for {DEADLINE_S} s to where {waited} others waited (a collective, a save, a change of "
-            "plans): it hangs, or its machine is far too slow for deadline_s")
+            "plans): it hangs, or its machine is too slow for deadline_s")
 
 
 @pytest.mark.parametrize("what", ["save", "switch", "own"])

@@ -37,7 +37,7 @@ def test_homes_of_two_and_one_train_the_bits_of_one_rack(homes: Homes) -> None:
     assert [one["nodes"] for one in told] == [[3]] * 3, "the server is none of the homes, though it has their host's name"
     assert {one["sha"] for one in told} == set(in_a_rack("ddp", 3))
     _, said = ended(server)
-    assert re.search(r"each home types: commlayer launch --join 127.0.0.1:\d+ --token-file \S+ SCRIPT", said)
+    assert re.search(r"on each other machine run: commlayer launch --join 127.0.0.1:\d+ --token-file \S+ SCRIPT", said)
 
 
 def test_workers_of_one_home_sum_among_themselves_first(homes: Homes) -> None:

@@ -141,8 +141,7 @@ def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
     state, pulse = membership.heartbeat(state, "w0", 12.0)
     (gone,) = epoch_change.explain_end(state, pulse).failed
     assert gone.peer == "worker 1"
-    assert gone.reason.endswith("; 2 workers are left, and fewer than 3 do not go on (min_workers): start all again from the "
-                                "last save")
+    assert gone.reason.endswith("; 2 workers are left, fewer than min_workers (3): restart all from the last checkpoint")
 
 
 @pytest.mark.parametrize("state", [elastic(least=0), elastic(unable=3)])
@@ -176,12 +175,12 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
 
 
 @pytest.mark.parametrize(("state", "asked", "line"), [
-    (elastic(), newcomer(4), "has its 4 workers; one is taken in when another is gone"),
+    (elastic(), newcomer(4), "has its 4 workers; it admits another when one is gone"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
-    (elastic(least=0), msgspec.structs.replace(newcomer(4), elastic=False), "a running job takes no new members"),
+    (elastic(least=0), msgspec.structs.replace(newcomer(4), elastic=False), "a running job admits no new members"),
     (elastic(unable=3), newcomer(4), "worker 3 cannot continue without others"),
     (ended(), newcomer(4), "the job is over"),
-    (without(elastic(), 0), newcomer(0), "takes in homes alone"),
+    (without(elastic(), 0), newcomer(0), "admits only processes of"),
     (without(elastic(), 0), newcomer(4, job="another"), "trains another model than worker"),
     (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, the job 1.0"),
 ])
@@ -273,7 +272,7 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
         own = torch.tensor([1.0 + rank])
         for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(whole, own),
                      lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
-            with pytest.raises(RuntimeError, match="rank 0 is gone, and has left no row"):
+            with pytest.raises(RuntimeError, match="rank 0 is gone without sending its row"):
                 work().wait()
         group.barrier().wait()
         group.allreduce([own]).wait()

@@ -151,7 +151,7 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     state, own = membership.heartbeat(state, "w2", 10.5)
     assert own.dead == pulse.failed[0].reason, "one that comes back is told that it counts as dead"
     assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].failed == pulse.failed
-    assert "no longer of this job" in after(state, worker(2, world=3))[1].error
+    assert "no longer in this job" in after(state, worker(2, world=3))[1].error
 
 
 def patient(state: State, stop: float) -> State:

@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_taken_up_of_what_has_a_gap(
     store.put([("behind", b"")], BY[0])
     assert list(tmp_path.iterdir()) == []
     assert [record.message.partition(KV_NAME)[2] for record in caplog.records] == [
-        ": File too large; the job goes on without it, and a crash of the coordinator ends its homes"]
+        ": File too large; the job continues without it, and a crash of the coordinator ends the job"]
     assert len(store._rows) == 21
 
 
