@@ -170,7 +170,7 @@ def _steps(session: TrainingSession | None, *, local: bool) -> float:
 
 
 class BatchSource:
-    """Properties that a loop's body reads from a Sampler or Dealer."""
+    """Properties that a loop's body reads from a Sampler or Dispatcher."""
 
     _assignment: StepAssignment
 
