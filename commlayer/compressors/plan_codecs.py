@@ -2,7 +2,7 @@
 
 parse() builds a codec from its spelling, and codec_of() from a plan's bucket. TwoWay uses one codec for payloads to the server
 and another for results to workers. runs_on() says whether a codec has kernels for a device, and reader_of() whether its
-results can be read as entries.
+results can be read as entries. is_summable() and is_separable() say how payloads can be summed without a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.randomk import RandomK, randomk
 from commlayer.compressors.topk import TopK, block_threshold, topk
-from commlayer.errors import InvalidInput, without_code
+from commlayer.errors import CorruptPayload, InvalidInput, without_code
 from commlayer.records import Bucket, Plan, Spec
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
     if not _sums(up):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")
-    if not answers(down):
+    if not is_download_codec(down):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
                            "error_feedback around it or without")
     return TwoWay(up, down)
 
 
-def answers(codec: Codec) -> bool:
+def is_download_codec(codec: Codec) -> bool:
     """Whether the codec can serve as `down`."""
     return isinstance(_bare(codec), OneRound) and _sums(codec)
 
@@ -255,3 +255,44 @@ def reader_of(codec: Any) -> Reads | None:
     """The codec that reads results as entries, or None if results are not entries."""
     inner = result_codec(codec)
     return inner if isinstance(inner, Reads) else None
+
+
+def is_summable(codec: Codec) -> bool:
+    """Whether an all-reduce can combine accumulators of single payloads elementwise, so that `emit` sends their sum."""
+    return all(r is not Round.GATHER for r in codec.rounds)
+
+
+def is_separable(codec: Codec) -> bool:
+    """Whether each payload can be decoded alone and added to a dense sum.
+
+    This excludes codecs of several rounds, and random-k, whose accumulators hold values alone.
+    """
+    inner: Any = codec
+    while isinstance(inner, Wrapper):
+        inner = inner.inner
+    return isinstance(inner, OneRound) and type(inner).zeros is OneRound.zeros
+
+
+class ReducedAccumulator:
+    """An accumulator of one payload that two all-reduces turn into the sum of all members' payloads.
+
+    The caller sums `values` and combines `facts` by maximum, both in place.
+    """
+
+    def __init__(self, acc: Any) -> None:
+        self._acc = acc
+        self.values = acc["sum"]
+        seeds = acc.get("seed", [])
+        self.facts = torch.tensor([int(acc["flagged"][0]), *seeds, *(-seed for seed in seeds)], dtype=torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each member contributes."""
+        return int(self.values.nbytes + self.facts.nbytes)
+
+    def merge(self) -> None:
+        """Updates the accumulator after both all-reduces. All members raise CorruptPayload if payloads cannot be added."""
+        flagged, *seeds = self.facts.tolist()
+        self._acc["flagged"][0] = bool(flagged)
+        if not flagged and seeds and seeds[0] != -seeds[1]:
+            raise CorruptPayload("members drew with different seeds, so their payloads hold different entries")

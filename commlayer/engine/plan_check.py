@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commlayer.compressors import Codec, codec_of, parse, wrap
-from commlayer.compressors.plan_codecs import answers
-from commlayer.compressors.reducing import adds_up, stands_alone
+from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
 from commlayer.planner.model import codec_fit, grammar, paths
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
@@ -63,4 +62,4 @@ def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]
 
 
 def promise_of(codec: Codec) -> codec_fit.Promise:
-    return codec_fit.Promise(adds_up(codec), stands_alone(codec), answers(codec))
+    return codec_fit.Promise(is_summable(codec), is_separable(codec), is_download_codec(codec))

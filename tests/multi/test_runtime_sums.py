@@ -11,7 +11,7 @@ from support.workers import job, step
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of, parse
-from commlayer.compressors.reducing import Reduced, adds_up, stands_alone
+from commlayer.compressors.plan_codecs import ReducedAccumulator, is_separable, is_summable
 from commlayer.engine.worker import Worker
 from commlayer.errors import CorruptFrame
 from commlayer.planner.model import grammar
@@ -84,7 +84,7 @@ def test_draws_that_differ_are_told_on_all() -> None:
         state["shared"] = shared
         accs.append(dict(codec.zeros(spec, 0)))
         codec.add(0, out[: codec.start(torch.ones(8), state, out)], accs[-1], first=True)
-    both = [Reduced(acc) for acc in accs]
+    both = [ReducedAccumulator(acc) for acc in accs]
     largest = torch.maximum(both[0].facts, both[1].facts)
     for reduced in both:
         reduced.facts.copy_(largest)
@@ -99,4 +99,4 @@ def test_draws_that_differ_are_told_on_all() -> None:
     ("momentum(error_feedback(onebit()))", False, True),
 ])
 def test_which_codecs_may_go_where(codec: str, adds: bool, alone: bool) -> None:
-    assert (adds_up(parse(codec)), stands_alone(parse(codec))) == (adds, alone)
+    assert (is_summable(parse(codec)), is_separable(parse(codec))) == (adds, alone)

@@ -19,7 +19,7 @@ from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.compressors import Codec, identity, parse, wrap
 from commlayer.compressors.payload import HEADER_NBYTES
-from commlayer.compressors.reducing import Reduced, adds_up
+from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
 from commlayer.engine.plan_check import promise_of
 from commlayer.engine.worker import Worker
 from commlayer.observe import RecordedStep
@@ -84,7 +84,7 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
         if number:  # the first call warms caches and determines the threshold
             encodes.append(encode_s)
             adds.append(add_s)
-    reduced = sum(Reduced(acc).nbytes for acc in accs) if adds_up(codec) else 0
+    reduced = sum(ReducedAccumulator(acc).nbytes for acc in accs) if is_summable(codec) else 0
     return median(encodes), median(adds), float(nbytes), float(reduced)
 
 

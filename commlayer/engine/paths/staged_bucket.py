@@ -14,7 +14,7 @@ from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Ranges, State, accumulator
 from commlayer.compressors.feedback import ranges_of
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.reducing import Reduced
+from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.engine.bucket import WorkerBucket
 from commlayer.engine.paths.path_program import Decode, Encode, Exchange, Range, Segment
 from commlayer.engine.step import Counters, Step
@@ -270,7 +270,7 @@ class StagedBucket:
         coder, slot = self._reduced()
         acc = codec.zeros(coder.spec, r)
         codec.add(r, _payload(slot), acc, first=True)
-        reduced = Reduced(acc)
+        reduced = ReducedAccumulator(acc)
         count(reduced.values.nbytes, reduced.values.nbytes)
         works = [channel.allreduce(reduced.values)] if reduced.values.numel() else []
         works.append(channel.allreduce(reduced.facts, largest=True))
