@@ -353,7 +353,7 @@ def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
 
 def fingerprint(keys: Keys | None) -> bytes:
     """Fingerprint of this node's certificate, which its proofs are bound to."""
-    return keys.me.fingerprint if keys else b""
+    return keys.own.fingerprint if keys else b""
 
 
 class CoordinatorChannel:

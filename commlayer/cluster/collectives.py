@@ -307,11 +307,11 @@ class RowChannel:
         self.members, self.timeout_s = members, timeout_s
         self._late_s = timeout_s
         self._group: Any = members.group(timeout_s=timeout_s, backend="gloo")
-        self._told: list[Rows] = []
+        self._users: list[Rows] = []
 
     def rows(self, what: str = "measured times") -> Rows:
-        self._told.append(Rows(self, what))
-        return self._told[-1]
+        self._users.append(Rows(self, what))
+        return self._users[-1]
 
     def regroup(self, members: Members) -> None:
         """Switches to other members. Exchanges in flight are dropped."""
@@ -334,11 +334,11 @@ class RowChannel:
 
     def forget(self) -> None:
         """Drops exchanges in flight."""
-        for rows in self._told:
+        for rows in self._users:
             rows.forget()
 
     def close(self, patience_s: float = CLOSE_S) -> None:
-        for rows in self._told:
+        for rows in self._users:
             if rows.under_way:
                 # Other ranks may still need this rank's row.
                 with contextlib.suppress(CommError):

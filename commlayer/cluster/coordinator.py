@@ -220,7 +220,7 @@ class Coordinator:
 
     def _count(self, who: str, peer: str) -> None:
         """Limits the call rate. Above the limit it closes the connection and raises TooMany; logged once per excess."""
-        if not (over := self._quota.over(who, self._clock())):
+        if not (over := self._quota.excess_calls(who, self._clock())):
             return
         why = f"makes more than {self._quota.rate:g} calls a second"
         if over == 1:
@@ -437,7 +437,7 @@ class Coordinator:
         """The error for a caller that broke the protocol. Its connection ends after it has been sent."""
         where = self._port.where(peer)
         self._audit.refused(where, error.what)
-        self._port.let_go(peer)
+        self._port.distrust(peer)
         return coded(error.code, f"{where}: {error.what}")
 
 

@@ -28,7 +28,7 @@ from commlayer.transport.crc import crc32c
 log = logging.getLogger("commlayer")
 
 NAME = "coordinator.state"
-MAGIC = b"CMLC0001"
+MAGIC = b"CMLC0002"
 
 
 class CoordinatorRecord(Record, frozen=True):
@@ -115,7 +115,7 @@ def journaled_part(state: State) -> tuple[object, ...]:
 # record. When the file has grown too much it is rewritten with the current contents.
 
 KV_NAME = "meeting.log"
-KV_MAGIC = b"CMLM0001"
+KV_MAGIC = b"CMLM0002"
 _HEAD = struct.Struct("<II")
 """Header of a record: its size, and the checksum of size and contents."""
 _SIZE = struct.Struct("<I")

@@ -34,30 +34,30 @@ class GrpcPort:
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._bind, self.number = bind, port
-        self._front = TlsTerminator(keys, bind, port, refused) if keys else None
+        self._terminator = TlsTerminator(keys, bind, port, refused) if keys else None
         self._host: RpcServer | None = None
 
     def start(self, host: RpcServer) -> None:
         self._host = host
-        if self._front is None:
+        if self._terminator is None:
             self.number = host.start(join_host(self._bind, self.number))
         else:
-            self._front.start(host.start(join_host(LOOPBACK, 0)))
-            self.number = self._front.port
+            self._terminator.start(host.start(join_host(LOOPBACK, 0)))
+            self.number = self._terminator.port
 
     def caller(self, peer: str) -> PeerCertificate | None:
         """The certificate of the connection that gRPC calls `peer`. Unproved if the connection did not come through TLS."""
-        if self._front is None:
+        if self._terminator is None:
             return None
-        caller = self._front.caller(peer)
+        caller = self._terminator.caller(peer)
         if caller is None:
             raise AuthenticationFailed
         return caller
 
     def allow(self, most: int) -> None:
         """Raises the limit of connections per certificate; never lowers it."""
-        if self._front is not None:
-            self._front.allow(most)
+        if self._terminator is not None:
+            self._terminator.allow(most)
 
     def streams(self, take: AcceptStream) -> Any:
         """The handler of data streams on this port."""
@@ -73,31 +73,31 @@ class GrpcPort:
     def where(self, peer: str) -> str:
         """Certificate name and address of the connection, for errors and logs. With TLS, gRPC's own name for it is a loopback
         address."""
-        return (self._front.where(peer) if self._front is not None else "") or peer
+        return (self._terminator.where(peer) if self._terminator is not None else "") or peer
 
-    def let_go(self, peer: str) -> None:
+    def distrust(self, peer: str) -> None:
         """Treats a TLS connection as unauthenticated, and closes it after the pending reply had time to arrive. On the event
         loop."""
-        if self._front is not None:
-            self._front.unheard(peer)
-            grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, self._front.end, peer)
+        if self._terminator is not None:
+            self._terminator.distrust(peer)
+            grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, self._terminator.end, peer)
 
     def end(self, peer: str) -> None:
         """Closes that connection, if it came through TLS."""
-        if self._front is not None:
-            self._front.end(peer)
+        if self._terminator is not None:
+            self._terminator.end(peer)
 
     def drop(self, serials: frozenset[int]) -> None:
         """Closes all connections with these certificates."""
-        if self._front is not None:
-            self._front.drop(serials)
+        if self._terminator is not None:
+            self._terminator.drop(serials)
 
     def close(self) -> None:
         """Idempotent."""
         if self._host is not None:
             self._host.close()
-        if self._front is not None:
-            self._front.close()
+        if self._terminator is not None:
+            self._terminator.close()
 
 
 def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream,
@@ -217,7 +217,7 @@ class CallQuota:
         """Raises the limits for a caller that may run all of these workers."""
         self.rate, self._burst = max(self.rate, EACH_RATE * workers), max(self._burst, EACH_BURST * workers)
 
-    def over(self, who: str, now: float) -> int:
+    def excess_calls(self, who: str, now: float) -> int:
         """Counts a call. 0 if it is allowed, else how many in a row are not."""
         left, since, refused = self._left.pop(who, (self._burst, now, 0))
         left = min(self._burst, left + self.rate * (now - since))

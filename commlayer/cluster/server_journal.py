@@ -135,7 +135,7 @@ def _identity(found: StoredJournal) -> ServerIdentity:
 # The file is allocated completely before use, so that a full disk is noticed then. It gets its final name after the first
 # entries are written, so a partial journal is never read.
 
-MAGIC = b"CMLJ0001"
+MAGIC = b"CMLJ0002"
 NAME, LOCK = "server.journal", "lock"
 _FILE = struct.Struct("<8sQQII")
 """Magic, size of the file, offset of the first slot, size of the file's metadata, checksum of all these except the magic."""

@@ -68,8 +68,8 @@ def run(config: Config, part: ServeOptions) -> None:
         raise InvalidInput("E-SETTING", "--port 65535 leaves no next port for the data: choose a lower one")
     if config.keys and (keys := Keys(config.keys)).dials_only:
         raise InvalidInput("E-KEYS",
-                           f"keys: {keys.me.name} in {config.keys} was made with --dials-only, so it cannot be a server: "
-                           f"name the folder of another node, or make one with `commlayer keys add {keys.me.name} --again`")
+                           f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be a server: "
+                           f"name the folder of another node, or make one with `commlayer keys add {keys.own.name} --again`")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted

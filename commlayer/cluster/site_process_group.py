@@ -127,7 +127,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         x = _one(tensors)
-        return self._gather("all-reduce", [x], functools.partial(self._reduced, _op(opts), x), x)
+        return self._start_collective("all-reduce", [x], functools.partial(self._reduced, _op(opts), x), x)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         works = [self.allreduce([x], opts) for x in tensors]
@@ -135,36 +135,37 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         x, root = _one(tensors), int(getattr(opts, "rootRank", 0))
-        return self._gather("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root, successor_sends=True)
+        return self._start_collective("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root,
+                                      successor_sends=True)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         x = _one(inputs)
-        return self._gather("all-gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
+        return self._start_collective("all-gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
         outputs = list(output.view(-1).chunk(self.size()))
-        return self._gather("all-gather", outputs, lambda rows: [_read(row, x) for row in rows], x, every=True)
+        return self._start_collective("all-gather", outputs, lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     _allgather_base = all_gather_single
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         x = _one(tensors)
         at_root = int(getattr(opts, "rootRank", 0)) == self._mine
-        return self._gather("reduce", [x] if at_root else [], functools.partial(self._reduced, _op(opts), x), x)
+        return self._start_collective("reduce", [x] if at_root else [], functools.partial(self._reduced, _op(opts), x), x)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         x = _one(inputs)
         rows_to = outputs[0] if outputs else []
-        return self._gather("gather", rows_to, lambda rows: [_read(row, x) for row in rows], x, every=True)
+        return self._start_collective("gather", rows_to, lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
         stacked = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
-        return self._gather("scatter", [x], lambda rows: [_read(self._of(rows, root), stacked)[self._mine]],
+        return self._start_collective("scatter", [x], lambda rows: [_read(self._of(rows, root), stacked)[self._mine]],
                             stacked, only=root)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._gather("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
+        return self._start_collective("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:
         """Ends the thread after the collectives that were called so far."""
@@ -187,7 +188,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- the one collective
 
-    def _gather(
+    def _start_collective(
         self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
         only: int | None = None, successor_sends: bool = False, every: bool = False,
     ) -> Work:
@@ -502,7 +503,7 @@ class WorldStore(_Store):  # type: ignore[misc]
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._asked(lambda until: self.kv.request(until, put=[(key, data)]))
+        self._call(lambda until: self.kv.request(until, put=[(key, data)]))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -515,15 +516,15 @@ class WorldStore(_Store):  # type: ignore[misc]
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        return int(self._asked(lambda until: self.kv.request(until, add=(key, value))).sum)
+        return int(self._call(lambda until: self.kv.request(until, add=(key, value))).sum)
 
     def check(self, keys: list[str]) -> bool:
-        values = self._asked(lambda until: self.kv.request(until, want=[(key, ANY) for key in keys], wait=False)).found
+        values = self._call(lambda until: self.kv.request(until, want=[(key, ANY) for key in keys], wait=False)).found
         return None not in values
 
     def delete_key(self, key: str) -> bool:
         present = self.check([key])
-        self._asked(lambda until: self.kv.request(until, drop=[key]))
+        self._call(lambda until: self.kv.request(until, drop=[key]))
         return present
 
     deleteKey = delete_key
@@ -535,14 +536,14 @@ class WorldStore(_Store):  # type: ignore[misc]
     def _all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
         until = time.monotonic() + timeout_s
         want = [(key, ANY) for key in keys]  # torch does not say which rank writes a key
-        values: tuple[bytes | None, ...] = self._asked(
+        values: tuple[bytes | None, ...] = self._call(
             lambda _: self.kv.request(until, want=want, rank=self._rank, limit_s=timeout_s)).found
         if None in values:
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             raise InvalidState("E-DEADLINE", f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
         return values
 
-    def _asked(self, call: Callable[[float], Any]) -> Any:
+    def _call(self, call: Callable[[float], Any]) -> Any:
         """Converts errors to RuntimeErrors, the only ones that torch handles."""
         try:
             return call(time.monotonic() + self._timeout_s)

@@ -50,11 +50,11 @@ class Summation:
     def _remember(self, cell: BucketSum) -> None:
         if self._keep is None:
             return
-        cell.sum_again()
+        cell.recompute_sum()
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.step if cell.open else cell.awaited
-        memory = SumEntry(step, cell.round, cell.open, cell.told, header, bytes(body))
+        memory = SumEntry(step, cell.round, cell.open, cell.again_header, header, bytes(body))
         self._keep(cell.bucket, encode_entry(memory), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -70,11 +70,11 @@ class Summation:
         cell.ops.recall(state, kept)
         if journaled.memory.open and journaled.memory.step is not None:
             cell.begin(journaled.memory.step, journaled.memory.round)
-            if journaled.told is not None:
-                cell.expected, cell.told = journaled.told.weight, journaled.told
+            if journaled.again_header is not None:
+                cell.expected, cell.again_header = journaled.again_header.weight, journaled.again_header
         else:
             cell.idle(journaled.memory.step)
-        cell.recalled = True
+        cell.resumed = True
 
     def forget(self, bucket: int) -> None:
         """Drops the bucket's state and residual. The next contribution decides at which step it starts."""
@@ -82,7 +82,7 @@ class Summation:
         cell.forget_results()
         cell.ops.begin_anew()
         cell.idle(None)
-        cell.recalled = True
+        cell.resumed = True
 
     # ---- contributions
 
@@ -97,7 +97,7 @@ class Summation:
             return []  # its sender pushes again in the new view
         cell = self._cell(message)
         with cell.lock:
-            if cell.over:
+            if cell.ended:
                 release(message)
                 return []
             self._fits(cell, message, now)
@@ -106,10 +106,10 @@ class Summation:
                 release(message)
                 return [Reply(message.peer, *kept)]
             self._admit(cell, message)
-            if cell.told is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+            if cell.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
-                return [Reply(message.peer, cell.told, b"")]  # it was sent before the AGAIN reached its sender
-            contributors = cell.here()
+                return [Reply(message.peer, cell.again_header, b"")]  # it was sent before the AGAIN reached its sender
+            contributors = cell.contributors()
             if message.peer in contributors:
                 release(message)
                 return []  # a repeat
@@ -150,7 +150,7 @@ class Summation:
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             verb, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
             raise _breach(message, f"{verb} flag MEAN, and this bucket's is {known}")
-        taken, allowed = cell.takes(message.peer, len(message.body), now)
+        taken, allowed = cell.count_bytes(message.peer, len(message.body), now)
         if taken > allowed:
             raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
@@ -160,7 +160,7 @@ class Summation:
     def _admit(self, cell: BucketSum, message: Message) -> None:
         """Checks that a contribution belongs to the sum under way. Between steps it begins the next one."""
         h = message.header
-        if cell.recalled:
+        if cell.resumed:
             self._catch_up(cell, h)
         if not cell.open and h.round == 0 and cell.awaited in (None, h.step):
             cell.begin(h.step, 0)
@@ -176,7 +176,7 @@ class Summation:
 
     def _catch_up(self, cell: BucketSum, h: Header) -> None:
         """After a restart, the first contribution shows whether the journal holds every reply that was sent."""
-        cell.recalled = False
+        cell.resumed = False
         step = cell.step if cell.open else cell.awaited
         if step is None or (h.step, h.round) > (step, cell.round):
             if step is not None:
@@ -189,7 +189,7 @@ class Summation:
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all."""
         ops, r = cell.ops, cell.round
-        lean = cell.lean if self._keep is None else None
+        lean = cell.recomputable if self._keep is None else None
         if lean and cell.next + len(cell.early) < len(cell.members):
             return []  # until all are here, the payloads take less memory than their sum
         sum_of: list[Message] = []
@@ -268,7 +268,7 @@ class Summation:
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
         cell.taken.clear()  # the repeats are requested here, so they do not count against the members' limits
-        cell.expected, cell.told = expected, header
+        cell.expected, cell.again_header = expected, header
         self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]
 
@@ -313,14 +313,14 @@ class Summation:
 
     def busy(self) -> bool:
         """Whether a contribution waits for others."""
-        return any(cell.here() for cell in self.cells.values())
+        return any(cell.contributors() for cell in self.cells.values())
 
     def stalled(self, before: float) -> list[Stall]:
         """Sums that have waited since `before` or longer, each with the missing members."""
         stalls = []
         for cell in self.cells.values():
             with cell.lock:
-                contributors = cell.here()
+                contributors = cell.contributors()
                 if contributors and cell.since <= before:
                     missing = tuple(m for m in cell.members if m not in contributors)
                     stalls.append(Stall(cell.bucket, cell.step, missing, tuple(sorted(contributors)), cell.since))
@@ -426,13 +426,13 @@ class BucketSum:
         # One buffer per kept step and round; a result stays valid until its step leaves the window.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.lean: RecomputableOps | None = None
+        self.recomputable: RecomputableOps | None = None
         """Set to `ops` if payloads are kept between steps instead of their sum, to save memory."""
         if isinstance(ops, RecomputableOps) and ops.worth_giving_back(len(members)):
-            self.lean = ops
+            self.recomputable = ops
         self.held: list[Message] = []
         """The payloads of the last result, in the order in which they were added, if the sum's memory was given back."""
-        self.over = False
+        self.ended = False
         """The view has ended: nothing more is added."""
         self.idle(None)
 
@@ -454,17 +454,17 @@ class BucketSum:
         self.totals: set[float] = set()
         self.expected = 0.0
         """Total weight of all members, after they were asked to code the step again."""
-        self.told: Header | None = None
+        self.again_header: Header | None = None
         """The AGAIN header that gave them this weight."""
         self.abandoned = b""
         """Which member aborted the step, and why."""
         self.summed = 0
-        self.recalled = False
+        self.resumed = False
         """The state comes from the journal, and no contribution has come since."""
 
     def end(self, step: int, undone: int) -> None:
         """The view ends in that step, which all workers roll back. `undone`: what they did not apply of the step before."""
-        self.over = True
+        self.ended = True
         rounds = range(self.ops.rounds)
         if (step, rounds[-1]) in self.results:
             self.undo(EVERY_SLICE)
@@ -473,16 +473,16 @@ class BucketSum:
 
     def undo(self, slices: int) -> None:
         """Rolls back what the workers did not apply of the last result."""
-        self.sum_again()
+        self.recompute_sum()
         self.ops.undo(slices)
 
-    def sum_again(self) -> None:
+    def recompute_sum(self) -> None:
         """Restores the last result's sum, equal bit for bit, from its payloads."""
         for number, message in enumerate(self.held):
             self.ops.add(0, message.body, self.accs[0], number == 0)
         self.held.clear()
 
-    def takes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
+    def count_bytes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
         """Counts the bytes of a new message. Returns how many the member has sent within the step, and how many it may."""
         if not self.taken:
             self.taking_since = now
@@ -494,7 +494,7 @@ class BucketSum:
         self.results.clear()
         self.held.clear()
 
-    def here(self) -> set[int]:
+    def contributors(self) -> set[int]:
         return {*self.members[: self.next], *self.early} if self.open else set()
 
     def out(self, step: int, r: int) -> memoryview:
@@ -519,7 +519,7 @@ class SumEntry(Record, frozen=True):
     step: int | None
     round: int
     open: bool
-    told: tuple[int | float, ...] | None = None
+    again_header: tuple[int | float, ...] | None = None
     """The header that asked members to code again, if there was one."""
     result: tuple[int | float, ...] | None = None
     body: bytes = b""
@@ -529,7 +529,7 @@ class DecodedEntry(NamedTuple):
     """The same with decoded headers."""
 
     memory: SumEntry
-    told: Header | None
+    again_header: Header | None
     result: Header | None
 
 
@@ -541,7 +541,7 @@ def decode_entry(words: bytes) -> DecodedEntry:
     """CorruptFrame if the entry is malformed."""
     try:
         memory = msgspec.msgpack.decode(words, type=SumEntry)
-        return DecodedEntry(memory, *(None if row is None else _header(row) for row in (memory.told, memory.result)))
+        return DecodedEntry(memory, *(None if row is None else _header(row) for row in (memory.again_header, memory.result)))
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise CorruptFrame(f"an entry of the journal is malformed: {error}") from None
 

@@ -131,14 +131,14 @@ class SumServer:
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
-        self._out, self._dropping = out, threading.Lock()
+        self._on_drop, self._dropping = out, threading.Lock()
         self._ended: set[str] = set()
-        self._told: dict[int, tuple[Stall, float]] = {}
+        self._reported: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
         """Sums that waited at the last check."""
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
         """By member: its probe replies being sent, each with its size in bytes."""
-        self._heard: dict[int, int] = {}
+        self._last_numbers: dict[int, int] = {}
         """By member: the number of its last completed request. Requests arrive in order, some of them twice."""
         self._failing = threading.Lock()
         self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
@@ -207,7 +207,7 @@ class SumServer:
         """Handles one message. After an error the transport still delivers the sender's later messages, so a faulty member is
         dropped by its number."""
         try:
-            for reply in self._answers(message):
+            for reply in self._replies(message):
                 sent = self._transport.send(reply.peer, reply.header, reply.body)
                 if reply.header.kind == Kind.PROBE_OK:
                     self._probes.setdefault(reply.peer, []).append((sent, len(reply.body)))
@@ -216,19 +216,19 @@ class SumServer:
         except Exception as error:
             self._fail(message, error)
 
-    def _answers(self, message: Message) -> list[Reply]:
+    def _replies(self, message: Message) -> list[Reply]:
         h = message.header
         if h.kind == Kind.PUSH:
             return self._core.push(message, time.monotonic(), self._release)
         if h.kind not in NUMBERED or not h.used:
-            return self._done(message)
-        if h.used <= self._heard.get(message.peer, 0):
-            return self._core.repeated(message) if h.kind != Kind.PLAN else self._done(message)
-        replies = self._done(message)
-        self._heard[message.peer] = h.used
+            return self._handle(message)
+        if h.used <= self._last_numbers.get(message.peer, 0):
+            return self._core.repeated(message) if h.kind != Kind.PLAN else self._handle(message)
+        replies = self._handle(message)
+        self._last_numbers[message.peer] = h.used
         return replies
 
-    def _done(self, message: Message) -> list[Reply]:
+    def _handle(self, message: Message) -> list[Reply]:
         kind = message.header.kind
         if kind == Kind.STATE_GET:
             return self._core.snapshot(message)
@@ -245,7 +245,7 @@ class SumServer:
         if kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
             if self._regroup is None:
                 raise CorruptFrame("PLAN of other members, in a job whose members stay", peer=peer_name(message.peer))
-            return [self._move(message, self._regroup)]
+            return [self._change_members(message, self._regroup)]
         if kind == Kind.PLAN and self._replan is not None:
             return [self._switch(message)]
         raise CorruptFrame(f"{Kind(kind).name} is not for a server", peer=peer_name(message.peer))
@@ -276,10 +276,10 @@ class SumServer:
                     self._core = self._replan(bytes(message.body), h.generation)
                 except (ValueError, CommError) as error:
                     problem = str(error)
-        self._told.clear()
+        self._reported.clear()
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
-    def _move(self, message: Message, regroup: CheckChange) -> Reply:
+    def _change_members(self, message: Message, regroup: CheckChange) -> Reply:
         """Switches to other members in the middle of a step. The change is checked before any sum ends."""
         h, problem = message.header, ""
         change = read_change(message)
@@ -289,20 +289,20 @@ class SumServer:
             except ValueError as error:
                 problem = str(error)
             else:
-                self._give_way(change, h.generation, make)
+                self._apply_change(change, h.generation, make)
         if not problem and h.generation < self._core.generation:
             problem = f"generation {h.generation} has ended"
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
-    def _give_way(self, change: EpochChange, generation: int, make: Callable[[], Summation]) -> None:
+    def _apply_change(self, change: EpochChange, generation: int, make: Callable[[], Summation]) -> None:
         with self._switching:
             if generation > self._core.generation:
                 self._core.end(change.step, change.undone)
                 self._core = make()
-                self._gather(tuple(m.rank for m in change.view.members))
-        self._told.clear()
+                self._set_members(tuple(m.rank for m in change.view.members))
+        self._reported.clear()
 
-    def _gather(self, members: tuple[int, ...]) -> None:
+    def _set_members(self, members: tuple[int, ...]) -> None:
         """Sets the members: disconnects those that are gone, and listens to new ones."""
         former, self._members = self._members, members
         for member in former:
@@ -325,7 +325,7 @@ class SumServer:
                 return
             self._dropped[member] = why
         log.warning("dropped %s", error)
-        self._out(member, why)
+        self._on_drop(member, why)
         self._transport.abort(error, member)
 
     def _fail(self, message: Message, error: Exception) -> None:
@@ -339,7 +339,7 @@ class SumServer:
             self._failed = CommError(what, peer=peer_name(self._core.peer), step=h.step, bucket=h.bucket)
         log.error("%s", self._failed, exc_info=error)
         for member in self._members:
-            self._say(member, Stalled(h.bucket, h.step, (), failed=what))
+            self._send_stalled(member, Stalled(h.bucket, h.step, (), failed=what))
 
     def _watch(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -348,29 +348,29 @@ class SumServer:
                     self._transport.abort(self._failed)
                     return
                 continue
-            self._look()
+            self._check_stalls()
 
-    def _look(self) -> None:
+    def _check_stalls(self) -> None:
         """Reports sums that wait. Only this thread checks them: sums are locked while they are journaled, and a disk may
         block."""
         self._stalls = self._core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
         for stall in self._stalls:
             if stall.since <= before:
-                self._tell(stall)
+                self._report(stall)
 
-    def _tell(self, stall: Stall) -> None:
+    def _report(self, stall: Stall) -> None:
         now = time.monotonic()
-        last, sent_s = self._told.get(stall.bucket, (None, 0.0))
+        last, sent_s = self._reported.get(stall.bucket, (None, 0.0))
         if last == stall and now - sent_s < REPEAT_S:
             return
-        self._told[stall.bucket] = (stall, now)
+        self._reported[stall.bucket] = (stall, now)
         with self._dropping:
             dropped = {m: self._dropped[m] for m in stall.missing if m in self._dropped}
         for member in stall.waiting:
-            self._say(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
+            self._send_stalled(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
 
-    def _say(self, member: int, what: Stalled) -> Handle:
+    def _send_stalled(self, member: int, what: Stalled) -> Handle:
         header = Header(Kind.STALLED, self._core.generation, sender=self._core.peer)
         return self._transport.send(member, header, msgspec.msgpack.encode(what))
 
@@ -488,7 +488,7 @@ class DataServer:
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
                                  regroup=functools.partial(self._regroup, newest) if newest is not None else None,
-                                 out=self._out)
+                                 out=self._on_drop)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> ServerIdentity | None:
@@ -535,7 +535,7 @@ class DataServer:
                    for bucket, places in senders_of(plan, len(self._members)).items()}
         return Summation(server, generation, dict(self._ops), senders)
 
-    def _out(self, member: int, why: str) -> None:
+    def _on_drop(self, member: int, why: str) -> None:
         self._audit.note("dropped", peer=peer_name(member), why=why)
 
     def dropped(self) -> tuple[messages.PeerExit, ...]:
@@ -558,7 +558,7 @@ class DataServer:
     def _replan(self, plan: bytes, generation: int) -> Summation:
         """The sums of the plan that the workers switch to. ValueError if it cannot be served; nothing has changed then."""
         assert self._view is not None
-        return self._go_over(plan, generation, self._view)
+        return self._switch_plan(plan, generation, self._view)
 
     def _regroup(self, newest: Callable[[], View], change: EpochChange, generation: int, sender: int) -> Callable[[],
                                                                                                                   Summation]:
@@ -582,20 +582,20 @@ class DataServer:
         if known != change.view:
             raise InvalidInput("E-EPOCH-ENDED",
                                f"view {change.view.generation} is not the coordinator's newest, which is {known.generation}")
-        return functools.partial(self._goes_on, change, generation)
+        return functools.partial(self._switch_members, change, generation)
 
-    def _goes_on(self, change: EpochChange, generation: int) -> Summation:
+    def _switch_members(self, change: EpochChange, generation: int) -> Summation:
         """Makes the new members' sums. Residuals are scaled, since they now count in the mean of another number of members."""
         # The view first: from now on a worker with a new rank is checked against its certificate in that view.
         former, self._view = self._members, change.view
         self._members = tuple(m.rank for m in change.view.members)
-        core = self._go_over(change.plan, generation, change.view, worth=len(self._members) / len(former))
+        core = self._switch_plan(change.plan, generation, change.view, worth=len(self._members) / len(former))
         absent = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=absent, joined=new)
         return core
 
-    def _go_over(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
+    def _switch_plan(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
         before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth, gradients=view.gradients)

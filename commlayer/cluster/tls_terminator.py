@@ -49,7 +49,7 @@ class TlsTerminator:
         self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S)
         self._lock = threading.Lock()
         self._known: dict[str, TlsConnection] = {}  # by gRPC's name of the connection
-        self._unheard: set[str] = set()
+        self._distrusted: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._most = MOST_EACH
         self._target = ("127.0.0.1", 0)
@@ -68,9 +68,9 @@ class TlsTerminator:
         self._most = max(self._most, most)
 
     def caller(self, peer: str) -> PeerCertificate | None:
-        """The certificate of the connection that gRPC calls `peer`; None if unknown or revoked by `unheard`."""
+        """The certificate of the connection that gRPC calls `peer`; None if unknown or revoked by `distrust`."""
         with self._lock:
-            known = None if peer in self._unheard else self._known.get(peer)
+            known = None if peer in self._distrusted else self._known.get(peer)
         return known.certified if known else None
 
     def where(self, peer: str) -> str:
@@ -79,11 +79,11 @@ class TlsTerminator:
             known = self._known.get(peer)
         return known.where if known else ""
 
-    def unheard(self, peer: str) -> None:
+    def distrust(self, peer: str) -> None:
         """Treats the connection as unauthenticated from now on. Replies on their way are still delivered, until end()."""
         with self._lock:
             if peer in self._known:
-                self._unheard.add(peer)
+                self._distrusted.add(peer)
 
     def end(self, peer: str) -> None:
         """Closes the connection that gRPC calls `peer`."""
@@ -128,9 +128,9 @@ class TlsTerminator:
             track(tls)
             self._handshakes.add(tls)
             where = join_host(*address[:2])
-            threading.Thread(target=self._greet, args=(tls, where), name=f"control {where}", daemon=True).start()
+            threading.Thread(target=self._handshake, args=(tls, where), name=f"control {where}", daemon=True).start()
 
-    def _greet(self, sock: TlsSocket, where: str) -> None:
+    def _handshake(self, sock: TlsSocket, where: str) -> None:
         certified = None
         try:
             certified = sock.handshake(time.monotonic() + HANDSHAKE_S)
@@ -147,7 +147,7 @@ class TlsTerminator:
             sock.settimeout(None)
             tune_socket(sock, KEEPALIVE_S, SILENT_S)
             self._handshakes.remove(sock)
-            self._pass_on(TlsConnection(certified, sock, where))
+            self._forward(TlsConnection(certified, sock, where))
         except CommError as error:
             self._refused(where, self._handshakes.drop_reason(sock, error))
         except OSError:
@@ -159,7 +159,7 @@ class TlsTerminator:
             self._handshakes.remove(sock)
             close_channel(sock)
 
-    def _pass_on(self, known: TlsConnection) -> None:
+    def _forward(self, known: TlsConnection) -> None:
         """Forwards both directions until either end closes."""
         certified, sock, _ = known
         with socket.create_connection(self._target, CONNECT_S) as inner:
@@ -183,7 +183,7 @@ class TlsTerminator:
                 back.join()
                 with self._lock:
                     del self._known[name]
-                    self._unheard.discard(name)
+                    self._distrusted.discard(name)
                 close_channel(inner)
 
 

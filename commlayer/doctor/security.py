@@ -114,8 +114,8 @@ def read_keys(folder: Path, now: float) -> KeysFolder:
     certificate, authority = (x509.load_pem_x509_certificate(data) for data in (mine.certificate, mine.ca))
     revoked = mine.revoked()
     return KeysFolder(
-        str(folder), "", mine.me.name, now, _seconds(certificate.not_valid_after_utc), _seconds(authority.not_valid_after_utc),
-        mine.dials_only, mine.me.serial in revoked,
+        str(folder), "", mine.own.name, now, _seconds(certificate.not_valid_after_utc), _seconds(authority.not_valid_after_utc),
+        mine.dials_only, mine.own.serial in revoked,
         mine.list_number, len(revoked),
         tuple(name for name in (KEY, TOKEN, CA_KEY) if _open(folder / name)), (folder / CA_KEY).exists(),
     )

@@ -104,7 +104,7 @@ class Start:
         if launch.joins >= 0:  # the others have met; the coordinator compares
             return Met(members, launch, here=launch.local_world, reachable=False, logs=launch.local_rank == 0)
         address = own_address.address_to(master()) if master() else own_address.default_address()
-        name = Keys(config.keys).me.name if launch.home and config.keys else ""
+        name = Keys(config.keys).own.name if launch.home and config.keys else ""
         mine = _here(name, agent=launch.agent, address=address,
                      insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
                      settings=settings)

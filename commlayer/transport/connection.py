@@ -260,7 +260,7 @@ class Connection:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
             try:
-                self._credit.see(now, flow_control.sample_link(self._sock))
+                self._credit.update(now, flow_control.sample_link(self._sock))
                 flow_control.bound_unsent(self._sock, self._credit.part_nbytes)
                 if self._paced is not None:
                     pacer, sock = self._paced

@@ -104,7 +104,7 @@ class StreamTransport:
         self._barred: dict[bytes, str] = {}  # sessions ended by this end, and why
         self.broken: Broken = lambda *_: None
         """Called for a connection that broke and may be re-established, on the thread that noticed it."""
-        self._heeds = False
+        self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
         """Name of the certificate that a dialer under that rank must show; an empty string allows any."""
 
@@ -125,14 +125,14 @@ class StreamTransport:
         with self._lock:
             self._listeners.append(sock)
         threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
-        self._heed_revoked()
+        self._start_revocation_check()
         bound: Address = sock.getsockname()[:2]
         return bound
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
         """Connects to `peer` at `address`. The peer's first reply must arrive before `answer_by`. On return messages can
         flow. Raises Refused with the peer's reason."""
-        self.dial_over(lambda until: self._reached(peer_name(peer), address, until), peer, deadline, answer_by)
+        self.dial_over(lambda until: self._connect_tcp(peer_name(peer), address, until), peer, deadline, answer_by)
 
     def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
         """Like `dial`, over a channel that `opened` opens."""
@@ -156,7 +156,7 @@ class StreamTransport:
                 self._lock.notify_all()
             raise
 
-    def _reached(self, who: str, address: Address, deadline: float) -> socket.socket:
+    def _connect_tcp(self, who: str, address: Address, deadline: float) -> socket.socket:
         (host, port), begin = address, time.monotonic()
         try:
             sock = track(socket.create_connection(address, max(0.001, deadline - begin)))
@@ -168,7 +168,7 @@ class StreamTransport:
                            "address and that it runs there", peer=who) from None
         try:
             self._tune(sock)
-            return self._secured(sock, deadline, f"{who} at {host}:{port}")
+            return self._wrap_tls(sock, deadline, f"{who} at {host}:{port}")
         except BaseException:
             close_channel(sock)
             raise
@@ -177,8 +177,8 @@ class StreamTransport:
         """Runs the handshake of an incoming channel, on its own thread. Returns False if too many handshakes are pending."""
         if not self._handshakes.try_add(channel):
             return False
-        self._heed_revoked()
-        threading.Thread(target=self._greet, args=(channel, where), name=f"greet {where}", daemon=True).start()
+        self._start_revocation_check()
+        threading.Thread(target=self._handshake, args=(channel, where), name=f"greet {where}", daemon=True).start()
         return True
 
     def _reserve(self, peer: int) -> None:
@@ -208,9 +208,9 @@ class StreamTransport:
                     continue
             track(sock)
             self._handshakes.add(sock)
-            threading.Thread(target=self._greet, args=(sock, where), name=f"greet {where}", daemon=True).start()
+            threading.Thread(target=self._handshake, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
-    def _greet(self, sock: ByteChannel, where: str) -> None:
+    def _handshake(self, sock: ByteChannel, where: str) -> None:
         deadline = time.monotonic() + self._settings.greeting_s
         peer = None
         try:
@@ -225,7 +225,7 @@ class StreamTransport:
             hello, proof = greeting.accept_handshake(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._handshakes.remove(sock)
-            reason = self._crowded(sock) or self._judge(hello, certified.name if certified else "")
+            reason = self._too_many(sock) or self._refusal(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
             greeting.send_welcome(sock, self.rank, reason, proof, where, deadline)
@@ -246,7 +246,7 @@ class StreamTransport:
         finally:
             self._handshakes.remove(sock)
 
-    def _crowded(self, sock: ByteChannel) -> str:
+    def _too_many(self, sock: ByteChannel) -> str:
         certified = peer_certificate(sock)
         with self._lock:
             full = sum(c.certified == certified for c in self._connections.values()) >= MAX_CONNECTIONS_EACH
@@ -254,7 +254,7 @@ class StreamTransport:
             return ""
         return coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {MAX_CONNECTIONS_EACH} data connections already")
 
-    def _judge(self, hello: Hello, name: str) -> str:
+    def _refusal(self, hello: Hello, name: str) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
         if not reason and name != (its := self.named(hello.rank) or name):
             reason = coded("E-RANK", f"shows the certificate of {name}, but {peer_name(hello.rank)} has joined with that "
@@ -277,7 +277,7 @@ class StreamTransport:
                 self._mailbox.admit(hello.rank)  # before the welcome: after it the dialer counts as connected
         return reason
 
-    def _secured(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
+    def _wrap_tls(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
         """Wraps the dialer's end in TLS if keys are set."""
         if self._settings.keys is None:
             return sock
@@ -291,10 +291,10 @@ class StreamTransport:
             raise error.located(peer=who) from None
         return secured
 
-    def _heed_revoked(self) -> None:
+    def _start_revocation_check(self) -> None:
         """Starts the check for revoked certificates, once, when the first connection may come in."""
         with self._lock:
-            running, self._heeds = self._heeds, True
+            running, self._checks_revocations = self._checks_revocations, True
         if not running and self._settings.keys is not None:
             threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
 

@@ -54,13 +54,13 @@ class Credit:
     def __init__(self) -> None:
         self.part_nbytes = FIRST_PART_NBYTES
         self.due_s = 0.0
-        """Earliest time at which a new `see` is useful."""
+        """Earliest time at which a new `update` is useful."""
         self._rates: deque[float] = deque(maxlen=WINDOWS)
         self._best, self._without = 0.0, 0
         self._round_trip_s = 0.0
         self._queue_s, self._full = QUEUE_S, False
 
-    def see(self, now: float, seen: LinkSample) -> None:
+    def update(self, now: float, seen: LinkSample) -> None:
         self._round_trip_s = seen.round_trip_s
         self.due_s = now + max(WINDOW_S, 2 * seen.round_trip_s)
         self._rates.append(seen.rate)
@@ -168,10 +168,10 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bps = 0.0
-        self._calmed = weakref.WeakSet[socket.socket]()
+        self._off_bbr = weakref.WeakSet[socket.socket]()
         self._shares: dict[socket.socket, int] = {}
         self._bounds = weakref.WeakKeyDictionary[socket.socket, int]()
-        self._told = weakref.WeakKeyDictionary[socket.socket, int]()
+        self._applied = weakref.WeakKeyDictionary[socket.socket, int]()
 
     def follow(self, bps: float) -> None:
         """Sets the link's rate; 0 means unknown."""
@@ -182,8 +182,8 @@ class Pacer:
 
     def sends(self, sock: socket.socket) -> None:
         """Called before a frame is sent."""
-        if 0.0 < self._bps < SLOW_BPS and sock not in self._calmed:
-            self._calmed.add(sock)
+        if 0.0 < self._bps < SLOW_BPS and sock not in self._off_bbr:
+            self._off_bbr.add(sock)
             _leave_bbr(sock)
 
     def begins(self, sock: socket.socket) -> None:
@@ -196,14 +196,14 @@ class Pacer:
             share = _bytes_s(SLACK * self._bps / 8 / len(busy))
             for one in busy:
                 self._shares[one] = share
-                self._tell(one)
+                self._apply(one)
 
     def bound(self, sock: socket.socket, nbytes_s: float) -> None:
         """Sets the rate that the connection's credit allows; 0 means no limit."""
         if sys.platform == "linux":
             with self._lock:
                 self._bounds[sock] = _bytes_s(nbytes_s) if nbytes_s else UNLIMITED
-                self._tell(sock)
+                self._apply(sock)
 
     def lift(self, sock: socket.socket) -> None:
         """Ends the link's share of a connection: it sends a probe that measures the link, or it is over."""
@@ -213,18 +213,18 @@ class Pacer:
 
     def _lift(self, sock: socket.socket) -> None:
         self._shares.pop(sock, None)
-        self._tell(sock)
+        self._apply(sock)
 
-    def _tell(self, sock: socket.socket) -> None:
+    def _apply(self, sock: socket.socket) -> None:
         limits = [one for one in (self._shares.get(sock, UNLIMITED), self._bounds.get(sock, UNLIMITED)) if one != UNLIMITED]
         limit = min(limits, default=UNLIMITED)
-        if self._told.get(sock, UNLIMITED) == limit:
+        if self._applied.get(sock, UNLIMITED) == limit:
             return
         try:
             sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, limit)
         except OSError:
             pass  # the connection is ending
-        self._told[sock] = limit
+        self._applied[sock] = limit
 
 
 def _bytes_s(rate: float) -> int:

@@ -86,11 +86,11 @@ class GrpcStream:
         """The next message; empty at end of stream."""
         with self._changed:
             if not (self._reading or self._ahead):
-                self._ask()
+                self._request_read()
             self._wait(lambda: bool(self._ahead) or self._ended)
             data, self._ahead = self._ahead, b""
             if data:
-                self._ask()
+                self._request_read()
             return data
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, /) -> int:
@@ -135,7 +135,7 @@ class GrpcStream:
                 return
             self._over = self._ended = True
             self._changed.notify_all()
-        self._loop.call_soon_threadsafe(self._ends)
+        self._loop.call_soon_threadsafe(self._release)
 
     # ---- replaces the kernel's tcp_info of a socket
 
@@ -154,23 +154,23 @@ class GrpcStream:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _ends(self) -> None:
+    def _release(self) -> None:
         """Releases the call and its connection, also if a reference to the stream remains."""
         self._silence.cancel()
         self._cancel()
         self._read = self._finish = self._write = self._cancel = _raise_ended
 
-    def _ask(self) -> None:
+    def _request_read(self) -> None:
         if not (self._reading or self._ended):
             self._reading = True
-            self._loop.call_soon_threadsafe(lambda: self.spawn(self._reads()))
+            self._loop.call_soon_threadsafe(lambda: self.spawn(self._read_next()))
 
     def _drain(self) -> None:
         if not self._writing:
             self._writing = True
-            self._loop.call_soon_threadsafe(lambda: self.spawn(self._writes()))
+            self._loop.call_soon_threadsafe(lambda: self.spawn(self._write_all()))
 
-    async def _reads(self) -> None:
+    async def _read_next(self) -> None:
         data = b""
         try:
             # Empty messages are keepalives.
@@ -182,7 +182,7 @@ class GrpcStream:
             self._reading, self._ahead, self._ended = False, data or b"", not data
             self._changed.notify_all()
 
-    async def _writes(self) -> None:
+    async def _write_all(self) -> None:
         while True:
             with self._changed:
                 data, finishing = b"".join(self._pieces), self._finishing
@@ -191,14 +191,14 @@ class GrpcStream:
                 self._changed.notify_all()
                 if not self._writing:
                     break
-            await self._writes_one(data)
+            await self._write_one(data)
         if finishing:
             try:
                 await self._finish()
             except (Exception, asyncio.CancelledError):
                 pass  # the call has ended
 
-    async def _writes_one(self, data: bytes) -> None:
+    async def _write_one(self, data: bytes) -> None:
         begin, broken = time.monotonic(), None
         try:
             await self._write(data)
@@ -216,12 +216,12 @@ class GrpcStream:
                 return
             if not self._writing and time.monotonic() - self._wrote_s > IDLE_S / 2:
                 self._writing = True
-                self.spawn(self._says_nothing())
+                self.spawn(self._send_keepalive())
         self._silence = self._loop.call_later(IDLE_S, self._idle)
 
-    async def _says_nothing(self) -> None:
-        await self._writes_one(b"")
-        await self._writes()
+    async def _send_keepalive(self) -> None:
+        await self._write_one(b"")
+        await self._write_all()
 
 
 async def _raise_ended(*_: Any) -> None:

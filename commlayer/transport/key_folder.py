@@ -61,15 +61,16 @@ class Keys:
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
         self.dials_only = False
         """Whether this node's certificate is valid for dialers only, so that it cannot be a server."""
-        self.me = self._own()
+        self.own = self._read_own()
         self._stamp = _stamp(self.folder / REVOKED)
         try:
-            self._listed = self._list()
+            self._revocations = self._list()
         except (OSError, ValueError) as error:
             raise RecordError("E-KEYS",
                               f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
                               f"{COPY_AGAIN}") from None
-        self._contexts = self._made(self._listed)  # reports files that do not match now instead of at the first connection
+        # Made now, so that files that do not match are reported before the first connection.
+        self._contexts = self._make_contexts(self._revocations)
         if (self.folder / KEY).stat().st_mode & 0o077:
             log.warning("keys: other users of this machine may read %s: chmod 600 it", self.folder / KEY)
 
@@ -84,7 +85,7 @@ class Keys:
                 remedy = "`commlayer keys init` and `commlayer keys add NAME` make a folder for each node"
             raise RecordError("E-KEYS", f"keys: {path} cannot be read: {error.strerror}; {remedy}") from None
 
-    def _own(self) -> PeerCertificate:
+    def _read_own(self) -> PeerCertificate:
         # Imported here and below: the import takes 0.1 s, and a job on loopback does not need it.
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import Encoding
@@ -114,21 +115,21 @@ class Keys:
             if stamp is not None and stamp != self._stamp:
                 try:
                     listed = self._list()
-                    if listed.number < self._listed.number:
+                    if listed.number < self._revocations.number:
                         raise InvalidInput("E-KEYS",
-                                           f"it is list {listed.number} of the CA, and list {self._listed.number} is known "
-                                           "here")
-                    self._contexts, self._listed = self._made(listed), listed
+                                           f"it is list {listed.number} of the CA, and list {self._revocations.number} is "
+                                           "known")
+                    self._contexts, self._revocations = self._make_contexts(listed), listed
                 except (OSError, ValueError) as error:
                     log.warning("keys: %s was not read: %s; the former list stays valid", path, without_code(error))
                 self._stamp = stamp
-            return self._listed.serials
+            return self._revocations.serials
 
     @property
     def list_number(self) -> int:
         """Number of the active list: see RevocationList."""
         with self._lock:
-            return self._listed.number
+            return self._revocations.number
 
     def context(self, protocol: str, *, server: bool) -> ssl.SSLContext:
         """A TLS 1.3 context that requires a certificate of this CA that has not been revoked, at both ends."""
@@ -151,7 +152,7 @@ class Keys:
         except Exception as error:  # any error of the parser: threads that read the list must go on
             raise InvalidInput("E-KEYS", str(error) or type(error).__name__) from None
 
-    def _made(self, listed: RevocationList) -> dict[tuple[bool, str], ssl.SSLContext]:
+    def _make_contexts(self, listed: RevocationList) -> dict[tuple[bool, str], ssl.SSLContext]:
         return {(server, protocol): self._context(protocol, server, listed)
                 for protocol in PROTOCOLS for server in (False, True)}
 

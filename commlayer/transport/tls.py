@@ -72,7 +72,7 @@ class TlsSocket(socket.socket):
         self._cipher = memoryview(b"")  # encrypted and not sent yet,
         self._plain = 0  # for this many plain bytes
         self._failed: CommError | None = None
-        self._heard = not server
+        self._received = not server
         """Whether the dialer has sent any byte."""
 
     # ---- handshake
@@ -86,27 +86,27 @@ class TlsSocket(socket.socket):
                     self._tls.do_handshake()
                     break
                 except ssl.SSLWantReadError:
-                    self._tell(deadline)
-                    self._hear(deadline)
-            self._tell(deadline)
+                    self._flush(deadline)
+                    self._receive(deadline)
+            self._flush(deadline)
         except ssl.SSLError as error:
-            self._part(deadline)
+            self._send_alert(deadline)
             raise self._reason(error) from None
         except TimeoutError:
             raise DeadlineExceeded("no TLS handshake before the deadline") from None
         except OSError as error:
-            if not self._heard:
+            if not self._received:
                 raise Unsaid() from None
             raise PeerLost(f"connection lost in the TLS handshake ({error.strerror or error}): are keys (COMMLAYER_KEYS) set "
                            "there, too?") from None
         self.peer = of_peer(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
-            self._part(deadline)
+            self._send_alert(deadline)
             what = _FOR.get(self._protocol, self._protocol)
             raise Refused(f"{self.peer.name} speaks TLS there, but not for {what}: check the port (`commlayer serve` prints "
                           "both; that of data is the coordinator's and 1)", code="E-ADDRESS")
         if self.peer.serial in self._keys.revoked():
-            self._part(deadline)
+            self._send_alert(deadline)
             code, text = _VERIFIED[_REVOKED]
             raise Refused(text, code=code)
         return self.peer
@@ -115,15 +115,15 @@ class TlsSocket(socket.socket):
     def channel(self) -> bytes:
         """Identifies this connection: the certificates of both ends, the dialer's first."""
         assert self.peer is not None
-        ends = (self.peer.fingerprint, self._keys.me.fingerprint)
+        ends = (self.peer.fingerprint, self._keys.own.fingerprint)
         return b"".join(ends if self._server else reversed(ends))
 
-    def _tell(self, deadline: float) -> None:
+    def _flush(self, deadline: float) -> None:
         if data := self._out.read():
             self._wait_until(deadline)
             super().sendall(data)  # the timeout covers the whole call
 
-    def _hear(self, deadline: float) -> None:
+    def _receive(self, deadline: float) -> None:
         self._wait_until(deadline)
         self._pull()
 
@@ -138,17 +138,17 @@ class TlsSocket(socket.socket):
         n = super().recv_into(self._raw)
         with self._lock:
             if n:
-                self._heard = True
+                self._received = True
                 self._in.write(self._raw[:n])
             else:
                 self._in.write_eof()
         if n == len(self._raw) < RAW_NBYTES and self.peer is not None:
             self._raw = memoryview(bytearray(2 * n))
 
-    def _part(self, deadline: float) -> None:
+    def _send_alert(self, deadline: float) -> None:
         """Sends the alert and drains what the other end still sends, so that it receives the alert."""
         try:
-            self._tell(deadline)
+            self._flush(deadline)
             self.shutdown(socket.SHUT_WR)
             end = min(deadline, time.monotonic() + LINGER_S)
             while time.monotonic() < end:
@@ -161,7 +161,7 @@ class TlsSocket(socket.socket):
     def _reason(self, error: ssl.SSLError) -> CommError:
         now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
         if isinstance(error, ssl.SSLEOFError):
-            if not self._heard:
+            if not self._received:
                 return Unsaid()
             return PeerLost("connection closed in the TLS handshake: are keys (COMMLAYER_KEYS) set there, too?")
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -171,12 +171,12 @@ class TlsSocket(socket.socket):
         if line := _REASONS.get(error.reason or ""):
             # A byte corrupted in transit gives the same error, so a dialer that has been connected there tries again.
             return (NotYet if error.reason in _NO_TLS else Refused)(line, code="E-TLS")
-        return self._told(error) or Damaged(f"bytes that break TLS in its handshake ({error.reason or error})")
+        return self._alert_reason(error) or Damaged(f"bytes that break TLS in its handshake ({error.reason or error})")
 
-    def _told(self, error: ssl.SSLError) -> CommError | None:
+    def _alert_reason(self, error: ssl.SSLError) -> CommError | None:
         """The reason in the other end's alert, or None."""
         alert_parts = (error.reason or "").partition("_ALERT_")
-        mine = f"the certificate of {self._keys.me.name} in {self._keys.folder}"
+        mine = f"the certificate of {self._keys.own.name} in {self._keys.folder}"
         if alert_parts[2] not in _ALERTS:
             return None
         code, text = _ALERTS[alert_parts[2]]
@@ -207,7 +207,7 @@ class TlsSocket(socket.socket):
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return got
                 except ssl.SSLError as error:
-                    self._failed = self._told(error) or Damaged(f"bytes that break TLS ({error.reason or error})")
+                    self._failed = self._alert_reason(error) or Damaged(f"bytes that break TLS ({error.reason or error})")
             if got:
                 return got
             if self._failed is None:

@@ -140,7 +140,7 @@ def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
 def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:
     job = Pair(opened)
     server: Any = job.serving._server
-    server._say(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
+    server._send_stalled(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
     failure = job.failure()
     assert (failure.peer, failure.step, failure.bucket) == ("server 0", 3, 0)
     assert "MemoryError: no room" in failure.what

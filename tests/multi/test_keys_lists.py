@@ -76,7 +76,7 @@ def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) ->
     authority.add(ca.parent, "gpu-1", again=True)
     keys.revoked()
     other = Keys(ca / "gpu-2")
-    assert Keys(ca / "gpu-1").me != keys.me
+    assert Keys(ca / "gpu-1").own != keys.own
     here, there = (tls.TlsSocket(sock, k, tls.DATA, server=side)
                    for sock, k, side in zip(socket.socketpair(), (keys, other), (False, True), strict=True))
 
@@ -96,12 +96,12 @@ def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) ->
 
 def test_an_older_list_brings_nobody_back(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys, older = Keys(ca / "gpu-1"), (ca / "gpu-1" / "crl.pem").read_bytes()
-    gone = Keys(ca / "gpu-2").me.serial
+    gone = Keys(ca / "gpu-2").own.serial
     authority.revoke(ca.parent, "gpu-2")
     assert keys.revoked() == {gone}
     (ca / "gpu-1" / "crl.pem").write_bytes(older)
     assert keys.revoked() == {gone}
-    assert "it is list 1 of the CA, and list 2 is known here" in caplog.text
+    assert "it is list 1 of the CA, and list 2 is known" in caplog.text
 
 
 def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:

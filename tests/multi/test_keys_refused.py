@@ -251,7 +251,7 @@ def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folder
         assert handshake.NOT_AUTHENTICATED.encode() in heard
         logged(caplog, handshake.NOT_AUTHENTICATED)
         # A proof for another connection, as a member would pass it on that sits between two others.
-        for channel in (b"", bytes(64), Keys(folders.second).me.fingerprint + Keys(folders.server).me.fingerprint):
+        for channel in (b"", bytes(64), Keys(folders.second).own.fingerprint + Keys(folders.server).own.fingerprint):
             with pytest.raises(Refused, match="E-SECRET"):
                 greeted(address, Keys(folders.worker), channel)
     server.close()
@@ -279,7 +279,7 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     with pytest.raises(Exception, match="does not prove"):
         other._send("Heartbeat", sent[-1], WAIT_S)
     relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))
-    relay._asker._channel = Keys(folders.worker).me.fingerprint
+    relay._asker._channel = Keys(folders.worker).own.fingerprint
     with pytest.raises(Refused, match="E-SECRET"):
         relay.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S)
     for each in (mine, other, relay, coordinator):

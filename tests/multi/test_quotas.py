@@ -148,22 +148,22 @@ def test_farewells_are_read_and_nothing_else_is() -> None:
 
 def test_calls_are_counted_by_who_makes_them() -> None:
     quota = CallQuota(rate=10.0, burst=5.0)
-    assert [quota.over("a", 0.0) for _ in range(7)] == [0] * 5 + [1, 2]
-    assert quota.over("b", 0.0) == 0
-    assert [quota.over("a", 0.2) for _ in range(3)] == [0, 0, 1]
-    assert [quota.over("a", 100.0) for _ in range(6)] == [0] * 5 + [1]
+    assert [quota.excess_calls("a", 0.0) for _ in range(7)] == [0] * 5 + [1, 2]
+    assert quota.excess_calls("b", 0.0) == 0
+    assert [quota.excess_calls("a", 0.2) for _ in range(3)] == [0, 0, 1]
+    assert [quota.excess_calls("a", 100.0) for _ in range(6)] == [0] * 5 + [1]
     for number in range(2 * MOST_KNOWN):
-        quota.over(f"stranger {number}", 101.0)
+        quota.excess_calls(f"stranger {number}", 101.0)
     assert len(quota._left) == MOST_KNOWN
 
 
 def test_a_large_job_may_have_one_certificate_and_makes_more_calls() -> None:
     quota = CallQuota(rate=1000.0, burst=8000.0)
     quota.expect(8)
-    assert [quota.over("a", 0.0) for _ in range(8001)][-1] == 1, "no fewer, and no more, than a small one's"
+    assert [quota.excess_calls("a", 0.0) for _ in range(8001)][-1] == 1, "no fewer, and no more, than a small one's"
     quota.expect(512)
-    assert [quota.over("b", 0.0) for _ in range(512 * 128 + 1)][-2:] == [0, 1]
-    assert [quota.over("b", 1.0) for _ in range(512 * 16 + 1)][-2:] == [0, 1]
+    assert [quota.excess_calls("b", 0.0) for _ in range(512 * 128 + 1)][-2:] == [0, 1]
+    assert [quota.excess_calls("b", 1.0) for _ in range(512 * 16 + 1)][-2:] == [0, 1]
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -205,7 +205,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("nobody")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
-    front = made._port._front
+    front = made._port._terminator
     assert front is not None
     for name in list(front._known):
         front.end(name)

@@ -48,7 +48,7 @@ class Asked:
     @property
     def changed(self) -> bool:
         core = self.serving._server._core  # type: ignore[union-attr]
-        return core.generation != 1 or any(cell.over for cell in core.cells.values())
+        return core.generation != 1 or any(cell.ended for cell in core.cells.values())
 
 
 def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:

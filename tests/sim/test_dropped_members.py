@@ -57,7 +57,7 @@ def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_w
     job = Pair(opened)
     job.ups[1]._regroups = regroups
     sent: Any = job.serving._server
-    sent._say(1, Stalled(0, 3, (0, 1), dropped))
+    sent._send_stalled(1, Stalled(0, 3, (0, 1), dropped))
     assert job.stalled.wait(WAIT_S)
     assert [(error.peer, error.step, error.bucket, error.code) for error in job.failures.errors] == errors
     assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
@@ -226,7 +226,7 @@ def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
         folders: Folders, opened: list[Any], tmp_path: Path) -> None:
     serving = DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
     opened.append(serving)
-    (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).me.name for f in (folders.worker, folders.second)]
+    (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).own.name for f in (folders.worker, folders.second)]
     view = msgspec.structs.replace(view_of(DATA, serving), members=(msgspec.structs.replace(mine, certificate=names[0]), *rest))
     serving.start(view, DATA, 0)
     other, own = (StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
@@ -241,7 +241,7 @@ def test_the_view_says_with_which_certificates_workers_have_joined(folders: Fold
     config = quick(token="of-this-job", keys=str(folders.worker))
     coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1)
     seat = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"), config, Failures())
-    assert [m.certificate for m in seat.view.members] == [Keys(str(folders.worker)).me.name]
+    assert [m.certificate for m in seat.view.members] == [Keys(str(folders.worker)).own.name]
     seat.leave()
     coordinator.close()
 

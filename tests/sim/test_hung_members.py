@@ -156,7 +156,7 @@ class Sums:
     def sent(self, *parts: tuple[int, int, int, float]) -> Sums:
         for member, step, bucket, ago_s in parts:
             self.core.push(push(member, 1.0, step, bucket=bucket), time.monotonic() - ago_s)
-        self.server._look()
+        self.server._check_stalls()
         return self
 
 
@@ -209,7 +209,7 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         assert serving._server is not None
         serving._server._core.cells[0].begin(5, 0)
         serving._server._core.cells[0].next = 2
-        serving._server._look()
+        serving._server._check_stalls()
         assert serving.overdue() == Overdue(5, (2,), 0.001 * steps)
 
 

@@ -59,11 +59,11 @@ class Bare:
 
     def __init__(self, trust: Path, folder: Path | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
         self.trust, self.folder, self._newest = trust, folder, newest
-        self.me = PeerCertificate("nobody", 0, b"")
+        self.own = PeerCertificate("nobody", 0, b"")
         if folder is not None:
             mine = x509.load_pem_x509_certificate((folder / "node.pem").read_bytes())
             name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
-            self.me = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+            self.own = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
 
     def revoked(self) -> frozenset[int]:
         return frozenset()

@@ -66,12 +66,12 @@ def test_a_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Pat
     other = Keys(places[1])
     assert other.revoked() == frozenset()
     assert authority.revoke(ca, "gpu-1") == 1
-    assert other.revoked() == first.revoked() == {first.me.serial}, "read anew, since the file has changed"
+    assert other.revoked() == first.revoked() == {first.own.serial}, "read anew, since the file has changed"
     again = Keys(authority.add(ca, "gpu-1"))
-    assert again.me.name == "gpu-1"
-    assert again.me.serial not in again.revoked()
+    assert again.own.name == "gpu-1"
+    assert again.own.serial not in again.revoked()
     newest = Keys(authority.add(ca, "gpu-1", again=True))
-    assert newest.revoked() == {first.me.serial, again.me.serial}
+    assert newest.revoked() == {first.own.serial, again.own.serial}
 
 
 def test_a_damaged_or_foreign_list_changes_nothing(ca: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ MEGABIT = 1e6 / 8
 def settled(rate: float, round_trip_s: float) -> Credit:
     made = Credit()
     for i in range(1 + SETTLE_READINGS):
-        made.see(float(i), LinkSample(rate, round_trip_s))
+        made.update(float(i), LinkSample(rate, round_trip_s))
     return made
 
 
@@ -31,10 +31,10 @@ def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() ->
     made = Credit()
     assert made.wait_s(1 << 30) == 0.0
     for i in range(10):
-        made.see(float(i), LinkSample(MEGABIT * 2**i, 0.03))
+        made.update(float(i), LinkSample(MEGABIT * 2**i, 0.03))
         assert made.wait_s(1 << 30) == 0.0
     for i in range(SETTLE_READINGS):
-        made.see(10.0 + i, LinkSample(MEGABIT * 2**9, 0.03))
+        made.update(10.0 + i, LinkSample(MEGABIT * 2**9, 0.03))
     assert made.wait_s(1 << 30) > 0.0
 
 
@@ -55,10 +55,10 @@ def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it
     assert made.nbytes_s == 0.0
     for i in range(1 + SETTLE_READINGS):
         assert made.nbytes_s == 0.0
-        made.see(float(i), LinkSample(rate, round_trip_s))
+        made.update(float(i), LinkSample(rate, round_trip_s))
     assert made.nbytes_s == pytest.approx(made.nbytes / round_trip_s)
     assert made.nbytes_s > 1.25 * rate, "room to find that the link has become faster"
-    made.see(10.0, LinkSample(2 * rate, round_trip_s))
+    made.update(10.0, LinkSample(2 * rate, round_trip_s))
     assert made.nbytes_s == 0.0, "a rate that grows has no limit"
 
 
@@ -77,7 +77,7 @@ def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, st
     made = settled(start * link, round_trip_s)
     for i in range(60):
         rate = min(link, made.nbytes / round_trip_s) if made.settled else link
-        made.see(10.0 + i, LinkSample(rate, round_trip_s))
+        made.update(10.0 + i, LinkSample(rate, round_trip_s))
     assert made.nbytes >= link * round_trip_s
 
 
@@ -85,7 +85,7 @@ def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
     made = settled(100 * MEGABIT, 0.03)
     before = made.nbytes
     for i in range(WINDOWS):
-        made.see(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
+        made.update(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
     assert made.nbytes == pytest.approx(before / 10, rel=0.01)
 
 
