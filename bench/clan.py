@@ -17,7 +17,7 @@ from bench import report
 from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo import tuning_tasks
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
 

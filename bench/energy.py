@@ -19,8 +19,8 @@ from commlayer import planner
 from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import payload
 from commlayer.compressors.plan_codecs import reader_of
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.model_job import job_of
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.optimizers import job_of
 
 WORKERS, CUT_NBYTES, RATIO = 4, 1 << 14, 0.01
 CODEC = f"error_feedback(topk(ratio={RATIO}))"

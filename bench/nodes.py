@@ -19,7 +19,7 @@ import commlayer
 from bench.baselines import launch_hosts
 from bench.overhead_worker import DEADLINE, Way, many, paired, trained
 from bench.report import Result
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan, lower
 from commlayer.planner.model.shards import together
 from commlayer.records import Plan

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from bench.worker import MODELS, build
 from commlayer import planner
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 
 DEADLINE = timedelta(seconds=120)
 COMPARED = 20

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors import parse, wrap
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.sparse_averages import joined, make_sparse
 from commlayer.records import Bucket, Job, Slice, TensorInfo
 

@@ -14,8 +14,8 @@ import torch
 from commlayer.cluster.server_codecs import ops_of, senders_of
 from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.model_job import job_of
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 from commlayer.transport.protocol import Header, Kind, Message

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from bench.as_rank import as_rank
 from commlayer.autotune.plan.driver import AutoPlan
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 
 DEADLINE = timedelta(seconds=120)

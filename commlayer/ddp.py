@@ -19,23 +19,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
-from commlayer.engine.accepted_models import Claim
-from commlayer.engine.attached_model import AttachedModel
+from commlayer.engine.averages import write_gradient
 from commlayer.engine.connection import Connection
-from commlayer.engine.ddp_buffers import DDPBuffers
-from commlayer.engine.ddp_ways import DDPWays
+from commlayer.engine.ddp_modes import DDPBuffers, DDPWays
+from commlayer.engine.guards import WITH_DDP, AttachedModel, Claim, StepGuard, found_in, name_of, wrapper_of
 from commlayer.engine.hooks import COMPILED, TAKEN, in_compiled_autograd
 from commlayer.engine.lanes import Lane
-from commlayer.engine.model_job import check_dense
 from commlayer.engine.observers import Observers
-from commlayer.engine.optimizer_settings import settings_of
-from commlayer.engine.rendezvous import Start, group_of
-from commlayer.engine.start import connect
-from commlayer.engine.step_guard import WITH_DDP, StepGuard
+from commlayer.engine.optimizers import check_dense, settings_of
+from commlayer.engine.plan_choice import read_ways
+from commlayer.engine.start import Start, connect, group_of
 from commlayer.engine.step_loop import StepLoop
-from commlayer.engine.ways import read_ways
-from commlayer.engine.wrapped_module import found_in, name_of, wrapper_of
-from commlayer.engine.write_gradients import write_gradient
 from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
 from commlayer.optim import family_of
 

@@ -15,22 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
 from commlayer.engine import checkpoint
-from commlayer.engine.accepted_models import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.allowed_ways import check_local, check_overlap, forbids_of
-from commlayer.engine.clipping import Clipping, checked, clipping
+from commlayer.engine.averages import Clipping, checked, clipping
 from commlayer.engine.connection import Connection
-from commlayer.engine.ddp_ways import DDPWays
+from commlayer.engine.ddp_modes import DDPWays
+from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.inspection import Inspected, Inspection
-from commlayer.engine.model_job import job_of, parameters_of
 from commlayer.engine.module_driver import ModuleDriver
 from commlayer.engine.observers import Observers, Place
-from commlayer.engine.optimizer_settings import settings_of
+from commlayer.engine.optimizers import job_of, parameters_of, settings_of
+from commlayer.engine.plan_choice import read_ways
 from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable, silenceable
-from commlayer.engine.rendezvous import Start, group_of
 from commlayer.engine.replica import Replica
-from commlayer.engine.start import connect
+from commlayer.engine.start import Start, connect, group_of
 from commlayer.engine.switch import switch as go_over
-from commlayer.engine.ways import read_ways
 from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim import Outer, family_of, usual
 from commlayer.records import Plan

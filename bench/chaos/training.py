@@ -26,7 +26,7 @@ from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped
 from bench.chaos.wire import weights
 from commlayer.balance import Sampler
 from commlayer.config import read_launch
-from commlayer.engine.home_process import begin_world
+from commlayer.engine.start import begin_world
 from commlayer.errors import CommError
 from commlayer.session import Session, attach, switch
 

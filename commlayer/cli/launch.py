@@ -94,7 +94,7 @@ def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, 
     """Starts a worker in a session of its own: Ctrl-C reaches only this process, which forwards it once."""
     joins = seat.first + local if seat.joins else -1
     mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
-    command = [sys.executable, "-u", "-m", "commlayer.engine.home_process", str(os.getpid()), *line]
+    command = [sys.executable, "-u", "-m", "commlayer.engine.start", str(os.getpid()), *line]
     return subprocess.Popen(command, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
 
 

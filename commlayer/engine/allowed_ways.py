@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.engine.connection import Connection
+from commlayer.engine.plan_choice import WAYS, Forbids
 from commlayer.engine.quiet_ddp import check_silenceable
 from commlayer.engine.sparse_averages import sparse_weights, stepped_lazily
-from commlayer.engine.ways import WAYS, Forbids
 from commlayer.errors import InvalidInput
 from commlayer.optim.pieces import hooked, indivisible
 

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 
-from commlayer import records
+from commlayer import files, records
 from commlayer.cluster.collectives import all_or_none, gather, gather_bytes
 from commlayer.cluster.messages import named_at
 from commlayer.compressors import restore, snapshot
-from commlayer.engine import checkpoint_files, shared_buffers
+from commlayer.engine import buckets
 from commlayer.engine.connection import Connection
 from commlayer.engine.step import Regroup
 from commlayer.engine.switch import switch
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, InvalidInput, PeerLost
-from commlayer.records import Bucket, Plan
+from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, coded
+from commlayer.records import Bucket, Plan, Record
 
 log = logging.getLogger("commlayer")
 
 _Files = dict[str, dict[str, torch.Tensor]]
-"""By name, as in checkpoint_files.mine."""
+"""By name, as in mine."""
 
 
 def worker_state(connection: Connection) -> dict[str, Any]:
@@ -44,7 +49,7 @@ def worker_state(connection: Connection) -> dict[str, Any]:
     tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
     tensors |= {f"carry.{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
     tensors |= worker.late.snapshot()
-    tensors |= shared_buffers.snapshot(worker.shared_buffers)
+    tensors |= buckets.snapshot(worker.shared_buffers)
     tensors |= {} if connection.local is None else connection.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
@@ -74,7 +79,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
         bucket.forget()
         bucket.carry = state["tensors"].get(f"carry.{bucket.id}")
     worker.late.restore(state["tensors"])
-    shared_buffers.restore(worker.shared_buffers, state["tensors"])
+    buckets.restore(worker.shared_buffers, state["tensors"])
     if connection.local is not None:
         connection.local.restore(state["tensors"])
     worker.step = int(state["step"])
@@ -82,7 +87,7 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
 
 
 def save(connection: Connection, directory: Path) -> None:
-    """See Session.save_residuals, and engine/checkpoint_files.py for the layout and order of files."""
+    """See Session.save_residuals, and engine/py for the layout and order of files."""
     if connection.worker is not None:
         connection.anew(lambda: _save(connection, directory))
 
@@ -94,8 +99,8 @@ def _save(connection: Connection, directory: Path) -> None:
     assert worker is not None
     files: _Files = {}
     with all_or_none(connection.groups, "save_residuals()"):
-        with checkpoint_files.writing(directory):  # first: the calls below undo what the last step did not apply
-            highest = max(checkpoint_files.numbers(directory), default=0)
+        with writing(directory):  # first: the calls below undo what the last step did not apply
+            highest = max(numbers(directory), default=0)
             directory.mkdir(parents=True, exist_ok=True)
         worker.drain()
         undone = worker.undone()
@@ -111,24 +116,24 @@ def _save(connection: Connection, directory: Path) -> None:
     # Higher than any rank's number, so that no file of an earlier save is overwritten.
     rows = gather(connection.groups, [highest, secrets.randbits(62)])
     number = 1 + max(row[0] for row in rows)
-    mark = checkpoint_files.Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world,
+    mark = Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world,
                                  servers=worker.plan.servers, plan=records.digest(worker.plan))
-    folder, first = checkpoint_files.folder_of(directory, number), connection.rank == 0
+    folder, first = folder_of(directory, number), connection.rank == 0
     try:
         # No rank may continue yet: frames of the next step would change state that other ranks still fetch.
         with all_or_none(connection.groups, "save_residuals()"):
             files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
-            with checkpoint_files.writing(directory):
-                checkpoint_files.write(folder, files, mark, records.encode(worker.plan) if first else b"")
+            with writing(directory):
+                write(folder, files, mark, records.encode(worker.plan) if first else b"")
         with all_or_none(connection.groups, "save_residuals()"):
             if first:
-                with checkpoint_files.writing(directory):
-                    checkpoint_files.seal(folder, mark)
+                with writing(directory):
+                    seal(folder, mark)
     except Exception as error:
         if not isinstance(error, CommError):  # after a CommError this rank does not know how far the others came
-            checkpoint_files.remove(folder)
+            remove(folder)
         raise
-    checkpoint_files.keep_only(directory, number)
+    keep_only(directory, number)
 
 
 def load(connection: Connection, directory: Path) -> None:
@@ -166,34 +171,34 @@ def _not_loaded(connection: Connection, directory: Path, error: Exception) -> Co
     return final
 
 
-def _read(connection: Connection, directory: Path) -> tuple[_Files, checkpoint_files.Mark]:
+def _read(connection: Connection, directory: Path) -> tuple[_Files, Mark]:
     """All ranks choose the same save, switch to its plan and read their files."""
     rank = connection.rank
     for act in connection.bring_in:
         act()
-    with all_or_none(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
-        mine = msgspec.json.encode(checkpoint_files.held(directory, rank))
-    rows = [msgspec.json.decode(row, type=list[checkpoint_files.Held]) for row in gather_bytes(connection.groups, mine)]
+    with all_or_none(connection.groups, "load_residuals()"), reading(directory):
+        mine = msgspec.json.encode(saves_of(directory, rank))
+    rows = [msgspec.json.decode(row, type=list[Held]) for row in gather_bytes(connection.groups, mine)]
     for held in [held for held in rows[0] if not held.fault][:1]:
-        _same(str(checkpoint_files.folder_of(directory, held.number)), "world", held.world, connection.world)
-    newest = checkpoint_files.newest(directory, rows)
-    folder = checkpoint_files.folder_of(directory, newest.number)
+        _same(str(folder_of(directory, held.number)), "world", held.world, connection.world)
+    newest = newest_save(directory, rows)
+    folder = folder_of(directory, newest.number)
     if newest != rows[0][0]:
         log.warning("load_residuals(): takes %s, of step %d; what is newer was broken off", folder, newest.step)
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
     states: _Files = {}
-    with all_or_none(connection.groups, "load_residuals()"), checkpoint_files.reading(directory):
+    with all_or_none(connection.groups, "load_residuals()"), reading(directory):
         worker.drain()
-        mark = checkpoint_files.mark_of(folder / f"rank-{rank}.safetensors")
+        mark = mark_of(folder / f"rank-{rank}.safetensors")
         _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
-        names = checkpoint_files.mine(rank, connection.world, worker.plan.servers)
-        states = {name: checkpoint_files.read(folder, name, mark) for name in names}
+        names = own_files(rank, connection.world, worker.plan.servers)
+        states = {name: read(folder, name, mark) for name in names}
     return states, mark
 
 
-def _put(connection: Connection, read: _Files, mark: checkpoint_files.Mark) -> None:
+def _put(connection: Connection, read: _Files, mark: Mark) -> None:
     worker, uplink = connection.worker, connection.uplink
     assert worker is not None
     with all_or_none(connection.groups, "load_residuals()"):  # no rank may push before every server has its state back
@@ -210,8 +215,8 @@ def _take_plan(connection: Connection, folder: Path) -> None:
     if not connection.terms.auto:
         return
     saved: Plan | None = None
-    with all_or_none(connection.groups, "load_residuals()"), checkpoint_files.reading(folder.parent):
-        file = folder / checkpoint_files.PLAN
+    with all_or_none(connection.groups, "load_residuals()"), reading(folder.parent):
+        file = folder / PLAN
         if connection.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
     assert connection.worker is not None
@@ -246,3 +251,215 @@ def _same(name: str, what: str, saved: object, here: object) -> None:
     if saved != here:
         raise InvalidInput("E-CHECKPOINT",
                            f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")
+
+
+# ---- files of a saved state: their layout on disk, and the search for the newest complete save
+#
+# Each save has its own folder, `save-N`, in the user's directory. All ranks write their files there, on a shared disk or each
+# on its own. After that rank 0 writes the manifest. Only when the manifest is on rank 0's disk do all ranks remove older
+# saves. So a save that is complete on all ranks remains, wherever a failure happens. A save without manifest, or with missing
+# files, is incomplete.
+
+FORMAT = "commlayer-state-2"
+"""Version 1 had no folders, and its residuals had units that cannot be converted today."""
+MANIFEST, PLAN = "manifest.json", "plan.json"
+FOLDER = "save-"
+
+
+class Mark(Record, frozen=True):
+    """The header common to all files of one save. The manifest holds nothing else."""
+
+    save: str
+    """A random name that distinguishes the files of two saves."""
+    step: int
+    world: int
+    servers: int
+    plan: str
+    """The plan's digest."""
+
+
+class Held(Record, frozen=True):
+    """What one rank holds of a save."""
+
+    number: int
+    save: str = ""
+    step: int = -1
+    world: int = 0
+    fault: str = ""
+    """Why it is incomplete on this rank."""
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Reports a disk error of save_residuals() in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a directory "
+                            "that this process may make and fill, on a disk with room")) from None
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Reports a disk error of load_residuals() in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{directory}: load_residuals() cannot read it: {_seen(error)}; name the directory that "
+                           "save_residuals() was given") from None
+
+
+def _seen(error: OSError) -> str:
+    return f"{error.strerror} ({error.filename})" if error.strerror and error.filename else error.strerror or str(error)
+
+
+def folder_of(directory: Path, number: int) -> Path:
+    return directory / f"{FOLDER}{number}"
+
+
+def numbers(directory: Path) -> list[int]:
+    """The numbers of all saves on disk, complete or not."""
+    if not directory.exists():
+        return []
+    names = [path.name.removeprefix(FOLDER) for path in directory.iterdir() if path.name.startswith(FOLDER)]
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 16)
+
+
+def own_files(rank: int, world: int, servers: int) -> list[str]:
+    """The files that a rank writes and reads: its own, and those of its servers."""
+    return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
+
+
+def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
+    """Writes one rank's files. They are on disk when this returns. `plan` comes from rank 0; elsewhere it is empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
+    for name, tensors in states.items():
+        path = _path(folder, name)
+        try:
+            safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata=meta)
+        except SafetensorError as error:
+            raise OSError(coded("E-FILE", f"{path}: cannot be written: {error}")) from None
+        files.sync(path)
+    if plan:
+        files.write_whole({folder / PLAN: plan}, durable=True)
+    files.sync(folder)
+    files.sync(folder.parent)
+
+
+def seal(folder: Path, mark: Mark) -> None:
+    """Marks the save as complete. Rank 0 calls it once all ranks have written."""
+    files.write_whole({folder / MANIFEST: records.encode(mark)}, durable=True)
+
+
+def remove(folder: Path) -> None:
+    """Removes the manifest first, so that a half-removed save is never complete. Other ranks may remove the same files."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        log.warning("%s: cannot be removed; it is no longer needed", folder)
+
+
+def keep_only(directory: Path, number: int) -> None:
+    for other in numbers(directory):
+        if other != number:
+            remove(folder_of(directory, other))
+
+
+def saves_of(directory: Path, rank: int) -> list[Held]:
+    """What this rank holds of each save, newest first."""
+    return [_look(directory, number, rank) for number in reversed(numbers(directory))]
+
+
+def _look(directory: Path, number: int, rank: int) -> Held:
+    folder, result = folder_of(directory, number), Held(number)
+    try:
+        mark = mark_of(_path(folder, f"rank-{rank}"))
+        result = Held(number, mark.save, mark.step, mark.world)
+        for name in own_files(rank, mark.world, mark.servers)[1:]:
+            same(_path(folder, name), mark)
+        if rank == 0:
+            _sealed(folder / MANIFEST, mark)
+    except ValueError as error:
+        return msgspec.structs.replace(result, fault=str(error))
+    return result
+
+
+def newest_save(directory: Path, rows: list[list[Held]]) -> Held:
+    """The newest save that is complete on all ranks. `rows` has what each rank holds."""
+    usable = [{(held.number, held.save, held.step) for held in row if not held.fault} for row in rows]
+    for candidate in rows[0]:
+        if all((candidate.number, candidate.save, candidate.step) in row for row in usable):
+            return candidate
+    raise InvalidInput("E-CHECKPOINT", _why_none(directory, rows))
+
+
+def _why_none(directory: Path, rows: list[list[Held]]) -> str:
+    number = max((held.number for row in rows for held in row), default=None)
+    if number is None and _path(directory, "rank-0").exists():
+        return f"{directory}: holds a save of an earlier version, whose residuals have other units: begin without it"
+    if number is None:
+        return (f"{directory}: holds no save; save_residuals() writes one there, and load_residuals() on every rank names the "
+                "same directory")
+    of_it = [next((held for held in row if held.number == number), Held(number, fault="nothing")) for row in rows]
+    faults = [f"rank {rank} has {held.fault}" for rank, held in enumerate(of_it) if held.fault == "nothing"]
+    faults += [f"rank {rank}: {held.fault}" for rank, held in enumerate(of_it) if held.fault not in ("", "nothing")]
+    where = folder_of(directory, number)
+    if faults:
+        return f"{where}: not whole on all ranks, nor is an earlier save: {faults[0]}"
+    other = next(rank for rank, held in enumerate(of_it) if (held.save, held.step) != (of_it[0].save, of_it[0].step))
+    return (f"{where}: files of different saves: rank 0 has one of step {of_it[0].step}, rank {other} one of step "
+            f"{of_it[other].step}; load a directory that one save_residuals() has filled")
+
+
+def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
+    """The tensors of one file of the save with that mark."""
+    path = _path(folder, name)
+    same(path, mark)
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def mark_of(path: Path) -> Mark:
+    """Reads a file's header. That also fails if the file is truncated."""
+    if not path.is_file():
+        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file; save_residuals() writes one per rank and per server")
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: not a whole file of the safetensors format: {error}") from None
+    if (version := meta.pop("format", None)) != FORMAT:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: format {version!r}, this version reads {FORMAT!r}")
+    try:
+        return msgspec.convert(meta, Mark, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: its header: {error}") from None
+
+
+def same(path: Path, mark: Mark) -> None:
+    """Raises ValueError if the file belongs to another save."""
+    other = mark_of(path)
+    if (other.save, other.step) != (mark.save, mark.step):
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{path}: files of different saves: this one is of step {other.step}, the rank's own of step "
+                           f"{mark.step}; load a directory that one save_residuals() has filled")
+
+
+def _sealed(path: Path, mark: Mark) -> None:
+    if not path.is_file():
+        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file, so the save was broken off")
+    try:
+        manifest = records.decode(path.read_bytes(), Mark, str(path))
+    except RecordError as error:
+        raise InvalidInput("E-CHECKPOINT", f"{error}: not a whole manifest") from None
+    if manifest != mark:
+        raise InvalidInput("E-CHECKPOINT",
+                           f"{path}: files of different saves: the manifest is of step {manifest.step}, rank 0's file of step "
+                           f"{mark.step}; load a directory that one save_residuals() has filled")
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"

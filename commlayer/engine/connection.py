@@ -23,13 +23,11 @@ from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.server_codecs import expected_nbytes
 from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import codec_of
-from commlayer.engine.fault import FaultVerdict
 from commlayer.engine.local_steps import LocalSteps
-from commlayer.engine.optimizer_memory import Stepped
+from commlayer.engine.optimizers import Stepped
+from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.plan_handover import hand_over
-from commlayer.engine.plan_terms import PlanTerms
-from commlayer.engine.step import Counters, Regroup
-from commlayer.engine.wait_notices import Waiting, WaitNotices
+from commlayer.engine.step import Counters, FaultVerdict, Regroup, Waiting, WaitNotices
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, cause_of
 from commlayer.observe import StalePlan

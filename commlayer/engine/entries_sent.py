@@ -13,7 +13,7 @@ from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors.codec import State, Wrapper
 from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_budget
 from commlayer.compressors.plan_codecs import TwoWay
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 
 
 class _One(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commlayer.engine.buckets import all_finite
 from commlayer.engine.connection import Connection
-from commlayer.engine.finite import all_finite
-from commlayer.engine.optimizer_steps import Held, closure_of, watch
+from commlayer.engine.optimizers import Held, closure_of, watch
 from commlayer.engine.step import Regroup
 from commlayer.errors import CommError
 

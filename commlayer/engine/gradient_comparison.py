@@ -14,8 +14,8 @@ import torch
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.feedback import residual_of
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.codec_floor import exchanges_gradients, lossy
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.plan_choice import exchanges_gradients, lossy
 from commlayer.engine.worker import Worker
 from commlayer.observe.fidelity import Dots
 

@@ -9,10 +9,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidState
@@ -217,3 +218,152 @@ def _stack() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# ---- calls members before and after each step of one optimizer, through torch's hooks
+#
+# Members may join and leave inside a step, as when a sync mode changes after an exchange; torch's own hooks may not. Without
+# members there are no hooks.
+
+Call = Callable[[Any, Sequence[Any], dict[str, Any]], None]
+
+
+def _no_call(_optimizer: Any, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+    """Default of a call: nothing."""
+
+
+class Around(NamedTuple):
+    """The calls of one member around a step."""
+
+    before: Call = _no_call
+    """Before the script's own hooks, and before clipping."""
+    first: Call = _no_call
+    """After the step, before the script's own hooks."""
+    last: Call = _no_call
+    """After the hooks that existed when this member joined."""
+
+
+class OptimizerHooks:
+    """For one optimizer. Reads nothing of it before a member joins."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._members: list[Around] = []
+        self._handles: list[Any] = []
+        self._stepping = False
+
+    @property
+    def others(self) -> bool:
+        """Whether hooks other than commlayer's run before steps; these may read gradients."""
+        called = (self._optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks)
+        return not all(ours(hook) for hooks in called for hook in hooks.values())
+
+    def join(self, around: Around) -> None:
+        self._members.append(around)
+        if self._handles:
+            return
+        optimizer = self._optimizer
+        before, first = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._first)
+        for hooks, handle in ((optimizer._optimizer_step_pre_hooks, before), (optimizer._optimizer_step_post_hooks, first)):
+            hooks.move_to_end(handle.id, last=False)
+        self._handles += [before, first, optimizer.register_step_post_hook(self._last)]
+
+    def leave(self, around: Around) -> None:
+        self._members = [each for each in self._members if each is not around]
+        if not self._members and not self._stepping:
+            self._remove()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._stepping = True
+        try:
+            for each in tuple(self._members):
+                each.before(optimizer, args, kwargs)
+        except BaseException:
+            self._stepping = False  # there will be no step
+            raise
+
+    def _first(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        for each in tuple(self._members):
+            each.first(optimizer, args, kwargs)
+
+    def _last(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            for each in tuple(self._members):
+                each.last(optimizer, args, kwargs)
+        finally:
+            self._stepping = False
+            # torch iterates over the hooks while it calls them, so they may be removed only in the last one.
+            if not self._members and self._handles[-1].id == next(reversed(self._optimizer._optimizer_step_post_hooks)):
+                self._remove()
+
+
+# ---- A hook before a module's forward pass that is left out of copies and saved files of the module
+
+class ModuleHook:
+    """Calls `act` before a module's forward, in compiled code only if `compiled`. In copies of the module it does nothing."""
+
+    def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
+        self._act, self._compiled = act, compiled
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        if self._act is not None and (self._compiled or not torch.compiler.is_compiling()):
+            self._act()
+
+    def __deepcopy__(self, _memo: Any) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+
+# ---- detects aliases: whether a script holds a tensor by a name other than its parameter's, so that its uses go unnoticed
+#
+# A tensor in flight must be read and written only through its parameter. A kept list of gradients, a flat buffer of which
+# they are views, or an old copy of `weight.data` would bypass every guard.
+
+def gradient_held(p: torch.Tensor) -> bool:
+    """Whether `p.grad` has another name, between two backward passes."""
+    return p.grad is not None and _names_of_gradient(p) > _alone()[0]
+
+
+def weight_held(p: torch.Tensor) -> bool:
+    """Whether another tensor shares its memory."""
+    return _in_memory(p) > _alone()[1]
+
+
+def hooked_behind_adding(p: torch.Tensor) -> bool:
+    """Whether a hook other than commlayer's runs after a gradient is accumulated; it may keep the gradient."""
+    hooks: Any = p._post_accumulate_grad_hooks
+    return bool(hooks) and not all(ours(hook) for hook in hooks.values())
+
+
+def ours(hook: Any) -> bool:
+    """Whether the hook is commlayer's own, which keeps nothing."""
+    function = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith("commlayer.")
+
+
+def _names_of_gradient(p: torch.Tensor) -> int:
+    grad = p.grad
+    assert grad is not None
+    if grad.is_sparse:
+        return 0  # refused elsewhere
+    return sys.getrefcount(grad) + _in_memory(grad)
+
+
+def _in_memory(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """The counts without another name; they differ between versions of torch."""
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.zeros(2)
+    return _names_of_gradient(p), _in_memory(p)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from commlayer.engine.connection import Connection
 from commlayer.engine.observers import Observers
-from commlayer.engine.stopwatch import Lap
+from commlayer.engine.step import Lap
 from commlayer.engine.trace import STEPS, trace
 from commlayer.observe import StalePlan
 from commlayer.records import Plan

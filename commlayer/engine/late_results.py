@@ -19,7 +19,7 @@ import torch
 
 from commlayer.compressors.codec import ranges
 from commlayer.compressors.feedback import ResidualSlice, ranges_of, split_by_tensor
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 
 NAN = float("nan")
 LOOK_S = 0.1

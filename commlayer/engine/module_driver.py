@@ -14,25 +14,21 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from commlayer.config import Config
-from commlayer.engine.accepted_models import refuse_ddp_around
 from commlayer.engine.allowed_ways import useless_of
-from commlayer.engine.attached_model import AttachedModel
+from commlayer.engine.averages import targets_of
+from commlayer.engine.buckets import agree
 from commlayer.engine.connection import Connection
 from commlayer.engine.exchange_schedule import ExchangeSchedule
-from commlayer.engine.forward_order import ForwardOrder
 from commlayer.engine.forward_overlap import ForwardOverlap
-from commlayer.engine.hooks import Hooks
-from commlayer.engine.model_job import buffers_of, parameters_of
+from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
+from commlayer.engine.hooks import Hooks, OptimizerHooks
 from commlayer.engine.observers import Observers
-from commlayer.engine.optimizer_hooks import OptimizerHooks
-from commlayer.engine.optimizer_memory import Stepped
+from commlayer.engine.optimizers import Stepped, buffers_of, parameters_of
 from commlayer.engine.quiet_ddp import QuietDDP
-from commlayer.engine.shared_buffers import agree
 from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
-from commlayer.engine.step_guard import StepGuard
 from commlayer.engine.step_loop import StepLoop
 from commlayer.engine.uneven_inputs import UnevenInputs
-from commlayer.engine.write_gradients import targets_of
+from commlayer.engine.worker import ForwardOrder
 from commlayer.errors import cause_of
 from commlayer.optim import Outer
 

@@ -6,9 +6,20 @@ time at which an observer was added.
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from statistics import median
 from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from commlayer.engine.connection import Connection
+from commlayer.errors import InvalidInput
+from commlayer.observe import PredictionCheck, StalePlan
+from commlayer.records import Plan, Record
 
 
 class Place(IntEnum):
@@ -73,3 +84,103 @@ class Observers:
     def __iter__(self) -> Iterator[Observer]:
         """Additions and removals during an iteration take effect in the next one."""
         return iter(tuple(self._all))
+
+
+# ---- checks whether a requested plan still performs as predicted, and reports it if not
+#
+# Never changes the plan.
+#
+# If commlayer chooses the plan, autotune/plan/ watches it and replans. A user's plan stays until the user changes it.
+
+REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or take plan="auto"'
+
+
+class State(Record, frozen=True):
+    """Knowledge about the watched plan."""
+
+    plan: Plan | None = None
+    check: PredictionCheck | None = None
+    """None without a prediction."""
+    recent: tuple[float, ...] = ()
+    """Seconds of the latest steps under the plan; the check uses their median."""
+
+
+def decide(state: State, plan: Plan | None, step: int, step_s: float) -> tuple[State, StalePlan | None]:
+    """Runs after step number `step`. `plan`: the requested plan in use; None if commlayer chooses the plan.
+
+    A plan's first step is not compared, because part of it ran under another plan. After a report, the reported time becomes
+    the expected one, so that the report is not repeated."""
+    if plan is not state.plan:
+        check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
+        return State(plan, check), None
+    if state.check is None:
+        return state, None
+    recent = (*state.recent[-2:], step_s)
+    check, stale = state.check.observe(median(recent), step)
+    if stale is not None:
+        check = PredictionCheck(stale.measured_s, usual=True)
+    return structs.replace(state, recent=recent, check=check), stale
+
+
+def watch_of(connection: Connection) -> StalePlanWatch | None:
+    """On rank 0 only. It watches each plan that has a prediction, one after the other."""
+    return StalePlanWatch(connection) if connection.rank == 0 and connection.worker is not None else None
+
+
+class StalePlanWatch:
+    """Called after each step. Warm-up steps are not compared: they send more than the prediction includes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._state, self._ended = connection, State(), 0.0
+
+    def __call__(self) -> None:
+        connection = self._connection
+        step_s = time.perf_counter() - self._ended
+        plan = connection.plan
+        warming = plan is not None and connection.worker is not None and connection.worker.step < plan.warmup
+        self._state, stale = decide(self._state, None if connection.terms.auto or warming else plan, connection.passes, step_s)
+        if stale is not None:
+            if stale.slower:
+                connection.events.append(stale)
+                connection.say(f"{stale.reason}; {REMEDY}")
+            else:
+                connection.say(stale.reason, logging.INFO)
+        self._ended = time.perf_counter()
+
+
+# ---- computes how rarely to do something beside training, so that it stays within its share of the time
+
+TIME_PART = 0.01
+"""Largest share of a job's time for comparisons with exact gradients, and for exchanges of rows between ranks."""
+MOST_STEPS = 64
+"""Most steps that share an exchange of rows: the values should be recent."""
+
+
+def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: float, part: float = TIME_PART) -> int:
+    """Steps until one more comparison keeps all of them within that part of the time since the start.
+
+    >>> steps_until_paid(spent_s=0.05, cost_s=0.05, elapsed_s=1.0, step_s=0.2), steps_until_paid(0.0, 0.05, 10.0, 0.2)
+    (45, 1)"""
+    if min(spent_s, cost_s, elapsed_s) < 0 or step_s <= 0:
+        raise InvalidInput("E-ARGUMENT",
+                           f"spent {spent_s:g} s, it takes {cost_s:g} s, {elapsed_s:g} s have passed, a step takes "
+                           f"{step_s:g} s: allowed are 0 or more, and more than 0")
+    return max(1, math.ceil(((spent_s + cost_s) / part - elapsed_s) / step_s - 1e-9))
+
+
+def steps_between(cost_s: float, step_s: float, part: float = TIME_PART) -> int:
+    """Steps from one time to the next, so that all of them together take at most that part of the time.
+
+    >>> steps_between(0.05, 0.2)
+    25"""
+    if cost_s < 0 or step_s <= 0:
+        raise InvalidInput("E-ARGUMENT", f"it takes {cost_s:g} s, a step {step_s:g} s: allowed are 0 or more, and more than 0")
+    return max(1, math.ceil(cost_s / (part * step_s) - 1e-9))
+
+
+def row_spacing(cost_s: float, step_s: float) -> int:
+    """Steps that share one exchange of rows; 1 while its cost is unknown.
+
+    >>> row_spacing(0.0002, 0.1), row_spacing(0.0002, 0.01), row_spacing(0.0, 0.01)
+    (1, 2, 1)"""
+    return min(MOST_STEPS, steps_between(cost_s, step_s)) if cost_s > 0 and step_s > 0 else 1

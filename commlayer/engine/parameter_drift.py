@@ -29,13 +29,20 @@ from torch.optim import Optimizer
 from commlayer.cluster.collectives import Groups, gather, gather_bytes
 from commlayer.config import Config
 from commlayer.engine.connection import Connection
-from commlayer.engine.ended_peers import UNEQUAL
-from commlayer.engine.optimizer_memory import state_digests
-from commlayer.engine.optimizer_settings import differences, digest, settings_of, structural
-from commlayer.engine.optimizer_steps import Held, watch
+from commlayer.engine.observers import steps_between
+from commlayer.engine.optimizers import (
+    Digests,
+    Held,
+    differences,
+    digest,
+    pieces,
+    settings_of,
+    state_digests,
+    structural,
+    watch,
+)
 from commlayer.engine.replica import share_optimizer
-from commlayer.engine.spacing import steps_between
-from commlayer.engine.tensor_digests import Digests, pieces
+from commlayer.engine.worker import UNEQUAL
 from commlayer.errors import CommError
 
 COST_MOST = 0.001

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from commlayer.compressors.feedback import ResidualSlice, residual_on
+from commlayer.engine.buckets import pass_on
 from commlayer.engine.entries_sent import inherit
-from commlayer.engine.shared_buffers import pass_on
 
 if TYPE_CHECKING:
     from commlayer.engine.worker import Worker

@@ -28,27 +28,210 @@ which step.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
 
 from commlayer import records
 from commlayer.cluster import process_groups, site_process_group
 from commlayer.cluster.collectives import Groups
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
+from commlayer.cluster.messages import ANY
 from commlayer.cluster.site_client import KvClient
+from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AWAY, Found, Says, Standing, Word, new_in
 from commlayer.engine.connection import Connection
-from commlayer.engine.state_relay import Relay
+from commlayer.engine.plan_choice import Forbids
 from commlayer.engine.step import Regroup
-from commlayer.engine.view_words import Newer, ViewWords, never
-from commlayer.engine.ways import Forbids
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Plan, View, plan_of
 from commlayer.transport.protocol import peer_name
+
+# ---- messages between workers when the members of a job change, through the store of their rendezvous
+#
+# A message is a row that stays, so late readers get it, too. A wait ends as soon as there is a newer view. After that, no
+# message of this view is accepted. So of the members of both views, either all have read all messages that they wait for, or
+# none has.
+
+LOOK_S = 0.5
+"""Seconds between two checks of a waiting member: for a newer view, and for all results of its step."""
+
+
+class Newer(Exception):
+    """There is a newer view than the one to which this rank is switching."""
+
+
+def never() -> bool:
+    return False
+
+
+class ViewWords:
+    """The messages of one rank. `newest` is set from the heartbeat thread."""
+
+    def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
+        """`away_s`: for how long requests to an unresponsive coordinator are repeated."""
+        self.newest, self._notice_s, self._away_s = view, notice_s, away_s
+        self._said: set[str] = set()
+        """Names of the messages that this rank has sent; these do not change."""
+
+    def tell(self, view: View, what: str, mine: int, word: Word, until: float, *, among: Sequence[int] = (),
+             here: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Word]:
+        """Sends a message, and returns those of `among` (all of the view if empty), in the view's order.
+
+        Returns none if all results of the step are `here` before the messages. Raises Newer if there is another view before.
+        `limit_s`: how long the others may wait for this one, as sent to the coordinator (messages.Ask). The wait includes the
+        coordinator's verdict, until `until`."""
+        ranks = [m.rank for m in view.members if not among or m.rank in among]
+        own = agreement.name_of(view, what, mine)
+        put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
+        names = [(agreement.name_of(view, what, rank), rank) for rank in ranks]
+        rows = self.read(view, names, until, step=word.step, put=put, here=here,
+                         waits=(mine, limit_s))
+        self._said.add(own)
+        return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
+
+    def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
+             put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
+             waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
+        """The rows under these names, which those ranks are to write. `waits`: the waiting rank and its limit."""
+        give_up = math.inf
+        while True:
+            try:
+                newer = self.newest is not view
+                rows = site_process_group.kv_client().request(min(until, time.monotonic() + LOOK_S), put=put, want=want,
+                                                              wait=not newer, view=view.generation, rank=waits[0],
+                                                              limit_s=waits[1]).found
+            except CommError as error:
+                now = time.monotonic()
+                give_up = min(give_up, now + self._away_s)
+                # Also if there is a newer view: only a reply shows whether others have found all messages of this one.
+                if _unanswered(error) and now < min(until, give_up):
+                    continue
+                if self.newest is view and not self.hears_of(view):
+                    raise
+                raise Newer from None
+            put, give_up = (), math.inf
+            if None not in rows:
+                return [row for row in rows if row is not None]
+            if here():
+                return []
+            if newer:
+                raise Newer
+            if time.monotonic() >= until:
+                late = [peer_name(rank) for (_, rank), row in zip(want, rows, strict=True) if row is None]
+                raise DeadlineExceeded("has not come to the step in which members of the job change, before the deadline",
+                                       peer=", ".join(late), step=step)
+
+    def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
+        """Writes these rows, and deletes the others."""
+        try:
+            site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
+        except CommError:
+            if not self.hears_of(view):
+                raise
+            raise Newer from None
+
+    def hears_of(self, view: View) -> bool:
+        """Whether a newer view arrives: the coordinator makes it when it declares a member dead."""
+        until = time.monotonic() + self._notice_s
+        while self.newest is view and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.newest is not view
+
+
+def _unanswered(error: CommError) -> bool:
+    """Whether the coordinator did not reply. It may be restarted, and then has all messages."""
+    return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")
+
+
+# ---- sends a training worker's state to joining workers, in parts, through the store of the rendezvous
+#
+# Homes have no other connection to each other, and the store is small, so a window of parts is sent at a time. After each
+# window all members report, also those that neither give nor take. So no member waits longer than one window's deadline for a
+# slow home. If a member dies meanwhile, all get a newer view.
+
+T = TypeVar("T")
+WINDOW = 64
+"""Parts; 10 MB in total."""
+
+
+class Relay:
+    """For one view. Each member calls `give`, `take` or `watch`, once."""
+
+    def __init__(self, words: ViewWords, view: View, mine: int, word: Word, limit_s: float, judged_s: float) -> None:
+        """`limit_s`: longest wait for others; `judged_s`: additional time for the verdict on those that are missing by then."""
+        self._words, self._view, self._mine, self._word = words, view, mine, word
+        self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
+        self.giver = view.members[0].rank
+        """The oldest member: joining workers come last in a view."""
+
+    def give(self, data: bytes) -> None:
+        windows = self._windows(len(data))
+        self._words.put(self._view, [(self._size, msgspec.msgpack.encode(len(data)))], self._until())
+        for window in range(windows):
+            parts = self._parts(window, len(data))
+            names = [self._name(part) for part in parts]
+            try:
+                for part, name in zip(parts, names, strict=True):
+                    self._words.put(self._view, [(name, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])], self._until())
+                self._meet(window)
+            finally:
+                self._words.put(self._view, [], self._until(), drop=names)
+        self._meet(windows)
+
+    def take(self, enter: Callable[[bytes], T]) -> T:
+        """Applies `enter` to the complete state, before the others learn that it has arrived. Returns the result."""
+        nbytes = self._nbytes()
+        windows, data = self._windows(nbytes), bytearray()
+        for window in range(windows):
+            parts = self._parts(window, nbytes)
+            for first in range(0, len(parts), PARTS_IN_FLIGHT):
+                want = [(self._name(part), self.giver) for part in parts[first : first + PARTS_IN_FLIGHT]]
+                for row in self._read(want):
+                    data += row
+            self._meet(window)
+        entered = enter(bytes(data))
+        self._meet(windows)
+        return entered
+
+    def watch(self) -> None:
+        for window in range(self._windows(self._nbytes()) + 1):
+            self._meet(window)
+
+    # ----
+
+    def _nbytes(self) -> int:
+        (row,) = self._read([(self._size, self.giver)])
+        return msgspec.msgpack.decode(row, type=int)
+
+    def _read(self, want: Sequence[tuple[str, int]]) -> list[bytes]:
+        return self._words.read(self._view, want, self._until(), step=self._word.step, waits=(self._mine, self._limit_s))
+
+    @property
+    def _size(self) -> str:
+        return agreement.name_of(self._view, "state", self.giver)
+
+    def _name(self, part: int) -> str:
+        return agreement.name_of(self._view, f"part{part}", self.giver)
+
+    def _windows(self, nbytes: int) -> int:
+        return -(-nbytes // (WINDOW * PART_NBYTES))
+
+    def _parts(self, window: int, nbytes: int) -> range:
+        return range(window * WINDOW, min((window + 1) * WINDOW, -(-nbytes // PART_NBYTES)))
+
+    def _meet(self, window: int) -> None:
+        self._words.tell(self._view, f"window{window}", self._mine, self._word, self._until(), limit_s=self._limit_s)
+
+    def _until(self) -> float:
+        return time.monotonic() + self._deadline_s
 
 
 class Regrouping:

@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+import datetime
+import functools
+import json
+import logging
+import math
+import os
+import platform
+import runpy
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from commlayer import records
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.collectives import Groups, RowChannel
+from commlayer.cluster.process_groups import Members, exchange
 from commlayer.compressors import kernels
-from commlayer.config import Config, codec_threads, is_loopback, notice_s, reconnect_window_s, verdict_s
-from commlayer.engine import requested_plan
-from commlayer.engine.agreed_plan import agreed_plan, check_plan, from_rank_0
+from commlayer.config import (
+    Config,
+    Launch,
+    alike,
+    codec_threads,
+    is_loopback,
+    judged_s,
+    master,
+    notice_s,
+    read_config,
+    read_launch,
+    reconnect_window_s,
+    use_interface,
+    verdict_s,
+)
+from commlayer.engine import optimizers, plan_choice
 from commlayer.engine.connection import Connection, Waits
-from commlayer.engine.initial_sync import align as align_tensors
 from commlayer.engine.interrupted import print_one_line
-from commlayer.engine.newcomer import enter
+from commlayer.engine.plan_choice import Asked, Forbids, agreed_plan, check_plan, from_rank_0, stepping
 from commlayer.engine.regroup import Regrouping, forbidding, unfit
-from commlayer.engine.rendezvous import HEARD_S, Met, Start, compared, plan_kind
-from commlayer.engine.replica import Replica
-from commlayer.engine.ways import Asked, Forbids, stepping
-from commlayer.errors import InvalidInput
+from commlayer.engine.replica import Replica, enter
+from commlayer.engine.replica import align as align_tensors
+from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner.model import float64
 from commlayer.planner.model.gradients_only import without_buffers
 from commlayer.planner.model.plan_words import in_words
 from commlayer.records import Job, Plan
-from commlayer.transport import secret
+from commlayer.transport import own_address, secret
+from commlayer.transport.key_folder import Keys
 
 
 def connect(
@@ -71,7 +104,7 @@ def connect(
     how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
                            "fragments": asked.fragments or 1}
     if met.members is None and not config.join:
-        settled = stepping(_of(requested_plan.settle(plan, job, config, 1, 1, **how), whole), asked)
+        settled = stepping(_of(plan_choice.settle(plan, job, config, 1, 1, **how), whole), asked)
         # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -88,7 +121,7 @@ def connect(
                 made.rows = RowChannel(met.members, config.deadline_s)
             made.on_close.append(made.rows.close)
             align_tensors(align, made.groups, config.deadline_s)
-        made.terms.basis = requested_plan.basis(plan, made.say) if made.rank == 0 else None
+        made.terms.basis = plan_choice.basis(plan, made.say) if made.rank == 0 else None
         if met.note and made.rank == 0:
             made.say(met.note)
         if met.differs:
@@ -97,8 +130,8 @@ def connect(
             made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
                      "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
         nodes = made.world // per_node
-        made.plan = agreed_plan(lambda: stepping(_of(requested_plan.with_server_nodes(
-            requested_plan.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
+        made.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
+            plan_choice.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
         ), whole), asked), made.groups)
         if made.rank == 0 and (asked.fragments or 1) > made.plan.fragments:
             made.say(f"fragments={asked.fragments} becomes fragments={made.plan.fragments}: a round has at most as many as the "
@@ -213,3 +246,421 @@ def _start_embedded(made: Connection, config: Config, per_node: int, node: int, 
         with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
             list(starting.map(start, mine))
     return address, token
+
+
+# ---- runs a training script as one process of a home, as `commlayer launch` starts it, with torch's world set to the whole
+# job
+#
+# A script that creates the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have.
+# Here that call returns the group of site_process_group.py, whatever its arguments. Rank and world come from the environment,
+# and traffic between homes passes through the coordinator. So a script written for torchrun runs unchanged.
+
+_LOG = logging.getLogger("commlayer")
+PR_SET_PDEATHSIG = 1
+AHEAD = ("this home joins a running job, and the others take no part in what its script asks of all ahead of the end of its "
+         "first step: leave that out, or do it behind a step (a communication hook that a script registers itself does such "
+         "things: homes join with attach())")
+OWN = (None, "", "env://")
+"""Values of init_method that leave the rendezvous to the launcher."""
+
+
+def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
+    """Creates torch's default group. `inside`: the backend for groups within this machine. `timeout_s`: deadline_s if 0."""
+    from commlayer.cluster import site_process_group
+    from commlayer.cluster.site_client import KvClient
+
+    config = read_config()  # from the environment, in which the launcher stores the settings used with the coordinator
+    leave = config.min_workers > 0
+    first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
+    site_process_group.init_world(KvClient(config.join, config, launch.home), launch.rank, launch.world,
+                     range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
+                     skip_lost=leave, paused_reason=AHEAD if launch.joins >= 0 else "",
+                     patience_s=judged_s(config) if leave else 0.0)
+
+
+def main() -> None:
+    """`python -m commlayer.engine.home_process PARENT line|traceback SCRIPT ARGS...`. The second argument is the form of
+    errors."""
+    parent, how, script, *args = sys.argv[1:]
+    try:
+        _end_with(int(parent))
+        _run(script, args)
+    except BaseException as error:
+        if how == "traceback" or not (line := line_for(error)):
+            raise
+        sys.last_value = error  # as Python does when it prints one: the session's close at exit sends it as the reason
+        if not isinstance(error, KeyboardInterrupt):  # the launcher reports it
+            sys.stderr.write(f"commlayer: {line}\n")  # one write, so that lines of several processes do not mix
+            sys.stderr.flush()
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def line_for(error: BaseException) -> str:
+    """The one line that describes an error that ends a script: Ctrl-C, or an error of commlayer with a code. "" for an
+    error of the script itself or a defect, which need their traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, Coded) else ""
+
+
+def _run(script: str, args: list[str]) -> None:
+    tell()
+    _stand_in()
+    if read_launch().joins >= 0:
+        _ddp_alone()
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process as Ctrl-C would if the launcher is killed (on Linux). Shells let background processes ignore SIGINT,
+    and children inherit that; a SIGINT from the launcher must still end this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != parent:
+            raise KeyboardInterrupt
+
+
+class _Unheard(logging.StreamHandler[TextIO]):
+    """Prints commlayer's log lines unless the script has its own log handlers."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or len(_LOG.handlers) > 1:
+            return
+        super().emit(record)
+
+
+def tell() -> None:
+    """Shows commlayer's log lines to the user who started the home. A script's own logging configuration takes precedence."""
+    handler = _Unheard()
+    handler.setFormatter(logging.Formatter("commlayer: %(message)s"))
+    _LOG.addHandler(handler)
+    _LOG.setLevel(logging.INFO)
+    root = logging.getLogger()
+    # Python ignores the root logger's level for records of child loggers.
+    _LOG.addFilter(lambda record: not root.handlers or record.levelno >= root.level)
+
+
+def _stand_in() -> None:
+    """Replaces torch's functions that create groups, in every module where scripts find them."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for name, replacement in (("init_process_group", _init), ("new_group", _new_group)):
+        wrapper = _in_place_of(getattr(dist, name), replacement)
+        for module in (dist, distributed_c10d):
+            setattr(module, name, wrapper)
+
+
+def _ddp_alone() -> None:
+    """DDP's constructor compares and shares weights. A joining home receives its weights later, in attach()."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from commlayer.cluster import site_process_group
+
+    known = DistributedDataParallel.__init__
+
+    @functools.wraps(known)
+    def made(*args: Any, **more: Any) -> None:
+        with site_process_group.run_locally():
+            known(*args, **more)
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
+def _in_place_of(known: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(known)(functools.partial(made, known))
+
+
+def _init(known: Callable[..., Any], backend: str | None = None, init_method: str | None = None,
+          timeout: datetime.timedelta | None = None, world_size: int = -1, rank: int = -1, store: Any = None,
+          **more: Any) -> Any:
+    import torch
+
+    if store is not None:
+        return known(backend, init_method, timeout, world_size, rank, store, **more)
+    launch = read_launch()
+    if init_method not in OWN or rank not in (-1, launch.rank) or world_size not in (-1, launch.world):
+        raise InvalidInput("E-PROCESS-GROUP",
+                           f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}): allowed "
+                           f"under `commlayer launch`: nothing of these, or env:// with rank {launch.rank} of {launch.world}")
+    inside = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    begin_world(launch, inside, timeout.total_seconds() if timeout else 0.0)
+    return None
+
+
+def _new_group(known: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: str | None = None,
+               *args: Any, **more: Any) -> Any:
+    import torch.distributed as dist
+
+    from commlayer.cluster import site_process_group
+
+    members = range(dist.get_world_size()) if ranks is None else ranks
+    return known(ranks, timeout, site_process_group.backend_for(members, backend), *args, **more)
+
+
+if __name__ == "__main__":
+    main()
+
+
+# ---- rendezvous of a job's ranks: finds out the members, their machines, and whether all were started alike
+#
+# Every rank publishes one row about itself through the store of the process group, and all reach the same verdict from the
+# rows. So an error on one machine is one line on every rank, and no rank waits in a collective that others never enter.
+
+NAMED = 3
+"""Most differing settings that one line names."""
+HEARD_S = 5.0
+"""Seconds for which a failing rank stays, so that the others can read the reason: the store may be in its process."""
+
+
+class Arrival(NamedTuple):
+    host: str
+    """In a home, the name in its certificate."""
+    machine: str
+    agent: int = -1
+    address: str = ""
+    """This machine's address, as seen from the machine of the rendezvous."""
+    insecure: bool = False
+    keys: bool = False
+    must: Mapping[str, str] = {}
+    """Values that must be the same on all ranks."""
+    settings: Mapping[str, str] = {}
+    """Of the optimizer: the same on all ranks, unless the user allows different ones."""
+    model: str = ""
+    error: str = ""
+
+
+class Met(NamedTuple):
+    """The result. `members` is None if there are no other ranks."""
+
+    members: Members | None
+    launch: Launch
+    per_node: int = 1
+    here: int = 1
+    """Number of ranks on this machine."""
+    address: str = ""
+    """Of this machine, to listen on; empty if all ranks are on one machine."""
+    note: str = ""
+    """A line for the log on the layout."""
+    reachable: bool = True
+    """Whether ranks reach those on other machines."""
+    differs: str = ""
+    """How optimizers differ between ranks, if that is allowed."""
+    logs: bool = True
+    """Whether this rank is the first of its node, or home."""
+
+
+class Start:
+    """One start of a job, as a context manager: an error inside it before the rendezvous is reported to all ranks."""
+
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        """`process_group`: the ranks to train with, None for the whole world."""
+        self._group, self._device, self._told = process_group, device, False
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, CommError) or read_launch().joins >= 0:
+            return  # the others cannot be reached, or did not come
+        if isinstance(error, Exception) and not self._told:
+            with contextlib.suppress(ValueError, CommError):  # then no rank waits for this one, or only for a short time
+                members = self._members(read_launch(), Config())
+                self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
+                _stay(members)
+
+    def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Met:
+        """Exchanges rows; all ranks call it together. ValueError, the same on all, if they were not started alike. With
+        drift="warn", optimizer `settings` may differ."""
+        launch = read_launch()
+        members = self._members(launch, config)
+        if members is None:
+            return Met(None, launch, here=launch.local_world)
+        if launch.joins >= 0:  # the others have met; the coordinator compares
+            return Met(members, launch, here=launch.local_world, reachable=False, logs=launch.local_rank == 0)
+        address = own_address.address_to(master()) if master() else own_address.default_address()
+        name = Keys(config.keys).own.name if launch.home and config.keys else ""
+        mine = _here(name, agent=launch.agent, address=address,
+                     insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
+                     settings=settings)
+        rows = self._tell(members, config, mine)
+        if problem := problem_of(rows, members.ranks, own_servers=not config.join):
+            _stay(members)
+            raise InvalidInput("E-RANKS-DIFFER", problem)
+        differs = differing(rows, members.ranks)
+        if differs and config.drift != "warn":
+            _stay(members)
+            raise InvalidInput("E-RANKS-DIFFER",
+                               f'{differs}; allowed: the same on all ranks; drift="warn" trains with different ones')
+        per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
+        several = len({row.machine for row in rows}) > 1
+        address = _own_address(mine, rows) if several else ""
+        if several and members.reachable and "gloo" not in dist.get_backend():
+            use_interface(own_address.interface_of(address))  # for Gloo's groups, which carry small rows
+        local_ranks = Counter(row.machine for row in rows)[mine.machine]
+        mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
+        return Met(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
+                   logs=rows[members.rank] is mates[0])
+
+    def _members(self, launch: Launch, config: Config) -> Members | None:
+        begin_group(launch, self._device, config)
+        if not dist.is_initialized():
+            if self._group is not None:
+                raise InvalidInput("E-PROCESS-GROUP",
+                                   f"process_group: got {self._group!r}, but torch.distributed is not initialised")
+            return None
+        members = Members(self._group)
+        return members if members.world > 1 else None
+
+    def _tell(self, members: Members | None, config: Config, mine: Arrival) -> list[Arrival]:
+        self._told = True
+        if members is None:
+            return [mine]
+        rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
+        # Another version may send more fields.
+        return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in rows]
+
+
+def group_of(process_group: Any) -> Any:
+    """The process group of the script's argument, which may be a DeviceMesh of one dimension."""
+    if not isinstance(process_group, DeviceMesh):
+        return process_group
+    if process_group.ndim != 1:
+        raise InvalidInput("E-PROCESS-GROUP",
+                           f"process_group: got {process_group!r}, allowed: a DeviceMesh of one dimension, such as mesh['dp'] "
+                           "where dimensions have names")
+    return process_group.get_group()
+
+
+def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
+    """All values that must be the same on all ranks."""
+    return _versions() | dict(must) | alike(config)
+
+
+def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
+    """Makes the default process group, under a launcher, if the script has not made one."""
+    if dist.is_initialized() or launch.world == 1:
+        return
+    if launch.home:
+        begin_world(launch, "nccl" if device.type == "cuda" else "gloo")
+        return
+    if launch.world > launch.local_world:
+        address = own_address.address_to(master())
+        use_interface(own_address.interface_of(own_address.default_address() if is_loopback(address) else address))
+    try:
+        join = timedelta(seconds=config.join_deadline_s)
+        store, rank, world = next(rendezvous("env://", launch.rank, launch.world, timeout=join))
+    except (RuntimeError, ValueError) as error:
+        raise CommError(f"start: rank {launch.rank} found no store of the job: {str(error).splitlines()[0]}",
+                        peer=f"MASTER_ADDR {master()}") from None
+    exchange(store, range(world), rank, b"", config.join_deadline_s, "start")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(seconds=config.deadline_s))
+
+
+def plan_kind(plan: Any) -> str:
+    """The part of the `plan` setting that must be the same on all ranks. For plans and their files, rank 0's counts."""
+    if isinstance(plan, Plan | Path) or (isinstance(plan, str) and plan != "auto" and "(" not in plan):
+        return "a plan"
+    return str(plan)
+
+
+def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bool = True) -> str:
+    """Why these ranks cannot train together, in a line; empty if they can."""
+    if wrong := [r for r, row in enumerate(rows) if row.error]:
+        return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
+    for name in dict.fromkeys(name for row in rows for name in row.must):
+        values = [row.must.get(name, "unknown") for row in rows]
+        if len(set(values)) > 1:
+            return f"{name}: {_by_value(values, rows, ranks)}; allowed: the same on all ranks"
+    machines = len({row.machine for row in rows})
+    if own_servers and machines > 1:
+        keyed = [r for r, row in enumerate(rows) if row.keys]
+        if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
+            if keyed:
+                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}; others have keys: make those with "
+                             "`commlayer keys add NAME` and set COMMLAYER_KEYS on every machine (docs/how-to/keys.md)")
+            return coded("E-PLAIN-TEXT", f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} "
+                         "machines and traffic between them is plain text without keys: make some with `commlayer keys init` "
+                         "and set COMMLAYER_KEYS on every machine (docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every "
+                         "machine if you trust every machine on the way")
+        if all(_local(row.address) for row in rows):
+            return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: "
+                         "set MASTER_ADDR to an address that all reach, or COMMLAYER_BIND on every machine to its own")
+    if other := [r for r, row in enumerate(rows) if row.model != rows[0].model]:
+        return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: names, shapes, dtypes and order of "
+                "what is trained must be equal")
+    return ""
+
+
+def differing(rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    """How the ranks' optimizers differ, in a line; empty if they do not."""
+    differences = optimizers.differences([row.settings for row in rows])
+    return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
+
+
+def _by_value(values: Sequence[str], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    return ", ".join(f"{value} on {_who([r for r, v in enumerate(values) if v == value], rows, ranks)}"
+                     for value in dict.fromkeys(values))
+
+
+def ranks_per_node(rows: Sequence[Arrival]) -> tuple[int, str]:
+    """Number of consecutive ranks that are on one node, and a line for the log on the layout.
+
+    Ranks with the same machine and agent are on one node. If nodes have unequal numbers of ranks, or ranks are dealt
+    round-robin, the greatest number that fits counts: a machine is then several nodes."""
+    blocks = [list(block) for _, block in groupby(rows, key=lambda row: (row.machine, row.agent))]
+    runs = [(block[0].host, len(block)) for block in blocks]
+    per_node = math.gcd(*(number for _, number in runs))
+    if all(number == per_node for _, number in runs) and len(runs) == len({(row.machine, row.agent) for row in rows}):
+        return per_node, ""
+    counts = ", ".join(f"{number} on {host}" for host, number in runs[:8]) + (", ..." if len(runs) > 8 else "")
+    return per_node, (f"ranks stand unevenly on machines ({counts}): planned as nodes of {per_node}, so more goes over the "
+                      "network than need be; give every machine the same number, in a row")
+
+
+def _stay(members: Members | None) -> None:
+    """Waits until all ranks, which have the same verdict and are about to end, have read it."""
+    if members is not None:
+        with contextlib.suppress(CommError):
+            members.tell(b"", HEARD_S, "start")
+
+
+def _here(name: str = "", **told: Any) -> Arrival:
+    return Arrival(name or socket.gethostname(), own_address.machine(), **told)
+
+
+def _versions() -> dict[str, str]:
+    return {"version of commlayer": messages.version(), "protocol of commlayer": str(messages.PROTOCOL),
+            "version of torch": torch.__version__.partition("+")[0],
+            # All ranks must compute the same floats: since 3.12, sum() rounds differently.
+            "version of Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def _own_address(mine: Arrival, rows: Iterable[Arrival]) -> str:
+    """On the machine of the rendezvous, its own name may lead to loopback. Then the address toward another machine counts."""
+    ways = [mine.address, *(own_address.address_to(row.address) for row in rows if not _local(row.address))]
+    return next((address for address in ways if not _local(address)), "")
+
+
+def _local(address: str) -> bool:
+    return not address or is_loopback(address)
+
+
+def _who(chosen: Sequence[int], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(rows[r].host for r in chosen))
+    return f"rank {_numbers(chosen, ranks)} ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
+
+
+def _numbers(chosen: Sequence[int], ranks: Sequence[int]) -> str:
+    """0, 1, 2 and 5 as "0-2, 5", by their numbers in the world."""
+    runs: list[list[int]] = []
+    for number in sorted(ranks[r] for r in chosen):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -5,13 +5,27 @@ The worker advances it. A route reads it, counts its work, reports its first err
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
 
-from commlayer.engine.units import Units
+import torch
+
+from commlayer.cluster.client import root_cause
+from commlayer.cluster.process_groups import ANY_PEER
+from commlayer.cluster.summation import as_float32
+from commlayer.cluster.uplink import Uplink
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.observe import Recorder
+from commlayer.transport.protocol import peer_name
 
 
 @dataclasses.dataclass
@@ -157,3 +171,291 @@ class Arrivals:
             self._heed()
             if not self._next.wait(max(0.0, deadline - time.monotonic())):
                 return here() or self._ended
+
+
+# ---- factors from gradients to coded values, and from sums to averages: weights, loss scale, learning rate
+#
+# Residuals are kept in parts of the mean, without the loss scale. So a change of weights or scale does not change the value
+# of an old residual. For that, the weight of all workers must be known before coding. A worker assumes the total of the last
+# step, unless the script gives it. If the assumption was wrong, the server requests that the step be coded again
+# (Flag.AGAIN).
+
+class Units:
+    def __init__(self, members: int, *, shared: bool) -> None:
+        """`shared`: several ranks of a node add up their gradients before one of them codes the sum."""
+        self.members, self._shared = members, shared
+        self.weight = 1.0
+        self.scale = 1.0
+        self.rate = 1.0
+        self.total = float(members)
+        """The weight of all workers together: given, or that of the last step."""
+        self.told = False
+        """Whether the script gave the total."""
+        self.broken = False
+        """Whether this worker has broken the step off. Then its part weighs NaN, and so does the sum."""
+
+    def take(self, other: Units) -> None:
+        self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
+        self.total, self.told = other.total, other.told
+
+    def rate_of(self, bucket: WorkerBucket) -> float:
+        """The factor on a gradient before coding, in addition to weight and loss scale."""
+        return self.rate if bucket.in_updates else 1.0
+
+    def scale_of(self, bucket: WorkerBucket) -> float:
+        """Coded values are gradients divided by this: the loss scale, over the learning rate if the bucket codes updates.
+
+        With the loss scale inside, a change of scale would falsify every residual. So would a change of the learning rate in
+        codecs of updates."""
+        return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
+
+    def gather(self, bucket: WorkerBucket) -> None:
+        bucket.total = as_float32(self.total)
+        if self.broken:
+            bucket.gather(0.0, 0.0, 0.0)
+            bucket.weight = math.nan
+        else:
+            bucket.gather(self.factor(bucket), self.weight, self.worth(bucket))
+
+    def factor(self, bucket: WorkerBucket) -> float:
+        """From a gradient to the value that is coded."""
+        part = self.weight / self.scale_of(bucket)
+        return part * (self.members / (bucket.total or self.total)) if _by_total(bucket) else part
+
+    def worth(self, bucket: WorkerBucket) -> float:
+        """The value in x of a residual of 1.
+
+        Residuals are counted so that the sum over all workers is `members` times what the mean lacks. With equal weights, x is
+        then the gradient."""
+        return 1.0 if _by_total(bucket) else bucket.total / self.members
+
+    def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
+        """The factor from the sum to the average; None if all workers have weight 0."""
+        scale = self.scale_of(bucket)
+        with contextlib.suppress(ZeroDivisionError):
+            average = scale / weight if bucket.served else bucket.over_weight(scale)
+            if bucket.means:
+                return 1.0
+            return scale / self.members if bucket.in_means else average
+        return None
+
+    def weigh(self, weight: float, total: float | None) -> None:
+        """Sets the weight from now on. `total`: the weight of all workers together, None if the script does not give it.
+
+        Ranks of one node ignore a given `total`. They must all use the same value, the weight of the last step."""
+        self.weight, self.told = weight, total is not None and not self._shared
+        if total is not None and self.told:
+            self.total = total
+
+    def regroup(self, total: float) -> None:
+        """The members have changed; all workers of the current step together have weight `total`."""
+        self.total, self.told = total, False
+
+    def hear(self, total: float) -> None:
+        """A server has sent the weight of all workers in this step. Ranks of one node must all use the same value, so they
+        ignore it."""
+        if not self._shared:
+            self.total, self.told = total, False
+
+    def learn(self, total: float) -> None:
+        """Takes over the total weight of the finished step, as the assumption for the next one. 0 if unknown.
+
+        Raises ValueError if the script gave another total."""
+        if not total:
+            return
+        if self.told and abs(total - self.total) > 1e-6 * total:
+            raise InvalidInput("E-WEIGHT",
+                               f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
+                               "sum over all of them, or leave it out")
+        if not self.told:
+            self.total = total
+
+
+def _by_total(bucket: WorkerBucket) -> bool:
+    """Whether x must be a part of the mean from the start. Staged paths learn the total weight before they code."""
+    return bucket.in_means and bucket.served
+
+
+# ---- measures how long a worker computes in each step, without its waits
+
+LAPS_KEPT = 256
+"""Most laps that wait for `take`; older ones are dropped."""
+
+
+class Lap(NamedTuple):
+    """A step, counted from 0, and its seconds from the end of the previous averaging to the end of its backward pass."""
+
+    step: int
+    seconds: float
+
+
+class Stopwatch:
+    """Always on: a step costs two clock reads. On CUDA it times events of the stream, since enqueued work is not yet computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._begin: float | torch.cuda.Event | None = None
+        self._skipped_s = 0.0
+        self._laps: deque[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event, float]] = deque(maxlen=LAPS_KEPT)
+
+    def start(self) -> None:
+        """An averaging has ended. Calling it again discards the time since the first call."""
+        self._begin, self._skipped_s = self._now(), 0.0
+
+    def drop(self) -> None:
+        """The current step computes nothing: no lap."""
+        self._begin = None
+
+    def skip(self, seconds: float) -> None:
+        """Excludes these seconds, which were spent waiting or on other work."""
+        self._skipped_s += seconds
+
+    def stop(self, step: int) -> None:
+        if self._begin is not None:
+            self._laps.append((step, self._begin, self._now(), self._skipped_s))
+            self._begin = None
+
+    def take(self) -> list[Lap]:
+        """The completed laps that were not taken before."""
+        laps = []
+        while self._laps:
+            step, begin, end, skipped_s = self._laps[0]
+            if self._on_device:
+                if not cast(torch.cuda.Event, end).query():
+                    break
+                seconds = cast(torch.cuda.Event, begin).elapsed_time(cast(torch.cuda.Event, end)) / 1e3
+            else:
+                seconds = cast(float, end) - cast(float, begin)
+            self._laps.popleft()
+            laps.append(Lap(step, max(0.0, seconds - skipped_s)))
+        return laps
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# ---- detects whether a worker aborted the step that was just exchanged, and which one
+#
+# A worker whose backward pass failed sends an abort when its next pass begins, instead of its parts: a flag with a line of
+# text to servers, weight NaN in collectives. So all workers see it in the result.
+
+BROKEN = "its backward pass broke off"
+
+
+def broken_off(buckets: Sequence[WorkerBucket], *, here: bool) -> str:
+    """Which worker aborted the step and why; "" if none did. `buckets`: those with results of this step. `here`: this worker
+    did."""
+    if reason := next((bucket.abandoned for bucket in buckets if bucket.abandoned), ""):
+        return reason
+    # Collectives run in plan order, so the last weight covers all workers that finished the pass.
+    last = [bucket for bucket in buckets if not bucket.served][-1:]
+    weights = [bucket.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
+    return f"a worker: {BROKEN}" if here or any(map(math.isnan, weights)) else ""
+
+
+# ---- finds the peer that caused an error, once the coordinator has had time to report it
+
+class FaultVerdict:
+    """The first death that the coordinator reported, or the coordinator's own silence."""
+
+    def __init__(self) -> None:
+        self.error: CommError | None = None
+        self._heard = threading.Event()
+
+    def fall(self, error: CommError) -> None:
+        self.error = self.error or error
+        self._heard.set()
+
+    def explain(self, error: BaseException, link: Uplink | None, *, notice_s: float, verdict_s: float) -> BaseException:
+        """Returns a more precise error for a broken collective, or for a server that ended with the job, if there is one.
+
+        A collective names no peer, so its verdict waits for a dead worker's heartbeat timeout, `verdict_s`. Others wait
+        `notice_s`.
+        """
+        if link is None or not isinstance(error, CommError):
+            return error
+        if error.peer == ANY_PEER:
+            self._heard.wait(verdict_s)
+        elif error.peer.startswith("server"):
+            self._heard.wait(notice_s)
+        if self.error is not None:
+            # The reported peer may have met the same loss first, and have left because of it.
+            return self.error if error.peer in ("", ANY_PEER) else root_cause((self.error, error))
+        if error.peer == ANY_PEER and link.embedded and not link.coordinated:
+            silent = f"the coordinator {link.address} that it hosts no longer answers"
+            return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
+        return link.with_address(error)
+
+
+# ---- logs which members a rank waits for: a line after 5 s, more at growing intervals, and one when the wait is over
+
+FIRST_S = 5.0
+GROWTH = 2.0
+LOOK_S = 1.0
+"""Seconds between two checks. Training only stores when it began to wait, or 0; this thread reads it."""
+
+
+class Waiting(Protocol):
+    """The current worker, or the groups of a call between two steps."""
+
+    waiting_since: float
+
+    @property
+    def waits_s(self) -> float: ...
+
+    def missing(self) -> tuple[str, ...]: ...
+
+
+class WaitState(NamedTuple):
+    """What has been logged of the wait that began at `since`."""
+
+    since: float = 0.0
+    who: str = ""
+    next_s: float = FIRST_S
+
+
+def wait_notice(state: WaitState, since: float, now: float, told: Callable[[], tuple[str, str]]) -> tuple[WaitState, str]:
+    """The state after a check, and the line to log or "".
+
+    `since`: when the current wait began, 0 for none. `told`: returns the peers and how long the wait may last."""
+    if since != state.since:
+        line = f"goes on after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
+        return WaitState(since), line
+    if not since or now - since < state.next_s:
+        return state, ""
+    peers, limits = told()
+    return WaitState(since, peers, GROWTH * state.next_s), f"waiting for {peers}: {now - since:.0f} s, {limits}"
+
+
+class WaitNotices:
+    """A thread that checks for waits until close()."""
+
+    def __init__(self, waiting: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
+                 log: Callable[[str, int], None]) -> None:
+        """`called` gives a peer's name for the user. A peer that is silent for `silent_s` counts as dead."""
+        self._waiting, self._called, self._silent_s, self._log = waiting, called, silent_s, log
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        state = WaitState()
+        while not self._closing.wait(LOOK_S):
+            if (waiting := self._waiting()) is not None:
+                state, line = wait_notice(state, waiting.waiting_since, time.monotonic(),
+                                          functools.partial(self._told, waiting))
+                if line:
+                    self._log(line, logging.WARNING)
+
+    def _told(self, waiting: Waiting) -> tuple[str, str]:
+        peers = ", ".join(map(self._called, waiting.missing())) or "other ranks"
+        return peers, f"up to {waiting.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(2 * LOOK_S)

@@ -22,21 +22,18 @@ from torch import nn
 from commlayer.autotune.plan.driver import auto_of
 from commlayer.autotune.quality.driver import guard_of
 from commlayer.config import Config
-from commlayer.engine.average_use import AverageUse
+from commlayer.engine.averages import AverageUse, hand_out
 from commlayer.engine.connection import Connection
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.finite_steps import FiniteSteps
-from commlayer.engine.model_job import learning_rate, loss_scale
-from commlayer.engine.observers import Observer, Observers, Place
-from commlayer.engine.optimizer_steps import Held
+from commlayer.engine.guards import StepGuard
+from commlayer.engine.observers import Observer, Observers, Place, watch_of
+from commlayer.engine.optimizers import Held, learning_rate, loss_scale
 from commlayer.engine.parameter_drift import drift_of
-from commlayer.engine.stale_plan import watch_of
 from commlayer.engine.step import Regroup
-from commlayer.engine.step_guard import StepGuard
 from commlayer.engine.trace import trace_once
 from commlayer.engine.uneven_inputs import UnevenInputs
 from commlayer.engine.worker import Worker
-from commlayer.engine.write_gradients import hand_out
 from commlayer.errors import StepAbandoned
 
 

@@ -10,11 +10,10 @@ from msgspec import structs
 from commlayer import records
 from commlayer.cluster.collectives import Groups, all_or_none, gather
 from commlayer.cluster.uplink import Uplink
-from commlayer.engine.agreed_plan import Offer, bytes_of, check_plan, plan_in
+from commlayer.engine.buckets import trim
 from commlayer.engine.connection import Connection
-from commlayer.engine.idle_memory import trim
+from commlayer.engine.plan_choice import Offer, bytes_of, check_plan, in_updates, plan_in, stepping
 from commlayer.engine.step import Regroup
-from commlayer.engine.ways import in_updates, stepping
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Member, Plan, plan_of

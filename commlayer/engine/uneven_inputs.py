@@ -19,10 +19,9 @@ from torch import nn
 
 from commlayer.cluster.collectives import Rows
 from commlayer.engine.connection import Connection
-from commlayer.engine.initial_sync import align
 from commlayer.engine.observers import Observers, Place
 from commlayer.engine.parameter_drift import SHARDED
-from commlayer.engine.replica import share_optimizer
+from commlayer.engine.replica import align, share_optimizer
 from commlayer.errors import CommError, InvalidInput
 from commlayer.observe import Recorder
 

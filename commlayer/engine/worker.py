@@ -14,36 +14,233 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
 from commlayer.compressors.tensors import give_back
-from commlayer.engine.broken_step import broken_off
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.device_codecs import device_buckets
-from commlayer.engine.ended_peers import Ended
+from commlayer.engine.bucket_assembler import Intake
+from commlayer.engine.buckets import WorkerBucket, whole
 from commlayer.engine.entries_sent import allot_entries
-from commlayer.engine.forward_order import reorder
-from commlayer.engine.forwarded_attribute import Forwarded
-from commlayer.engine.intake import Intake
+from commlayer.engine.lanes import Staging, device_buckets
 from commlayer.engine.late_results import LateResults
-from commlayer.engine.layout import whole
-from commlayer.engine.paths.route import Route
-from commlayer.engine.paths.table import routes_of
-from commlayer.engine.staging import Staging
-from commlayer.engine.step import Counters, Step
-from commlayer.engine.stopwatch import Stopwatch
-from commlayer.engine.unapplied import Unapplied
-from commlayer.engine.units import Units
-from commlayer.errors import CommError, InvalidInput, StepAbandoned
+from commlayer.engine.paths.path import Route
+from commlayer.engine.paths.table import Routes, routes_of
+from commlayer.engine.step import Counters, Step, Stopwatch, Units, broken_off
+from commlayer.errors import CommError, InvalidInput, PeerLost, StepAbandoned
 from commlayer.observe import Recorder
 from commlayer.planner.model.fragments import fragments_of
 from commlayer.records import Job, Plan
 from commlayer.transport.protocol import Transport
+
+# ---- A descriptor for attributes that are stored in a component of their object
+
+T = TypeVar("T")
+
+
+class Forwarded(Generic[T]):
+    """`x: Forwarded[int] = Forwarded("part", "y")` in a class: `object.x` is `object.part.y`."""
+
+    def __init__(self, part: str, name: str) -> None:
+        self._part, self._name = attrgetter(part), name
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        return getattr(self._part(instance), self._name)  # type: ignore[no-any-return]
+
+    def __set__(self, instance: Any, value: T) -> None:
+        setattr(self._part(instance), self._name, value)
+
+
+# ---- detects that a worker waits for a peer that has finished
+#
+# A finished peer has sent its part of every exchange that it counted. So only workers in a later exchange wait in vain.
+# Without this check, ranks with unequal numbers of backward passes would wait for each other until the deadline.
+
+UNEQUAL = ("ranks have made unequal numbers of backward passes (a loader that is a batch shorter, a pass that raised, an "
+           "optimizer such as LBFGS that goes by its rank's own loss): give all the same number")
+
+
+class Ended:
+    """The finished peers, as one worker knows them. The training thread writes its exchange, and the heartbeat thread the
+    finished peers. Each thread writes before it reads, so at least one of them finds a missed exchange."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, str] | None = None
+        self._at: int | None = None
+
+    def hear(self, peer: str, exchanges: int) -> PeerLost | None:
+        """A peer has finished after `exchanges` exchanges. Returns the error if this worker waits in a later one."""
+        self._first = min(self._first or (exchanges, peer), (exchanges, peer))
+        return self._missed()
+
+    def begin(self, exchange: int) -> PeerLost | None:
+        """This worker begins that exchange, counted from 0. Returns the error if a peer will not take part."""
+        self._at = exchange
+        return self._missed()
+
+    def over(self) -> None:
+        """The exchange has ended."""
+        self._at = None
+
+    def _missed(self) -> PeerLost | None:
+        at, first = self._at, self._first
+        if at is None or first is None or at < first[0]:
+            return None
+        exchanges, peer = first
+        return PeerLost(f"has ended in order after {exchanges} exchanges, and this worker is in exchange {at + 1}: {UNEQUAL}",
+                        code="E-UNEQUAL-PASSES", peer=peer)
+
+
+# ---- records the order in which the first forward pass needs parameters
+
+def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapping[int, int]) -> list[int]:
+    """Indices of buckets in wire order: by the first place of their tensors, then by their previous order."""
+    end = len(places)
+    first = [min((places.get(tensor, end) for tensor in span), default=end) for span in spans]
+    return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
+
+
+def reorder(buckets: Sequence[WorkerBucket], places: Mapping[int, int], first: WorkerBucket | None = None) -> None:
+    """Sets the wire order by place in the forward pass. Tensors that it did not see follow in their previous order. `first`
+    precedes all."""
+    spans = [[s.tensor for s in f.slices] for f in buckets]
+    for order, i in enumerate(by_place(spans, [f.order for f in buckets], places), int(first is not None)):
+        buckets[i].order = 0 if buckets[i] is first else order
+
+
+class ForwardOrder:
+    """Watches one forward pass; `take` returns tensor number -> place.
+
+    Module hooks see a parameter only if a module that holds it directly is called. Others (functional use, compiled graphs) are
+    missing from the result, and the caller falls back to reversed ready order.
+    """
+
+    def __init__(self, model: nn.Module, index: dict[int, int]) -> None:
+        """`index` maps id(parameter), and id(buffer) if the order of buffers matters, to the tensor's number."""
+        self._places: dict[int, int] = {}
+        self._handles = []
+        for module in model.modules():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            numbers = [index[id(tensor)] for tensor in tensors if id(tensor) in index]
+            if numbers:
+                self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
+
+    def _hook(self, numbers: list[int]) -> Callable[[nn.Module, object], None]:
+        def seen(_module: nn.Module, _args: object) -> None:
+            if torch.compiler.is_compiling():
+                return  # in a graph, modules are not called one by one
+            for number in numbers:
+                self._places.setdefault(number, len(self._places))
+
+        return seen
+
+    def take(self) -> dict[int, int]:
+        """Returns the recorded places and removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return self._places
+
+
+# ---- takes back what a step coded but no optimizer applied, after its averages are written
+#
+# Each bucket has one bit per slice for an average that was not applied. The rollback happens before the bucket's next
+# exchange, and that exchange reports it to the server. `undone` does it between two steps.
+
+DRAIN_S = 5.0
+"""Seconds for which a failed step waits for a lane to end its current call, before residuals are corrected."""
+
+
+def _no_watch() -> None:
+    """Default of `settle`: averages are not watched."""
+
+
+class Unapplied:
+    """Part of Worker: rollback of its last step."""
+
+    buckets: list[WorkerBucket]
+    turns: list[list[WorkerBucket]]
+    _by_tensor: list[list[tuple[WorkerBucket, int]]]
+    _in_time: list[WorkerBucket]
+    _routes: Routes
+    settle: Callable[[], None] = staticmethod(_no_watch)
+    """Makes the watcher of averages report those that the script has cleared: see `cleared`."""
+    intact = True
+    """Whether residuals are as they were before the failed step."""
+    tentative = False
+    """Whether the last step was not finite somewhere. Such a step is skipped, unless an optimizer steps anyway."""
+
+    def cleared(self, tensor: int) -> None:
+        """The script discarded the average that the last step wrote for this tensor."""
+        for bucket, i in self._by_tensor[tensor]:
+            bucket.unapplied |= 1 << i
+
+    def applied(self, tensors: Collection[int], turn: int | None = None) -> None:
+        """An optimizer has applied these averages, though the step was not finite elsewhere. `turn`: only those of that turn.
+        """
+        if not self.tentative:
+            return
+        for bucket in self.buckets if turn is None else self.turns[turn]:
+            for i, s in enumerate(bucket.slices if bucket.sound else ()):
+                if s.tensor in tensors:
+                    bucket.unapplied &= ~(1 << i)
+
+    def anything(self, tensor: int) -> bool:
+        """Whether the last step's average for this tensor has nonzero values. Late results count as nonzero, unread."""
+        return any(bucket.late or bool(bucket.slice_of_result(i).any()) for bucket, i in self._by_tensor[tensor])
+
+    def spent(self, tensors: Collection[int]) -> None:
+        """An optimizer has already applied these averages of an unfinished step, so a failure must not take them back."""
+        for tensor in tensors:
+            for bucket, i in self._by_tensor[tensor]:
+                bucket.spent |= 1 << i
+
+    def undone(self) -> dict[int, int]:
+        """By bucket, the slices of the last step that were not applied, and not yet reported to servers. The same on all ranks.
+        """
+        self.settle()
+        for bucket in self._in_time:
+            self._routes.of[bucket.id].undo(bucket)
+        return {bucket.id: bucket.undone for bucket in self.buckets if bucket.undone and bucket.served}
+
+    def unapplied(self) -> tuple[int, int]:
+        """The slices of the last averages that are not applied, as bits bucket after bucket, and the number of slices."""
+        self.settle()
+        bits = slices = 0
+        for bucket in self.buckets:
+            bits, slices = bits | bucket.unapplied << slices, slices + bucket.nslices
+        return bits, slices
+
+    def take_over(self, bits: int) -> None:
+        """Sets `unapplied` of the last step as another rank has seen it."""
+        for bucket in self.buckets:
+            bucket.unapplied, bits = bits & bucket.all_slices, bits >> bucket.nslices
+
+    def _undo_step(self) -> None:
+        """The current step has failed: residuals get back what it sent. If a lane is stuck, possibly inside a codec, its
+        residual cannot be corrected."""
+        self.intact = self._routes.drain(DRAIN_S)
+        if self.intact:
+            for bucket in self.buckets:
+                bucket.unapplied |= bucket.all_slices & ~bucket.spent if bucket.started else 0
+                self._routes.of[bucket.id].undo(bucket)
+
+    def unheard(self) -> dict[int, int]:
+        """After a failed step: by bucket, the rollbacks of the step before that servers may not have received."""
+        slices = {b.id: b.said if b.started else b.undone for b in self.buckets if b.served}
+        return {number: bits for number, bits in slices.items() if bits}
+
+    def heard(self) -> None:
+        """The servers have received the rollbacks."""
+        for bucket in self.buckets:
+            bucket.undone = 0
+
 
 log = logging.getLogger("commlayer")
 

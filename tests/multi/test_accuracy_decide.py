@@ -29,7 +29,7 @@ from commlayer.autotune.quality.policy import (
     LossRise,
     PlanLevels,
 )
-from commlayer.engine import codec_floor
+from commlayer.engine import plan_choice
 from commlayer.observe.fidelity import Dots, Fidelity
 
 GOOD = Dots(1.0, 0.6, 1.0, 1.0)
@@ -298,7 +298,7 @@ def test_another_plan_is_left_alone_where_nothing_was_complained_of() -> None:
 
 
 def test_spelled_ratios_are_told_apart_alike_here_and_where_plans_are_made_finer() -> None:
-    assert policy.EQUAL == codec_floor.EQUAL
+    assert policy.EQUAL == plan_choice.EQUAL
 
 
 # ---- plans that are only watched, and the planner

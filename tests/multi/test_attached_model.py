@@ -16,8 +16,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.attached_model import AttachedModel
-from commlayer.engine.model_job import job_of, parameters_of
+from commlayer.engine.guards import AttachedModel
+from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 

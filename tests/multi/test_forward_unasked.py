@@ -17,7 +17,7 @@ from support.forward import OPTIMIZERS, Held, Net, Training, batch, loss_of
 from support.rank_pool import pool
 from torch import nn
 
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 

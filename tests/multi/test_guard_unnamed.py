@@ -13,7 +13,7 @@ from torch import nn
 
 import commlayer
 from commlayer.autotune.quality import policy
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 
 WORLD, SERVERS = 2, 2

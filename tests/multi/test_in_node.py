@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.paths.in_node import Shards, in_node
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.paths.node import Shards, in_node
 from commlayer.records import Bucket, Slice
 
 RANKS = 4

@@ -53,12 +53,12 @@ ROOMS: dict[str, list[set[str]]] = {
     "engine": [
         {"connection"},
         # one subject each, around a connection
-        {"allowed_ways", "exchange_schedule", "finite_steps", "newcomer", "parameter_drift", "regroup", "replica", "stale_plan",
-         "start", "switch", "told_lengths", "trace", "uneven_inputs"},
+        {"allowed_ways", "exchange_schedule", "finite_steps", "observers", "parameter_drift", "regroup", "replica", "start",
+         "switch", "trace", "uneven_inputs"},
         {"checkpoint", "inspection"},
         {"step_loop"},
         # where gradients come from and averages go
-        {"ddp_buffers", "ddp_ways", "forward_overlap", "module_driver"},
+        {"ddp_modes", "forward_overlap", "module_driver"},
     ],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
@@ -67,12 +67,9 @@ DECIDING = {"engine.agreement", "autotune.plan.decide", "autotune.plan.decide_ra
 """Pure modules, with all that they import from autotune/."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}
-ABOVE_PATHS = {
-    "intake", "worker", "unapplied", "gradient_comparison", "hooks", "outstanding", "plan_handover",
-    "write_gradients",
-}
-"""Modules of engine/ that drive a worker, or are it. Paths import none of them, and only three of these import a path."""
-KNOW_PATHS = {"intake", "unapplied", "worker"}
+ABOVE_PATHS = {"averages", "bucket_assembler", "gradient_comparison", "hooks", "plan_handover", "worker"}
+"""Modules of engine/ that drive a worker, or are it. Paths import none of them, and only two of these import a path."""
+KNOW_PATHS = {"bucket_assembler", "worker"}
 TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
              "loss_budget", "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}

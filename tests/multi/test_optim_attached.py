@@ -10,8 +10,8 @@ from support.attached import Run, Setting, coordinators, data, play
 from support.rank_pool import pool
 from torch import nn
 
+from commlayer.engine.buckets import SparseResult
 from commlayer.engine.sparse_averages import joined
-from commlayer.engine.sparse_result import SparseResult
 from commlayer.optim import SparseAdamW, SparseSGD
 
 WORLD, STEPS = 2, 6

@@ -10,8 +10,8 @@ from support.attached import mlp
 from support.rank_pool import pool, quick
 
 import commlayer
-from commlayer.engine.model_job import job_of
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine.optimizers import job_of
+from commlayer.engine.plan_choice import unsuited
 from commlayer.planner import verify, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 

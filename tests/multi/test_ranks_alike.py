@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.optimizer_settings import differences, settings_of
+from commlayer.engine.optimizers import differences, settings_of
 from commlayer.errors import code_of
 
 WORLD = 2

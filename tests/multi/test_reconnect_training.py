@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.cluster import messages
 from commlayer.config import host_port, join_host
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.engine.switch import switch
 from commlayer.planner import default_plan
 from commlayer.records import Plan

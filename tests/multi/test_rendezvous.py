@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer import planner
 from commlayer.config import read_launch
-from commlayer.engine.model_job import job_of
-from commlayer.engine.rendezvous import Arrival, problem_of, ranks_per_node
+from commlayer.engine.optimizers import job_of
+from commlayer.engine.start import Arrival, problem_of, ranks_per_node
 from commlayer.errors import RecordError
 
 WORLD = 3

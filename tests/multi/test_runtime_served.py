@@ -12,8 +12,7 @@ import torch
 from support.rank_pool import Servers, pool, quick
 from support.workers import job, step
 
-from commlayer.engine.rendezvous import Start
-from commlayer.engine.start import connect
+from commlayer.engine.start import Start, connect
 from commlayer.planner import lower
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster

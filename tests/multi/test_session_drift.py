@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.config import read_config
-from commlayer.engine.model_job import job_of
 from commlayer.engine.observers import Place
+from commlayer.engine.optimizers import EXACT_BITS, Digests, job_of, pieces
 from commlayer.engine.parameter_drift import LEAST, spacing
-from commlayer.engine.tensor_digests import EXACT_BITS, Digests, pieces
 from commlayer.errors import RecordError, code_of
 from commlayer.planner import default_plan
 

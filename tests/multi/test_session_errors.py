@@ -19,7 +19,7 @@ from torch import nn
 import commlayer
 from commlayer import planner, records
 from commlayer.compressors import parse
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.errors import RecordError
 from commlayer.records import Plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind

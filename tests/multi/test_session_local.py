@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.optim import Outer
 from commlayer.planner import default_plan, verify_alone
 from commlayer.records import Job, Plan

@@ -19,7 +19,7 @@ from support.rank_pool import Servers, pool
 from torch import nn
 
 import commlayer
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
 from commlayer.planner.model.fragments import fragments_of, ranges_of

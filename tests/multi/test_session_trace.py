@@ -15,8 +15,8 @@ from torch import nn
 import commlayer
 from commlayer.engine import trace
 from commlayer.engine.connection import Connection
-from commlayer.engine.model_job import job_of
 from commlayer.engine.observers import Observers, Place
+from commlayer.engine.optimizers import job_of
 from commlayer.errors import code_of
 from commlayer.observe import read_comparison
 from commlayer.planner import default_plan

@@ -13,10 +13,10 @@ from support.rank_pool import Servers, pool, quick
 from torch import nn
 
 import commlayer
-from commlayer.engine import stale_plan
+from commlayer.engine import observers
 from commlayer.engine.connection import Connection
-from commlayer.engine.model_job import job_of
-from commlayer.engine.requested_plan import with_server_nodes
+from commlayer.engine.optimizers import job_of
+from commlayer.engine.plan_choice import with_server_nodes
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
@@ -27,7 +27,7 @@ from commlayer.records import Plan
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""
-BEGIN = stale_plan.State()
+BEGIN = observers.State()
 
 
 def planned(predicted_s: float) -> Plan:
@@ -35,12 +35,12 @@ def planned(predicted_s: float) -> Plan:
 
 
 def after(
-    steps: list[tuple[Plan | None, float]], state: stale_plan.State = BEGIN, *, first: int = 1,
-) -> tuple[stale_plan.State, list[StalePlan]]:
+    steps: list[tuple[Plan | None, float]], state: observers.State = BEGIN, *, first: int = 1,
+) -> tuple[observers.State, list[StalePlan]]:
     """The state behind these steps, and what was said."""
     said = []
     for number, (requested, seconds) in enumerate(steps, first):
-        state, stale = stale_plan.decide(state, requested, number, seconds)
+        state, stale = observers.decide(state, requested, number, seconds)
         said += [stale] if stale else []
     return state, said
 
@@ -83,7 +83,7 @@ def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, cap
     caplog.set_level(logging.INFO, "commlayer")
     made = Connection()
     made.plan = planned(predicted_s)
-    watch = stale_plan.StalePlanWatch(made)
+    watch = observers.StalePlanWatch(made)
     for _ in range(PATIENCE + 1):
         assert (made.events, made.decisions) == ([], [])
         watch()

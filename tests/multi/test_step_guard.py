@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 import commlayer
-from commlayer.engine.attached_model import AttachedModel
-from commlayer.engine.model_job import job_of
-from commlayer.engine.step_guard import StepGuard
+from commlayer.engine.guards import AttachedModel, StepGuard
+from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 
 WORLD, EVERY, STEPS = 2, 4, 12

@@ -22,7 +22,7 @@ import commlayer.engine.switch as by_itself
 from commlayer.autotune.plan import loss_limits, plan_search
 from commlayer.cli import plan_tables
 from commlayer.engine.connection import Connection
-from commlayer.engine.ways import Asked, stepping
+from commlayer.engine.plan_choice import Asked, stepping
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.fragments import fragments_of

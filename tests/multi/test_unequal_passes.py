@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.ended_peers import Ended
+from commlayer.engine.worker import Ended
 
 WORLD, STEPS = 2, 3
 FAR_S = 300.0

@@ -22,13 +22,11 @@ from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Overdue
 from commlayer.cluster.site_process_group import RelayedGroup, WorldStore
 from commlayer.cluster.sites import PendingWait, WaitTracker
-from commlayer.engine import home_process, regroup
+from commlayer.engine import regroup, start
 from commlayer.engine.agreement import Word
 from commlayer.engine.connection import Waits
-from commlayer.engine.regroup import Regrouping
-from commlayer.engine.state_relay import Relay
+from commlayer.engine.regroup import Newer, Regrouping, Relay, ViewWords
 from commlayer.engine.step import Regroup
-from commlayer.engine.view_words import Newer, ViewWords
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import Member, Plan, View
 
@@ -367,7 +365,7 @@ def test_homes_that_others_may_leave_wait_for_the_verdict(
     given = dict[str, Any]()
     monkeypatch.setattr(site_process_group, "init_world", lambda *_, **how: given.update(how))
     settings = config.read_config({"min_workers": least, "join": "127.0.0.1:1"}, environ={}, cwd="/nonexistent")
-    monkeypatch.setattr(home_process, "read_config", lambda: settings)
+    monkeypatch.setattr(start, "read_config", lambda: settings)
     launch = config.read_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    home_process.begin_world(launch, "gloo")
+    start.begin_world(launch, "gloo")
     assert (given["skip_lost"], given["patience_s"]) == (least > 0, patience_s)

@@ -15,8 +15,8 @@ from support.rank_pool import Servers, pool
 
 import commlayer
 from commlayer import plan_file, records
-from commlayer.engine.model_job import job_of
-from commlayer.engine.ways import Asked, read_ways, stepping, ways_of
+from commlayer.engine.optimizers import job_of
+from commlayer.engine.plan_choice import Asked, read_ways, stepping, ways_of
 from commlayer.errors import RecordError
 from commlayer.planner import default_plan, diff, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo

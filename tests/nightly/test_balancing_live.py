@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from commlayer.autotune.shares.driver import Controller
 from commlayer.autotune.shares.state import latest
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
-from commlayer.engine.spacing import row_spacing
-from commlayer.engine.stopwatch import Lap
+from commlayer.engine.observers import row_spacing
+from commlayer.engine.step import Lap
 from commlayer.errors import InvalidInput
 
 WORLD = 3

@@ -23,7 +23,7 @@ from bench.learning_tasks import TASKS
 from commlayer.autotune.measure import virtual_training as learning_steps
 from commlayer.autotune.measure.virtual_training import Task, outer_of
 from commlayer.engine.local_steps import LocalSteps, StepWeights
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 
 RATE, STEPS, WORKERS = 0.01, 10, 2
 

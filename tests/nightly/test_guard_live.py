@@ -23,11 +23,11 @@ from commlayer.autotune.quality.policy import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
-from commlayer.engine import codec_floor, gradient_comparison
+from commlayer.engine import gradient_comparison, plan_choice
 from commlayer.engine.connection import Connection
-from commlayer.engine.model_job import job_of
 from commlayer.engine.observers import Place
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine.optimizers import job_of
+from commlayer.engine.plan_choice import unsuited
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
@@ -56,7 +56,7 @@ def train(run: Run, steps: int) -> dict[str, Any]:
         loss.backward()
         session.report(loss)
         optimizer.step()
-        levels.append(codec_floor.lowest(session.inspect.plan))
+        levels.append(plan_choice.lowest(session.inspect.plan))
         sent.append(session.stats()["sent_nbytes"])
     return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "said": session.inspect.decisions(),
             "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "stats": session.stats()}
@@ -248,7 +248,7 @@ def left_to_it_then_asked_for(run: Run) -> Any:
 
     def levels() -> list[float]:
         assert session.inspect.plan is not None
-        return [codec_floor.level(parse(b.codec)) for b in session.inspect.plan.buckets]
+        return [plan_choice.level(parse(b.codec)) for b in session.inspect.plan.buckets]
 
     def steps(count: int) -> None:
         for step in range(count):
@@ -332,22 +332,22 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
     (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
 ])
 def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
-    made = codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    made = plan_choice.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
     assert parse(made.buckets[0].codec) == parse(codec)
     assert not unsuited(made, 2, 1)
-    assert codec_floor.lift(made, floor, nodes=2) == made
-    assert codec_floor.lowest(made) >= min(floor, 1.0) * codec_floor.EQUAL
+    assert plan_choice.lift(made, floor, nodes=2) == made
+    assert plan_choice.lowest(made) >= min(floor, 1.0) * plan_choice.EQUAL
 
 
 def test_both_ways_and_all_nodes_are_made_finer() -> None:
     uneven = bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)"))
-    made = codec_floor.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
-    assert [codec_floor.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
-    coarse_down = codec_floor.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
+    made = plan_choice.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
+    assert [plan_choice.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
+    coarse_down = plan_choice.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
     assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
     dense = bucket("identity()", "allreduce")
-    assert codec_floor.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
-    assert not codec_floor.lossy(dense)
+    assert plan_choice.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
+    assert not plan_choice.lossy(dense)
 
 
 @pytest.mark.parametrize(("codecs", "compared"), [

@@ -19,7 +19,7 @@ from support.elastic_sites import DECAY, KILLED, MOMENTUM, RATE, SIZES, Given, f
 from support.site_training import digest
 from support.sites import Homes, ended, let_in
 
-from commlayer.engine.matched_length import scale_of, square_of
+from commlayer.engine.local_steps import scale_of, square_of
 
 DEAD_AT, MORE, PAUSE_S, MOST = 3, 5, 0.05, 2400
 """The step in which one home dies, how many come with it again, what each takes at least, and the last if nobody comes."""

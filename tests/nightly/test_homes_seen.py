@@ -15,7 +15,7 @@ import pytest
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.sites import WAIT_S, Homes, ended
 
-from commlayer.engine import wait_notices
+from commlayer.engine import step as step_module
 
 SLOW_STEP = 3
 
@@ -107,10 +107,10 @@ def test_a_refusal_is_a_line_and_a_mistake_of_the_script_keeps_its_traceback(
 
 
 def test_a_wait_is_logged_at_growing_intervals_and_once_when_it_is_over() -> None:
-    state, lines = wait_notices.State(), []
+    state, lines = step_module.WaitState(), []
     for now in range(100, 160):
         since = 110.0 if 110 <= now < 152 else 0.0
-        state, line = wait_notices.decide(state, since, float(now), lambda: ("worker 2 (ben)", "up to 60 s"))
+        state, line = step_module.wait_notice(state, since, float(now), lambda: ("worker 2 (ben)", "up to 60 s"))
         lines += [(now - 110, line)] if line else []
     assert [at for at, _ in lines] == [5, 10, 20, 40, 42]
     assert lines[0][1] == "waiting for worker 2 (ben): 5 s, up to 60 s"
@@ -118,9 +118,9 @@ def test_a_wait_is_logged_at_growing_intervals_and_once_when_it_is_over() -> Non
 
 
 def test_short_waits_are_not_logged() -> None:
-    state = wait_notices.State()
+    state = step_module.WaitState()
     for now in range(1000):
-        state, line = wait_notices.decide(state, now - now % 4 + 0.5, float(now), lambda: ("nobody", ""))
+        state, line = step_module.wait_notice(state, now - now % 4 + 0.5, float(now), lambda: ("nobody", ""))
         assert line == ""
 
 

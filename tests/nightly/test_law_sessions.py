@@ -12,7 +12,7 @@ from support.law import EVENTS, LEFT_OUT, SIZES, STEPS, WORLD, Given, Script, ap
 from support.rank_pool import pool
 
 import commlayer
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 
 
 def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str) -> list[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
 from commlayer.records import Plan

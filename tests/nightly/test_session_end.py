@@ -31,7 +31,7 @@ def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
     from torch import nn
 
     import commlayer
-    from commlayer.engine.model_job import job_of
+    from commlayer.engine.optimizers import job_of
     from commlayer.planner import default_plan
 
     class One(nn.Module):
@@ -122,7 +122,7 @@ def forked(rank: int, address: str) -> int:
 
     import commlayer
     from commlayer.balance import Sampler
-    from commlayer.engine.model_job import job_of
+    from commlayer.engine.optimizers import job_of
     from commlayer.planner import default_plan
 
     gc.collect()

@@ -59,7 +59,7 @@ def staged(model: Any) -> Any:
     """Two exchanges of payloads a bucket, so that a step breaks off in the middle of a path."""
     import msgspec
 
-    from commlayer.engine.model_job import job_of
+    from commlayer.engine.optimizers import job_of
     from commlayer.planner import default_plan
 
     made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from support.attached import Run, Setting, loss_of, mlp
 from support.rank_pool import PoolError, Servers, pool
 
-from commlayer.engine import checkpoint, checkpoint_files
+from commlayer.engine import checkpoint
 from commlayer.errors import code_of
 
 WORLD, SERVERS = 2, 2
@@ -117,7 +117,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
             os.truncate(file, file.stat().st_size // 2)
             found.append(Crash(phase[0], torn))
 
-    together = checkpoint.together
+    together = checkpoint.all_or_none
 
     @contextlib.contextmanager
     def counted(*args: Any) -> Iterator[None]:
@@ -195,7 +195,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
             job.session.save_residuals(place)
         for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
             for at in range(operations[0]):
-                left, before, there = [at if rank == victim else -1], job.kept(), checkpoint_files.numbers(Path(place))
+                left, before, there = [at if rank == victim else -1], job.kept(), checkpoint.numbers(Path(place))
 
                 def fail(name: str, args: tuple[Any, ...], left: list[int] = left) -> None:
                     left[0] -= 1
@@ -217,7 +217,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                     wrong.append(f"{at}: {failed}")
                 if not equal(before, job.kept()):
                     wrong.append(f"{at}: the failed save changed the state")
-                if failed and checkpoint_files.numbers(Path(place)) != there:
+                if failed and checkpoint.numbers(Path(place)) != there:
                     wrong.append(f"{at}: left {os.listdir(place)}")
                 job.session.load_residuals(place)
         job.session.save_residuals(place)

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
-from commlayer.engine.model_job import job_of
 from commlayer.engine.observers import Observer, Place
+from commlayer.engine.optimizers import job_of
 from commlayer.engine.switch import switch as go_over
 
 _ranks = rank_pool.ranks_first(WORLD)

@@ -22,7 +22,7 @@ import torch
 from oracle import codec_kernels as reference
 
 from commlayer.compressors.device import kernels as device
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher
 from support.native_builds import bits, core

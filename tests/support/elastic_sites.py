@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch import nn
 
 from commlayer.compressors.feedback import split_by_tensor
-from commlayer.engine import checkpoint_files
+from commlayer.engine import checkpoint
 from support.sites import WAIT_S, ended
 
 STEPS = 12
@@ -168,11 +168,11 @@ def waits_at(directory: str | Path) -> Path:
     return Path(directory) / "a home waits"
 
 
-def whole(directory: Path, world: int) -> checkpoint_files.Held:
+def whole(directory: Path, world: int) -> checkpoint.Held:
     """The one save that lies there."""
-    held = [checkpoint_files.held(directory, rank) for rank in range(world)]
+    held = [checkpoint.saves_of(directory, rank) for rank in range(world)]
     assert [len(row) for row in held] == [1] * world
-    return checkpoint_files.newest(directory, held)
+    return checkpoint.newest_save(directory, held)
 
 
 DEADLINE_S = "8"

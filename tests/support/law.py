@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.model_job import job_of
+from commlayer.engine.optimizers import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
 from commlayer.planner.model.shards import together

@@ -12,7 +12,7 @@ from commlayer.autotune.plan.decide_rank0 import MULTIPLIER_RISE, TRIED
 from commlayer.autotune.plan.facts import Meanwhile, Planned, StepOver
 from commlayer.autotune.plan.replan import harder_by
 from commlayer.compressors import parse
-from commlayer.engine import codec_floor
+from commlayer.engine import plan_choice
 from commlayer.planner.model.cluster import Policy
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
 from commlayer.planner.search.plan import plan as planned
@@ -52,7 +52,7 @@ def test_what_is_harder_for_a_model_makes_a_finer_plan() -> None:
     for times in (1.0, 3.0):
         profile = structs.replace(profile_from_tables(cluster), learning=harder_by(rows, times))
         made = planned(JOB, cluster, profile, policy)
-        levels.append(sum(codec_floor.level(parse(b.codec)) * b.numel for b in made.buckets))
+        levels.append(sum(plan_choice.level(parse(b.codec)) * b.numel for b in made.buckets))
     assert levels[1] > levels[0]
     assert harder_by(rows, 0.5) == rows, "nothing is made easier"
 

@@ -36,7 +36,7 @@ from commlayer.autotune.plan.facts import InForce, Measured, PaceTold, Planned, 
 from commlayer.autotune.plan.measuring import Measurements
 from commlayer.autotune.plan.state import Planning, Proposing, Settling, Steady, Trial
 from commlayer.engine.connection import Connection
-from commlayer.engine.ways import WAYS
+from commlayer.engine.plan_choice import WAYS
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner.model.cluster import Line

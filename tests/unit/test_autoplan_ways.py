@@ -15,7 +15,7 @@ from commlayer.autotune.plan.link_probes import RankMeasurement
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.engine.connection import Connection
-from commlayer.engine.ways import Asked, read_ways, stepping
+from commlayer.engine.plan_choice import Asked, read_ways, stepping
 from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.jobs import published

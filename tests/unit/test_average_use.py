@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from commlayer.engine.average_use import AverageUse
+from commlayer.engine.averages import AverageUse
 
 TENSORS = 3
 

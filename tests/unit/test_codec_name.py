@@ -9,8 +9,7 @@ import pytest
 from commlayer.codec_spec import RULES, parse_spec, spec_error
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.plan_codecs import FACTORIES
-from commlayer.engine.codec_floor import level
-from commlayer.engine.plan_check import promise_of
+from commlayer.engine.plan_choice import level, promise_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.model.cluster import Cluster, Policy
 from commlayer.planner.pricing.path_cost import Prices

@@ -8,7 +8,7 @@ from support.workers import job
 
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Slice
 

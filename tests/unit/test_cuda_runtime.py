@@ -12,7 +12,7 @@ from support.cuda import DEVICE, running
 from support.workers import Rig, job, on_ranks, step
 
 from commlayer.compressors import block_threshold, codec_of, error_feedback, identity, int8, parse, runs_on
-from commlayer.engine.device_codecs import device_buckets
+from commlayer.engine.lanes import device_buckets
 from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.gpu import launch

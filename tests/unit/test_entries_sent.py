@@ -17,9 +17,9 @@ from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
 from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
 from commlayer.compressors.state import number
 from commlayer.engine.connection import Connection
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine.observers import StalePlanWatch
+from commlayer.engine.plan_choice import unsuited
 from commlayer.engine.plan_handover import hand_over
-from commlayer.engine.stale_plan import StalePlanWatch
 from commlayer.engine.worker import Worker
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import default_plan, verify

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from commlayer.cluster.process_groups import ANY_PEER
-from commlayer.engine.fault import FaultVerdict
+from commlayer.engine.step import FaultVerdict
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 
 MET = PeerLost("connection lost", peer="server 1", step=4, bucket=2)

@@ -13,7 +13,7 @@ from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.tensors import give_back
 from commlayer.engine import worker as worker_module
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError

@@ -12,8 +12,7 @@ import torch
 from support.workers import Rig, ToldRows, on_ranks
 from torch import nn
 
-from commlayer.engine.local_steps import LocalSteps, StepWeights
-from commlayer.engine.matched_length import scale_of, square_of
+from commlayer.engine.local_steps import LocalSteps, StepWeights, scale_of, square_of
 from commlayer.optim import Outer, usual
 from commlayer.planner import default_plan
 from commlayer.planner.model.fragments import fragments_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from commlayer.engine.optimizer_hooks import Around, OptimizerHooks
+from commlayer.engine.hooks import Around, OptimizerHooks
 
 
 class Stepping:

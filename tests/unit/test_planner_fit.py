@@ -13,7 +13,7 @@ from support.plans import toy_job
 from commlayer.autotune.measure import calibration
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.plan_check import promise_of, unsuited
+from commlayer.engine.plan_choice import promise_of, unsuited
 from commlayer.planner import lower, verify
 from commlayer.planner.model.cluster import Cluster, Line, Node, Policy, Profile
 from commlayer.planner.model.codec_fit import Promise, misfits

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 from support.plans import cluster, toy_job
 
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine.plan_choice import unsuited
 from commlayer.planner.model import grammar
 from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Policy, Profile
 from commlayer.planner.model.paths import parse, spell

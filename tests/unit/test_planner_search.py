@@ -17,7 +17,7 @@ from support.planner import random_space
 from support.plans import cluster, toy_job
 
 from commlayer import records
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine.plan_choice import unsuited
 from commlayer.plan_file import misread
 from commlayer.planner.model.cluster import Cluster, Line, Link, Policy
 from commlayer.planner.model.option import DENSE

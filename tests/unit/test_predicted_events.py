@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from commlayer import planner
-from commlayer.engine.predicted_events import predict
+from commlayer.engine.trace import predict
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
 from commlayer.planner.model.cluster import Basis, Cluster, Link, Node, PlanInputs
 from commlayer.planner.verbs.text_formats import nodes_of

@@ -13,8 +13,8 @@ from commlayer.cluster.server_codecs import CodecOps
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, identity, int8, parse, topk, two_way, wrap
 from commlayer.config import Config
-from commlayer.engine import plan_check, requested_plan
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine import plan_choice
+from commlayer.engine.plan_choice import unsuited
 from commlayer.plan_file import basis_of, written
 from commlayer.planner import verify
 from commlayer.planner.model.cluster import CodecCost, Line, Policy
@@ -34,7 +34,7 @@ def job_of(*shapes: tuple[int, ...]) -> Job:
 
 
 def asked_for(plan: object, job: Job, **config: Any) -> Plan:
-    return requested_plan.settle(plan, job, Config(**config), 2, 1)
+    return plan_choice.settle(plan, job, Config(**config), 2, 1)
 
 
 # ---- what "auto" begins with
@@ -42,9 +42,9 @@ def asked_for(plan: object, job: Job, **config: Any) -> Plan:
 
 @pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
 def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
-    made = requested_plan.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
+    made = plan_choice.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
     assert {(b.path, str(parse_spec(b.codec).core), b.down) for b in made.buckets} == {("service", "int4()", "")}
-    assert requested_plan.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
+    assert plan_choice.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
 
 
 def row(optimizer: str, codec: str, loss: float) -> LearningRow:
@@ -62,7 +62,7 @@ def test_auto_begins_within_its_budget_without_a_loss_model(
     optimizer: str, max_loss: float, codec: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
-    made = requested_plan.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
+    made = plan_choice.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
     assert {str(parse_spec(b.codec).core) for b in made.buckets} == {codec}
 
 
@@ -173,7 +173,7 @@ def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, .
     job = job_of((300, 20))
     made = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
     told: list[str] = []
-    requested_plan.with_server_nodes(made, None, 2, told.append)
+    plan_choice.with_server_nodes(made, None, 2, told.append)
     for lines in (told, lint(made, job)):
         assert len(lines) == bool(said), lines
         assert all(said in line for line in lines)
@@ -195,7 +195,7 @@ def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPa
     bucket = Bucket(0, (Slice(0, 0, 1 << 16),), "service", "identity()")
     plan = Plan("", (bucket,), 1)
     assert unsuited(plan, 2, 1) == []
-    monkeypatch.setattr(plan_check, "MAX_FRAME_NBYTES", 200_000)
+    monkeypatch.setattr(plan_choice, "MAX_FRAME_NBYTES", 200_000)
     (line,) = unsuited(plan, 2, 1)
     assert line.startswith("bucket 0: payloads of identity()")
     assert line.endswith("a frame carries 200000: cut it into several, or take a codec that sends less")

@@ -10,7 +10,7 @@ from support import workers as kit
 
 from commlayer.compressors import parse, restore, snapshot, wrap
 from commlayer.compressors.plan_codecs import FACTORIES
-from commlayer.engine.model_job import learning_rate
+from commlayer.engine.optimizers import learning_rate
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Plan, Slice
 

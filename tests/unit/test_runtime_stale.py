@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.workers import Rig, job, on_ranks, step
 
-from commlayer.engine.plan_check import unsuited
+from commlayer.engine.plan_choice import unsuited
 from commlayer.errors import DeadlineExceeded
 from commlayer.planner import default_plan
 from commlayer.records import Plan

@@ -9,8 +9,8 @@ from support.codecs import decoded, encode, noise, room
 from commlayer.compressors import parse, topk, two_way, wrap
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.plan_codecs import reader_of
-from commlayer.engine import sparse_result
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine import buckets
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Slice, Spec, TensorInfo
 
@@ -96,8 +96,8 @@ def test_entries_are_written_where_they_belong_without_memory_between(monkeypatc
     codec = wrap(parse("topk(ratio=0.1)"))
     bucket.decode(encode(codec, noise(6040), codec.init(Spec((6040,)))))
     spread: list[int] = []
-    plain = sparse_result._spread
-    monkeypatch.setattr(sparse_result, "_spread", lambda idx, values, n: spread.append(n) or plain(idx, values, n))
+    plain = buckets._spread
+    monkeypatch.setattr(buckets, "_spread", lambda idx, values, n: spread.append(n) or plain(idx, values, n))
     found = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
     bucket.commit(0.25, found)
     assert not spread

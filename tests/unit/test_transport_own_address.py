@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from commlayer.engine.rendezvous import Arrival, _own_address
+from commlayer.engine.start import Arrival, _own_address
 from commlayer.transport import own_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are told as Linux tells them")

@@ -12,7 +12,7 @@ import commlayer
 from commlayer.cli.main import run
 from commlayer.cli.plan_tables import spread
 from commlayer.config import Config
-from commlayer.engine.requested_plan import settle
+from commlayer.engine.plan_choice import settle
 from commlayer.errors import code_of
 from commlayer.plan_file import PlanFileInputs, inputs_of
 from commlayer.planner import builtin

@@ -12,7 +12,7 @@ import pytest
 
 from commlayer.cluster import site_process_group
 from commlayer.engine.agreement import Word
-from commlayer.engine.view_words import Newer, ViewWords
+from commlayer.engine.regroup import Newer, ViewWords
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Member, View
 

@@ -20,7 +20,7 @@ from commlayer.cluster.summation_server import SumServer
 from commlayer.compressors import Codec, identity, parse, wrap
 from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
-from commlayer.engine.plan_check import promise_of
+from commlayer.engine.plan_choice import promise_of
 from commlayer.engine.worker import Worker
 from commlayer.observe import RecordedStep
 from commlayer.planner.model.cluster import CodecCost, Line

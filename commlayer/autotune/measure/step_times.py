@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
-from commlayer.engine.model_job import job_of, parameters_of
+from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
 from commlayer.observe import RecordedStep
 from commlayer.planner.tables.machines import device_named

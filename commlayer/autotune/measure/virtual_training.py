@@ -20,11 +20,10 @@ from commlayer.cluster.server_codecs import ops_of, senders_of
 from commlayer.cluster.summation import Reply, Summation
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.entries_sent import allot_entries
-from commlayer.engine.local_steps import LocalSteps, StepWeights
-from commlayer.engine.matched_length import Lengths
-from commlayer.engine.model_job import job_of
+from commlayer.engine.local_steps import Lengths, LocalSteps, StepWeights
+from commlayer.engine.optimizers import job_of
 from commlayer.errors import InvalidInput
 from commlayer.optim import Outer, usual
 from commlayer.planner.model.fragments import fragments_of

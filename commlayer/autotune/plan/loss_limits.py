@@ -13,7 +13,7 @@ from commlayer.autotune.plan.link_probes import RankMeasurement
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse
-from commlayer.engine import codec_floor
+from commlayer.engine import plan_choice
 from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
 from commlayer.engine.connection import Connection
 from commlayer.planner.model.cluster import Policy, Profile
@@ -35,7 +35,7 @@ class Limits(NamedTuple):
 
 def codecs(connection: Connection) -> list[str]:
     """Codecs that are worth measuring."""
-    return codec_floor.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
+    return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
 def remembers(connection: Connection) -> bool:
@@ -70,7 +70,7 @@ def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[P
     if not connection.terms.floor:
         return profile, policy
     known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    fine = tuple(name for name in known if codec_floor.level(parse(name)) >= connection.terms.floor * codec_floor.EQUAL)
+    fine = tuple(name for name in known if plan_choice.level(parse(name)) >= connection.terms.floor * plan_choice.EQUAL)
     return profile, structs.replace(policy, codecs=fine)
 
 

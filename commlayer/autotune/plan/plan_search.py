@@ -17,7 +17,7 @@ from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, Candidate, Pri
 from commlayer.autotune.plan.cpu_contention import dearer, factor
 from commlayer.autotune.shares.comm_cost import communication
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.ways import in_updates
+from commlayer.engine.plan_choice import in_updates
 from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
 from commlayer.planner.model.learning import Recipe, excess

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from commlayer.autotune.plan.facts import StepReport
 from commlayer.cluster.collectives import Rows
-from commlayer.engine.spacing import row_spacing
+from commlayer.engine.observers import row_spacing
 from commlayer.observe import Direction, InterfaceCounters
 
 

@@ -32,7 +32,7 @@ from commlayer.autotune.quality.policy import (
 )
 from commlayer.cluster.collectives import Groups
 from commlayer.config import Config
-from commlayer.engine import codec_floor, gradient_comparison
+from commlayer.engine import gradient_comparison, plan_choice
 from commlayer.engine.connection import Connection
 from commlayer.engine.gradient_comparison import Piece
 from commlayer.engine.switch import switch
@@ -190,7 +190,7 @@ class AccuracyGuard:
 
     def _change(self, change: CodecChange) -> None:
         nodes, before = self._groups.world // self._groups.ranks_per_node, self._plan
-        lifted = codec_floor.lift(self._base, change.after, nodes, cuda=self._worker.device.type == "cuda")
+        lifted = plan_choice.lift(self._base, change.after, nodes, cuda=self._worker.device.type == "cuda")
         if lifted.buckets == before.buckets:
             return
         try:
@@ -199,7 +199,7 @@ class AccuracyGuard:
             self._carry_out([policy.change_refused(change, error)])
             return
         self._own.new_codecs()
-        entered, factor = self._take(self._base), codec_floor.nbytes(lifted) / codec_floor.nbytes(before)
+        entered, factor = self._take(self._base), plan_choice.nbytes(lifted) / plan_choice.nbytes(before)
         self._state, lines = policy.change_done(self._state, change, self._steps, entered=entered, nbytes_factor=factor)
         self._carry_out(lines)
 
@@ -212,7 +212,7 @@ class AccuracyGuard:
         watched = [b.planned for b in self._watched]
         bounds = (0.0, 0.0) if self._by_budget else least_usual(watched)
         typical = typical_cosine(watched) if self._connection.terms.optimizer == "adam" else 0.0
-        return PlanLevels(codec_floor.lowest(self._plan), codec_floor.lowest(self._base), bool(self._watched),
+        return PlanLevels(plan_choice.lowest(self._plan), plan_choice.lowest(self._base), bool(self._watched),
                           self._base.buckets != self._plan.buckets, *bounds, typical, self._plan.overlap == "forward")
 
     @property

@@ -18,7 +18,7 @@ from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, Sh
 from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Outcome, Policy
 from commlayer.balance.share_solver import FREE, Communication
 from commlayer.balance.time_models import Cubic, Line
-from commlayer.engine.spacing import row_spacing
+from commlayer.engine.observers import row_spacing
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:

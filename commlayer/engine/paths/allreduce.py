@@ -14,9 +14,9 @@ import torch
 
 from commlayer.cluster.collectives import Groups
 from commlayer.cluster.process_groups import PendingCollective
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.paths.route import Route, fill, take_back
-from commlayer.engine.staging import Staging
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Staging
+from commlayer.engine.paths.path import Route, fill, take_back
 from commlayer.engine.step import Step
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from commlayer.engine.bucket import WorkerBucket
+from commlayer.cluster.collectives import Groups
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Lane, Staging
 from commlayer.engine.late_results import LateResult
-from commlayer.engine.paths.route import Route
-from commlayer.engine.paths.server_exchange import ServerExchange
-from commlayer.engine.staging import Staging
+from commlayer.engine.paths.node import InNode, NodeRoute
+from commlayer.engine.paths.path import Route
+from commlayer.engine.paths.server import ServerExchange
 from commlayer.engine.step import Step
 
 
@@ -60,3 +63,80 @@ class Late(Route):
     def reset(self) -> None:
         """Exchanges continue."""
         self._arrivals.expect(len(self._buckets))
+
+
+# ---- route for late buckets if nodes have several ranks: summed in the node, exchanged by their owners, distributed after
+# their step
+#
+# One lane does all work inside the node, in one order on all ranks: a step's gradients of all these buckets, then its
+# results. So a bucket's gradients are copied after its previous result has been distributed, as `late_results.py` requires.
+
+class NodeLate(NodeRoute):
+    def __init__(
+        self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
+        exchange: ServerExchange, groups: Groups,
+    ) -> None:
+        """`results` by the number of their bucket."""
+        late = groups.inside.late
+        super().__init__(buckets, step, staging, exchange, groups, Lane("late", step.latch), late, late,
+                         groups.inside.late_ready)
+        self._results = results
+        self._arrivals = step.arrivals()
+        self._begun = 0
+        self._waits: InNode | None = None
+        """The exchange for whose result the lane waits."""
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        self._results[bucket.id].begun()
+        self._lane.put(partial(self._copy, bucket))
+        self._begun += 1
+        if self._begun == len(self._buckets):
+            for one in self._ones:
+                self._lane.put(partial(self._hand_on, one))
+
+    def _copy(self, bucket: WorkerBucket) -> None:
+        """Runs on the lane, after the last result has arrived."""
+        if self._step.error is not None:
+            return
+        with self._staging.lane(bucket):
+            self._results[bucket.id].take()
+            bucket.rewind()
+            self._step.units.gather(bucket)
+            bucket.write_tail(bucket.tail)
+            one = self._one_of[bucket.id]
+            if bucket is one.buckets[-1]:
+                self._send(one)
+            self._staging.settle()
+        self._arrivals.arrived()
+
+    def _hand_on(self, one: InNode) -> None:
+        """Runs on the lane."""
+        self._waits = one
+        if self._bring(one):
+            self._waits = None
+            for bucket in one.buckets:
+                self._results[bucket.id].arrived()
+
+    def finish(self, deadline: float) -> None:
+        if not self._arrivals.wait(deadline):
+            raise self._missing([self._waits] if self._waits is not None else self._ones)
+        self._staging.join()
+
+    def quiet(self, deadline: float) -> None:
+        """As `Late.quiet`."""
+        for one in self._ones:
+            for bucket in one.buckets:
+                if not self._results[bucket.id].wait(deadline, self._step.failed):
+                    raise self._missing([one])
+        self._staging.join()
+
+    def reset(self) -> None:
+        """Exchanges continue."""
+        self._begun = 0
+        self._arrivals.expect(len(self._buckets))
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._lane.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._lane.close(timeout_s)

@@ -7,18 +7,15 @@ from typing import NamedTuple
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.lanes import Lane
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Lane, Staging
 from commlayer.engine.late_results import LateResult
 from commlayer.engine.paths.allreduce import AllReduce
-from commlayer.engine.paths.late import Late
-from commlayer.engine.paths.node_late import NodeLate
-from commlayer.engine.paths.node_sum import NodeSum
-from commlayer.engine.paths.route import Route
-from commlayer.engine.paths.server_exchange import ServerExchange
-from commlayer.engine.paths.service import Service
-from commlayer.engine.paths.staged import Staged
-from commlayer.engine.staging import Staging
+from commlayer.engine.paths.collectives import Staged
+from commlayer.engine.paths.late import Late, NodeLate
+from commlayer.engine.paths.node import NodeSum
+from commlayer.engine.paths.path import Route
+from commlayer.engine.paths.server import ServerExchange, Service
 from commlayer.engine.step import Step
 from commlayer.records import Plan
 from commlayer.transport.protocol import Transport

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -21,8 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.hooks import uncompiled
-from commlayer.engine.optimizer_steps import Held, watch
+from commlayer.engine.optimizers import Held, closure_of, watch
+from commlayer.engine.worker import Worker
+from commlayer.errors import InvalidInput
+from commlayer.optim.sparse import LazyOptimizer
 
 log = logging.getLogger("commlayer")
 
@@ -184,3 +189,169 @@ class AverageUse:
 
 def _any(grad: torch.Tensor) -> bool:
     return bool((grad._values() if grad.is_sparse else grad).any())
+
+
+# ---- writes averages into parameters' gradients
+
+def targets_of(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
+    """The tensors to write averages into: `.grad`; a new one if only other ranks had a gradient; None if no rank had one."""
+    pairs = zip(parameters, worker.used(), strict=False)
+    return [None if not anyone else torch.empty_like(p) if p.grad is None else p.grad for p, anyone in pairs]
+
+
+def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
+    """Waits for late results and writes them into gradients; the others become None. Returns whether there are any."""
+    worker.drain()
+    grads = targets_of(worker, parameters)
+    has_late = any(grad is not None for grad in grads)
+    if has_late:
+        for grad in grads:
+            if grad is not None:
+                grad.detach().zero_()
+        worker.hand_out([*grads, *[None] * (len(worker.job.tensors) - len(grads))])
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+    return has_late
+
+
+def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> None:
+    """Writes into `.grad`, unless the average is already there. `keep`: `.grad` may share the memory of `average`."""
+    if p.grad is None:
+        p.grad = average if keep else average.clone()
+    elif p.grad.data_ptr() != average.data_ptr():
+        p.grad.detach().copy_(average)
+
+
+# ---- A step whose results are taken as they arrive: which tensors are complete, and where their averages are
+#
+# Nothing is written before all workers have ended their backward pass (Worker.agreed).
+
+class Outstanding:
+    """Of one worker, from `Worker.complete` to `Worker.end`. Methods return the newly completed tensors."""
+
+    def __init__(
+        self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], deadline_s: float,
+    ) -> None:
+        """`tensors`: gradients, None where this rank has none, then buffers. Averages are written into them.
+
+        Where only others have a gradient, the average goes into a new tensor `like` its parameter."""
+        self.worker, self._like, self._deadline_s = worker, like, deadline_s
+        self.step = worker.step
+        self.averages = list(tensors)
+        """By number; None if no worker has a gradient. Only complete tensors may be read."""
+        self._left = {bucket.id: bucket for bucket in worker.buckets}
+        self._missing = [len(worker.holding(tensor)) for tensor in range(len(tensors))]
+        self._new = [tensor for tensor, missing in enumerate(self._missing) if not missing]
+        for tensor in self._new:
+            self.averages[tensor] = None  # it has no elements, so it is not sent
+        self._copies: dict[int, torch.Tensor] = {}
+        self.not_finite: set[int] = set()
+        """Tensors whose averages are not finite. They must not be applied."""
+        self._deadline: float | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self._left
+
+    def complete(self, tensor: int) -> bool:
+        return self._missing[tensor] == 0
+
+    def arrived(self) -> list[int]:
+        if self._left and self.worker.agreed(None, self._deadline_s):
+            for bucket in [*self._left.values()]:
+                if self.worker.take(bucket, None):
+                    self._write(bucket)
+        return self._took()
+
+    def wait(self, tensors: Iterable[int]) -> list[int]:
+        """Waits until these tensors are complete, then takes all other buckets that have arrived."""
+        wanted = {bucket.id: bucket for tensor in tensors for bucket in self.worker.holding(tensor) if bucket.id in self._left}
+        if wanted:
+            self._deadline = self._deadline or time.monotonic() + self._deadline_s
+            self.worker.agreed(self._deadline, self._deadline_s)
+            for bucket in sorted(wanted.values(), key=lambda bucket: bucket.order):
+                self.worker.take(bucket, self._deadline)
+                self._write(bucket)
+        return self.arrived()
+
+    def wait_all(self) -> list[int]:
+        return self.wait(range(len(self.averages)))
+
+    def end(self) -> None:
+        self.worker.wait_all(self._deadline_s)
+        self.worker.end(finite=not self.not_finite, computes=False)
+
+    def _took(self) -> list[int]:
+        new, self._new = self._new, []
+        return new
+
+    def _write(self, bucket: WorkerBucket) -> None:
+        targets = [self._target(s.tensor, used=bool(bucket.used >> i & 1)) for i, s in enumerate(bucket.slices)]
+        if not self.worker.write_bucket(bucket, targets):
+            self.not_finite.update(s.tensor for s in bucket.slices)
+        del self._left[bucket.id]
+        for s in bucket.slices:
+            self._missing[s.tensor] -= 1
+            if not self._missing[s.tensor]:
+                self._new.append(s.tensor)
+                if (copy := self._copies.pop(s.tensor, None)) is not None:
+                    into = self.averages[s.tensor]
+                    assert into is not None
+                    into.detach().copy_(copy)
+
+    def _target(self, tensor: int, *, used: bool) -> torch.Tensor | None:
+        into = self.averages[tensor]
+        if into is None and used:
+            with torch._C.DisableTorchFunctionSubclass():  # reads only the shape, which a guard should not count as a use
+                into = self.averages[tensor] = torch.zeros_like(self._like[tensor]).detach()
+        if into is None or into.is_contiguous() or len(self.worker.holding(tensor)) == 1:
+            return into
+        if tensor not in self._copies:  # its parts are ranges of elements
+            self._copies[tensor] = torch.zeros_like(into, memory_format=torch.contiguous_format)
+        return self._copies[tensor]
+
+
+# ---- attach(..., max_norm=): clips averages at the start of the optimizer's step, when they are final
+
+def checked(max_norm: Any, optimizer: Any) -> float | None:
+    """Raises ValueError if `max_norm` is no norm, or if there is no optimizer step at which to clip."""
+    if max_norm is None:
+        return None
+    try:
+        norm = float(max_norm)
+    except (TypeError, ValueError):
+        norm = -1.0
+    if not 0 < norm < float("inf"):
+        raise InvalidInput("E-CLIP", f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidInput("E-CLIP",
+                           "max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
+    if isinstance(optimizer, LazyOptimizer):
+        raise InvalidInput("E-CLIP",
+                           f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
+                           "leave max_norm out, or take an optimizer of torch.optim")
+    return norm
+
+
+def clipping(named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, max_norm: float | None) -> Clipping | None:
+    """None if there is no norm to clip to."""
+    return None if max_norm is None else Clipping([p for _, p in named], optimizer, max_norm)
+
+
+class Clipping:
+    """Does what clip_grad_norm_(parameters, max_norm) would do before each step, on gradients without loss scale."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self._parameters, self._max_norm = parameters, max_norm
+        self._handle = optimizer.register_step_pre_hook(self._clip)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if closure_of(args, kwargs) is not None:
+            raise InvalidInput("E-CLIP",
+                               "max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: "
+                               "clip with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
+        scale = getattr(optimizer, "grad_scale", None)  # set by a fused optimizer, which unscales inside its step
+        nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
+
+    def remove(self) -> None:
+        self._handle.remove()

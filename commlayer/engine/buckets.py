@@ -2,28 +2,385 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from commlayer.compressors import place, seed
-from commlayer.compressors.codec import Codec, OneRound, State
+from commlayer.compressors import kernels, payload, place, seed
+from commlayer.compressors.codec import NAN, Codec, OneRound, State
 from commlayer.compressors.dense import of_means
-from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.feedback import ResidualSlice, add_ranges, in_updates, ranges_of, residual_of, split_by_tensor
 from commlayer.compressors.payload import Buffer
-from commlayer.compressors.plan_codecs import Reads, reader_of
-from commlayer.compressors.tensors import give_back
-from commlayer.engine.bucket_debts import BucketDebts, Entries
-from commlayer.engine.coded_result import CodedResult, codec_of_results
-from commlayer.engine.finite import all_finite
-from commlayer.engine.layout import Layout, aligned
-from commlayer.engine.shared_buffers import SharedBuffers
-from commlayer.engine.sparse_result import MOST_NUMEL, SparseResult
+from commlayer.compressors.plan_codecs import Reads, reader_of, result_codec
+from commlayer.compressors.tensors import fresh_zeros, give_back
 from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
-from commlayer.records import Bucket, Job
+from commlayer.records import Bucket, Job, Slice
+
+# ---- checks whether tensors are finite, if possible in one pass over their memory
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Any dtype and device; on a device the caller waits for the result."""
+    plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return kernels.all_finite(tensor.detach().view(-1)) if plain else bool(tensor.isfinite().all())
+
+
+# ---- memory layout of buckets: slices as views in the shapes of their tensors, parts of tensors, alignment for codecs
+
+ALIGN = 64
+
+
+class Layout:
+    """The layout of one bucket. It fits any memory that holds the bucket's elements in order."""
+
+    def __init__(self, bucket: Bucket, job: Job) -> None:
+        self.slices = bucket.slices
+        self.shapes = [_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
+
+    def views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The slices of x, each in the shape of its tensor. A part of a tensor is flat."""
+        views, at = [], 0
+        for s, shape in zip(self.slices, self.shapes, strict=True):
+            views.append(x[at : at + s.numel].view(shape))
+            at += s.numel
+        return views
+
+    def pairs(
+        self, tensors: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (view, the same elements of the tensor) of the slices that have a tensor.
+
+        A complete tensor is paired in its own shape, so any strides work. A split one must be contiguous (see `whole`).
+        """
+        pairs = []
+        for view, tensor, s in zip(views, tensors, self.slices, strict=True):
+            if tensor is not None:
+                pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
+        return pairs
+
+
+def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
+    info = job.tensors[tensor]
+    return info.shape if (start, stop) == (0, info.numel) else (stop - start,)
+
+
+def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Memory for `lead` bytes followed by `nbytes` on a 64-byte boundary. It does not come from the allocator's heap, where
+    memory of earlier plans would leave holes."""
+    room = ALIGN + lead + nbytes + ALIGN
+    raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else fresh_zeros(-(-room // 4)).view(torch.uint8)
+    skip = -(raw.data_ptr() + lead) % ALIGN
+    return raw[skip : skip + lead + nbytes]
+
+
+@contextlib.contextmanager
+def whole(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
+    """Yields the targets, with contiguous zeros for split targets that are not contiguous; they are copied back at the end."""
+    copies = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
+              if target is not None and cut(t) and not target.is_contiguous()}
+    yield [copies.get(t, target) for t, target in enumerate(targets)]
+    for t, copy in copies.items():
+        target = targets[t]
+        assert target is not None
+        target.detach().copy_(copy)
+
+
+# ---- A bucket's result as sparse entries, without dense memory
+
+MOST_NUMEL = 2**31 - 1
+"""Of a bucket: torch compares positions as signed numbers."""
+
+
+class SparseResult:
+    def __init__(self, layout: Layout, idx: torch.Tensor, values: torch.Tensor) -> None:
+        self._layout, self._idx, self._values = layout, idx, values
+        self._starts = [0, *accumulate(s.numel for s in layout.slices)]
+        self._cuts: list[int] = torch.searchsorted(idx, torch.tensor(self._starts, dtype=torch.int32)).tolist()
+
+    def entries(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions in the slice's tensor, and values."""
+        low, high = self._cuts[number], self._cuts[number + 1]
+        return self._idx[low:high] + (self._layout.slices[number].start - self._starts[number]), self._values[low:high]
+
+    def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
+        """Sets targets to elements times factor, by slice; None skips one."""
+        for number, (s, shape, target) in enumerate(zip(self._layout.slices, self._layout.shapes, targets, strict=True)):
+            if target is None:
+                continue
+            to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
+            idx, values = self._slice(number)
+            if to.is_contiguous() and to.dtype == torch.float32:
+                kernels.scatter_add(to.zero_().view(-1), idx, values * factor)
+            else:
+                torch.mul(_spread(idx, values, s.numel).view(shape), factor, out=to)
+
+    def _slice(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = self._cuts[number], self._cuts[number + 1]
+        return self._idx[low:high] - self._starts[number], self._values[low:high]
+
+    def whole(self) -> torch.Tensor:
+        return _spread(self._idx, self._values, self._starts[-1])
+
+
+def _spread(idx: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
+    dense = torch.zeros(numel)
+    kernels.scatter_add(dense, idx, values)
+    return dense
+
+
+# ---- keeps a bucket's result encoded and decodes it where it is written, without a float32 copy in between
+
+def codec_of_results(codec: Any) -> OneRound | None:
+    """The codec whose results can be checked on arrival and decoded later; None if that is impossible."""
+    inner = result_codec(codec)
+    return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
+
+
+class CodedResult:
+    """One result, kept until the bucket's next exchange."""
+
+    def __init__(self, codec: OneRound, layout: Layout, body: memoryview, numel: int) -> None:
+        """Checks the body in full; raises CorruptFrame as `decode` would. Decoding it later cannot fail."""
+        self._codec, self._layout, self._numel = codec, layout, numel
+        self.body = body
+        head = payload.read(body, codec.id, numel)
+        self._parts = None if head.flagged else codec.check(head, numel)
+
+    @property
+    def finite(self) -> bool:
+        return self._parts is not None
+
+    def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
+        """Sets targets = elements times factor, by slice. None skips a slice."""
+        s, target = self._layout.slices[0], targets[0]
+        if len(targets) == 1 and target is not None:
+            to = target.detach()
+            to = to if to.shape == self._layout.shapes[0] else to.view(-1)[s.start : s.stop]
+            if to.is_contiguous() and to.dtype == torch.float32:
+                self._decode(to.view(-1))
+                to.mul_(factor)
+                return
+        if all(each is None for each in targets):
+            return
+        elements = self.whole().mul_(factor)
+        pairs = self._layout.pairs(targets, self._layout.views(elements))
+        torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
+
+    def whole(self) -> torch.Tensor:
+        elements = torch.empty(self._numel)
+        self._decode(elements)
+        return elements
+
+    def _decode(self, out: torch.Tensor) -> None:
+        if self._parts is None:
+            out.fill_(NAN)
+        else:
+            self._codec.apply(self._parts, out, assign=True)
+
+
+# ---- keeps the values of a bucket's buffers (running statistics) that all ranks had after the last exchange
+#
+# A mean of equal values differs from that value in the last bit, because weights round. So an unchanged buffer would drift. A
+# buffer's `used` flag means that this rank has changed it. It is sent on every path, and a buffer without any flag keeps its
+# value. Equal changes on all ranks give the same bits again in narrower types, because all-reduces and servers compute means
+# in float64.
+
+class SharedBuffers:
+    """Of one bucket. `values` are in the bucket's own order, and the same on all ranks."""
+
+    def __init__(self, like: torch.Tensor, layout: Layout) -> None:
+        """`like`: memory of the bucket's elements, whose type and device the values get."""
+        self.values, self._own = torch.zeros_like(like), torch.zeros_like(like)
+        self.layout, self._own_views = layout, layout.views(self._own)
+        self._sizes = [s.numel for s in layout.slices]
+        self._repeats = torch.tensor(self._sizes, device=like.device)
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        """By slice, whether this rank's values have changed. Stays on the device, so the host does not wait."""
+        return torch.stack([part.any() for part in torch.ne(x, self.values).split(self._sizes)])
+
+    def commit(
+        self, y: torch.Tensor, views_y: Sequence[torch.Tensor], flags: torch.Tensor, factor: float | torch.Tensor,
+        targets: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Writes the means, y times factor, into the targets. Where `flags` show no change, writes the agreed values.
+
+        If some rank's values are not finite, each rank keeps its own."""
+        finite = torch.isfinite(y).all()
+        into = [target.detach() for _, target in self.layout.pairs(targets, views_y)]
+        torch._foreach_copy_([own for own, _ in self.layout.pairs(targets, self._own_views)], into)
+        changed = torch.repeat_interleave(flags > 0, self._repeats, output_size=y.numel())
+        mean = torch.where(changed, y.double() * factor, self.values)
+        y.copy_(torch.where(finite, mean, self._own))  # rounded once
+        views = [view for view, _ in self.layout.pairs(targets, views_y)]
+        torch._foreach_copy_(into, views)
+        torch._foreach_copy_(views, into)  # rounded to the buffers' own dtype
+        self.values.copy_(torch.where(finite, y, self.values))
+
+
+ByBucket = Mapping[int, SharedBuffers]
+"""By bucket number."""
+
+
+def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Records the buffers, which are now the same on all ranks. `tensors` by number; None entries are skipped."""
+    for its in shared.values():
+        mine = [tensors[s.tensor] for s in its.layout.slices]
+        for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
+            view.copy_(tensor.detach())
+
+
+def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
+    """The reverse: writes the values after the last exchange into the tensors, by number."""
+    for its in shared.values():
+        mine = [tensors[s.tensor] for s in its.layout.slices]
+        for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
+            tensor.copy_(view)
+
+
+def pass_on(before: ByBucket, after: ByBucket) -> None:
+    known = [part for its in before.values() for part in split_by_tensor(its.layout.slices, 0, its.values)]
+    for its in after.values():
+        at = 0
+        for s in its.layout.slices:
+            for part in known:
+                low, high = max(s.start, part.start), min(s.stop, part.stop)
+                if part.tensor == s.tensor and low < high:
+                    place = at - s.start
+                    its.values[place + low : place + high] = part.values[low - part.start : high - part.start]
+            at += s.numel
+
+
+def snapshot(shared: ByBucket) -> dict[str, torch.Tensor]:
+    """For a checkpoint: between two exchanges of local steps, no model file holds these values."""
+    return {f"agreed.{number}": its.values.cpu().clone() for number, its in shared.items()}
+
+
+def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The reverse. Missing values stay unchanged."""
+    for number, its in shared.items():
+        if (saved := tensors.get(f"agreed.{number}")) is not None:
+            its.values.copy_(saved)
+
+
+# ---- what one bucket still has to send: residuals, residuals of earlier plans, and averages that were not applied
+#
+# A residual is the part of a codec's input that was not sent; the codec keeps it in its state. A `ResidualSlice` is a
+# residual by element range, in the form in which it moves between plans. `carry` is the inherited residual, from an earlier
+# plan. `carry` is sent with the next gradients; `carried` is the part that was sent with the last ones.
+
+TINY = 1e-30
+"""Replaces a total weight of 0, which ends the step with an error."""
+
+
+class Entries(Protocol):
+    """Sets how much codecs send: entries_sent.py."""
+
+    def begin(self, step: int) -> None:
+        """Called before each encode of that step."""
+        ...
+
+    def forget(self) -> None:
+        """Codec states were replaced, and the step may be repeated."""
+        ...
+
+
+class BucketDebts:
+    """The residuals of a WorkerBucket."""
+
+    codec: Codec
+    state: State
+    slices: tuple[Slice, ...]
+    coders: list[tuple[tuple[int, int], State]]
+    carry: torch.Tensor | None
+    carried: torch.Tensor | None
+    entries: Entries | None
+    tail_y: torch.Tensor
+    numel: int
+    nslices: int
+    used: int
+    unapplied: int
+    undone: int
+    weight: float
+    total: float
+    buffer: bool
+    codes: bool
+    finite: bool
+    served: bool
+    sound: bool
+
+    @property
+    def coded_x(self) -> torch.Tensor:
+        """The codec's input."""
+        raise NotImplementedError
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The received sum, in the memory where reading it costs least."""
+        raise NotImplementedError
+
+    def debts(self) -> list[ResidualSlice]:
+        """This worker's residuals on the bucket's elements, in the unit of residuals (Units.worth)."""
+        debts = [] if self.carry is None else list(split_by_tensor(self.slices, 0, self.carry))
+        for (low, high), state in self.coders:
+            if (values := residual_of(state, high - low)) is not None:
+                debts += split_by_tensor(self.slices, low, values)
+        return debts
+
+    def judge(self, *, finite: bool) -> None:
+        """Finalizes a step. A slice that no rank used is not applied; neither is anything of a step that is not finite."""
+        if self.buffer:
+            return
+        self.sound = self.finite
+        self.unapplied = self.all_slices & ~self.used if finite else self.all_slices
+        if finite:
+            self.carry_on(self.used)
+
+    def carry_on(self, slices: int) -> None:
+        """These slices' average was applied. The part of the inherited residual that did not reach the mean goes with the next
+        step."""
+        if self.carried is not None and (unsent := 1.0 - self._paid()):
+            remainder = torch.zeros_like(self.carried)
+            add_ranges(remainder, self.carried * unsent, ranges_of(self.slices, slices))
+            self.carried = self.carried - remainder  # so that `take_back` undoes only the part that was sent
+            self.carry = remainder if self.carry is None else self.carry + remainder
+
+    def _paid(self) -> float:
+        """The fraction of `carried` that reached the mean. It is 1 if all workers weighed what this worker had assumed, or if
+        this worker encoded again. Other ranks of its node keep their assumption."""
+        return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
+
+    @property
+    def all_slices(self) -> int:
+        return (1 << self.nslices) - 1
+
+    def forget(self) -> None:
+        """The codec state was replaced, so the last exchange cannot be undone any more."""
+        self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
+        if self.entries is not None:
+            self.entries.forget()
+
+    def take_back(self) -> int:
+        """Undoes the part of the last exchange that was not applied, before the next exchange. Returns the slices that were
+        undone."""
+        slices, self.unapplied = self.unapplied, 0
+        if slices:
+            cut = ranges_of(self.slices, slices)
+            if self.codes:
+                self.codec.undo(self.state, self.coded_x, cut)
+            if self.carried is not None:
+                self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
+                add_ranges(self.carry, self.carried, cut)
+            self.undone |= slices
+        return slices
+
 
 PAYLOAD_HEADER = 16
 """Bytes before x, so that an in-place codec's payload is its header followed by x itself."""
@@ -412,3 +769,11 @@ class WorkerBucket(BucketDebts):
             return
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
+
+
+# ---- returns freed memory from the allocator to the system
+
+def trim() -> None:
+    """Takes a few milliseconds; called after a change of plan."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc has it, musl does not
+        libc.malloc_trim(ctypes.c_size_t(0))

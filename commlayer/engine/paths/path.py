@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.staging import Staging
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Staging
 from commlayer.engine.step import Step
 
 

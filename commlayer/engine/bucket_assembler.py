@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.model_job import check_dense
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Staging
+from commlayer.engine.optimizers import check_dense
 from commlayer.engine.paths.table import Routes
-from commlayer.engine.staging import Staging
 from commlayer.engine.step import Step
 from commlayer.errors import InvalidState
 from commlayer.records import Job

@@ -1,25 +1,64 @@
-"""A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes.
-
-Routes pass a bucket, a function that fills x with the values to code, and one that is called when the sum is in y.
-"""
+"""Route for buckets that a worker, alone in its node, exchanges with servers; each result belongs to its own step."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from commlayer.engine.broken_step import BROKEN
-from commlayer.engine.bucket import WorkerBucket
-from commlayer.engine.lanes import Lane, Urgency
-from commlayer.engine.staging import Staging
-from commlayer.engine.step import Step
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Lane, Staging, Urgency
+from commlayer.engine.paths.path import Route, take_back
+from commlayer.engine.step import BROKEN, Step
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.observe import EXCHANGE
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
+
+
+class Service(Route):
+    def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
+        self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
+        self._arrivals = step.arrivals()
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        take_back(self, bucket, self._staging)
+        bucket.step = self._step.number
+        self._exchange.put(bucket, self._gather, self._arrived)
+
+    def _gather(self, bucket: WorkerBucket) -> float:
+        """Runs on the encode lane."""
+        begin = time.perf_counter()
+        self._step.units.gather(bucket)
+        return begin
+
+    def _arrived(self, _bucket: WorkerBucket) -> None:
+        """Runs on the decode lane."""
+        self._arrivals.arrived()
+
+    def finish(self, deadline: float) -> None:
+        if not self._arrivals.wait(deadline):
+            raise self._exchange.overdue(next((b for b in self._buckets if not b.done), self._buckets[0]))
+        self._staging.join()
+
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        if deadline is not None and not self._arrivals.wait_for(lambda: bucket.done, deadline):
+            raise self._exchange.overdue(bucket)
+        if bucket.done:
+            self._staging.join()
+        return bucket.done
+
+    def reset(self) -> None:
+        self._arrivals.expect(len(self._buckets))
+        for bucket in self._buckets:
+            bucket.rewind()
+
+
+# ---- A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes
+#
+# Routes pass a bucket, a function that fills x with the values to code, and one that is called when the sum is in y.
 
 log = logging.getLogger("commlayer")
 

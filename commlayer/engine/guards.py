@@ -1,0 +1,452 @@
+"""Checks in every step that the trained parameters are still the attached ones.
+
+A parameter that is unfrozen, added or replaced later would not be averaged, and ranks would silently diverge. A parameter that
+is frozen or removed later counts as unused.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from commlayer.engine.gradient_mark import GradientMark
+from commlayer.engine.optimizers import Held, closure_of, job_of, parameters_of, watch
+from commlayer.errors import InvalidInput, InvalidState
+from commlayer.planner.model.gradients_only import gradients_of
+from commlayer.records import Job, TensorInfo
+
+log = logging.getLogger("commlayer")
+
+REMEDY = "session.close(), then attach again"
+NAMED = 3
+"""Parameters named in one log line."""
+
+_averaged: Any = WeakIdKeyDictionary()
+"""The parameters that any session of this process averages."""
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Whether a session of this process averages its gradients."""
+    return parameter in _averaged
+
+
+class AttachedModel:
+    """The parameters of one session. `check` runs in every step, so it compares only what takes microseconds."""
+
+    def __init__(
+        self, model: nn.Module | None, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any = None,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """`named`: the averaged parameters. `ignored`: names of parameters that each rank keeps for itself on purpose."""
+        self._model, self._optimizer, self._ignored = model, optimizer, ignored
+        self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
+        self._kept = [p for _, p in named]  # keeps their ids from being reused
+        _averaged.update((p, None) for p in self._kept)
+        self._stepped = [p for group in self._groups() for p in group]
+        self._known = {id(p) for p in self._stepped}
+        self._asked = False
+        self._frozen: list[torch.Tensor] = []
+        self._look()
+
+    def _look(self) -> None:
+        """Records the current state."""
+        modules = [*self._model.modules()] if self._model is not None else []
+        self._within: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._modules)]
+        self._seen = self._marks()
+        self._frozen = [p for _, p in self._others()]
+        self._grouped = [[*map(id, group)] for group in self._groups()]
+
+    def check(self, latch: Callable[[BaseException], None], stranger: Any = None) -> None:
+        """Raises ValueError with the name of a parameter that is trained but not averaged, and latches it: no step can follow.
+
+        `stranger`: an optimizer without averaged parameters that is about to step. It matters if it holds another parameter of
+        this model.
+        """
+        try:
+            if stranger is None:
+                self._tell_others_once()
+            if self._changed() and (stranger is None or self._holds_others(stranger)):
+                self._check()
+        except ValueError as error:
+            latch(error)
+            raise
+
+    def _changed(self) -> bool:
+        grouped = [[*map(id, group)] for group in self._groups()]
+        return grouped != self._grouped or any(map(_trained, self._frozen)) or self._marks() != self._seen
+
+    def _holds_others(self, optimizer: Any) -> bool:
+        others = {id(p) for _, p in self._others()}
+        return any(id(p) in others for group in optimizer.param_groups for p in group["params"])
+
+    def _check(self) -> None:
+        for name, p in self._others():
+            if p.requires_grad:
+                how = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
+                       "took the place of another parameter" if name in self._names else "was added")
+                raise InvalidInput("E-MODEL-CHANGED",
+                                   f"parameter {name} {how}: nobody averages its gradient, so each rank would train its own; "
+                                   f"remedy: {REMEDY}")
+        for number, group in enumerate(self._groups()):
+            for place, p in enumerate(group):
+                if p.requires_grad and id(p) not in self._known and not is_averaged(p):
+                    raise InvalidInput("E-MODEL-CHANGED",
+                                       f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, was "
+                                       "added and is in no attached model: nobody averages its gradient; remedy: "
+                                       f"{REMEDY}, with a model that holds it")
+        self._look()
+
+    def remove(self) -> None:
+        for p in self._kept:
+            _averaged.pop(p, None)
+        self._kept.clear()
+
+    def _marks(self) -> list[int]:
+        """The ids of the parameters and modules in each module."""
+        return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
+
+    def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self._model.named_parameters() if self._model is not None else ():
+            if id(p) not in self._named and name not in self._ignored:
+                yield name, p
+
+    def _groups(self) -> list[list[Any]]:
+        return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
+
+    def _tell_others_once(self) -> None:
+        """Runs at the first step, when other models of the same optimizer are attached, too."""
+        if self._asked:
+            return
+        self._asked = True
+        model = {id(p) for p in self._model.parameters()} if self._model is not None else set()
+        others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
+        if others and self._model is not None:
+            names = self._names_in_groups()
+            listed = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
+            log.warning("the optimizer steps %d parameters that are in no attached model: %s. Their gradients are not "
+                        "averaged, so each rank trains its own", len(others), listed)
+
+    def _names_in_groups(self) -> dict[int, str]:
+        """By id, a description by which a user finds a parameter of no attached model."""
+        descriptions = {}
+        for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
+            names = group.get("param_names", ())
+            for place, p in enumerate(group["params"]):
+                name = f"{names[place]} (" if place < len(names) else f"parameter {place} of group {number} ("
+                descriptions[id(p)] = f"{name}shape {tuple(p.shape)})"
+        return descriptions
+
+
+def _trained(p: torch.Tensor) -> bool:
+    return p.requires_grad
+
+
+# ---- checks whether a model can be attached, before anything is exchanged
+#
+# Errors name the unsupported part.
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+SHARDED = "each rank has a shard of it, and commlayer averages whole gradients: use a plain module or DistributedDataParallel"
+STEP_AFTER_BACKWARD = "averages are there when backward() returns, so step then, with one optimizer over model.parameters()"
+
+_claims: Any = WeakIdKeyDictionary()
+"""By parameter, the session that averages its gradients."""
+
+
+class Claim:
+    """One session's claim on the parameters that it averages."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError and claims nothing if another session has one of them."""
+        parameters = []
+        for name, p in named:
+            holder = _claims.get(p)
+            if holder is not None and holder() is not None:
+                raise InvalidInput("E-ATTACHED-TWICE",
+                                   f"{name or 'a parameter'} is attached already, by itself or inside a "
+                                   "DistributedDataParallel "
+                                   "module, and would be averaged twice: attach a model once, or close the other session first")
+            parameters.append(p)
+        for p in parameters:
+            _claims[p] = weakref.ref(self)
+        self._parameters = parameters
+
+    def release(self) -> None:
+        for p in self._parameters:
+            _claims.pop(p, None)
+        self._parameters = []
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError with the name of what cannot be averaged."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput("E-MODEL-UNSUPPORTED", f"model: got {type(model).__name__}, allowed: a torch.nn.Module")
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for sharded, called in (("FullyShardedDataParallel", "FullyShardedDataParallel"), ("FSDPModule", "fully_shard()")):
+            if sharded in kinds:
+                raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name or 'the model'} is under {called}: {SHARDED}")
+    for name, p in model.named_parameters():
+        check_parameter(name, p)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               f"{name} has no shape before the first forward pass of its lazy module: run the model once on a "
+                               "batch, then attach it")
+
+
+def check_parameter(name: str, p: torch.Tensor) -> None:
+    if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+        raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
+
+
+def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError for parameters marked by apply_optimizer_in_backward, whose steps use this rank's own gradients."""
+    for name, p in named:
+        for optimizer in getattr(p, "_in_backward_optimizers", ()):
+            raise InvalidInput("E-STEP-IN-BACKWARD",
+                               f"{name} is stepped inside backward by {type(optimizer).__name__} "
+                               f"(apply_optimizer_in_backward), with what its own rank has: {STEP_AFTER_BACKWARD}")
+
+
+def check_dtypes(job: Job) -> None:
+    for info in job.tensors:
+        if info.dtype not in DTYPES:
+            raise InvalidInput("E-MODEL-UNSUPPORTED",
+                               f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of all tensors. Raises ValueError if there are several."""
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+        raise InvalidInput("E-MODEL-UNSUPPORTED",
+                           f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
+    return tensors[0].device
+
+
+def refuse_ddp_around(model: nn.Module) -> None:
+    """In the model's first forward pass, raises ValueError if a DDP module around it averages, too."""
+
+    def look(_module: nn.Module, _args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        handle.remove()
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if outer is not None and any(module is model for module in outer.module.modules()):
+            raise InvalidInput("E-ATTACHED-TWICE",
+                               "the model is attached and inside a DistributedDataParallel module, so gradients would be "
+                               "averaged twice: attach the DistributedDataParallel module instead, or leave it out")
+
+    handle = model.register_forward_pre_hook(look)
+
+
+# ---- finds the DDP module around a communication hook, which DDP does not pass to its hook, and the tensors to average
+#
+# Runs once, in the first backward pass, and when an error has to name a parameter.
+
+def wrapper_of(state: object) -> DistributedDataParallel | None:
+    """The DDP module with which a communication hook's state is registered. ValueError if there are several."""
+    modules = wrappers_of(state)
+    if len(modules) > 1:
+        raise InvalidInput("E-DDP-HOOK",
+                           f"this HookState is registered with {len(modules)} DistributedDataParallel modules: "
+                           "make one for each")
+    return modules[0] if modules else None
+
+
+def wrappers_of(state: object) -> list[DistributedDataParallel]:
+    kinds = tuple(_kinds(DistributedDataParallel))
+    wrapped = [thing for thing in gc.get_objects() if type(thing) in kinds]
+    return [ddp for ddp in wrapped if any(theirs is state for _, theirs in getattr(ddp, "_comm_hooks", ()))]
+
+
+def _kinds(kind: type[object]) -> Iterator[type[object]]:
+    """The class and all subclasses. Comparing the types of some hundred thousand objects is quick; issubclass of an abstract
+    class is slow."""
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
+
+
+def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:
+    named = parameters_of(module) if module is not None else []
+    return next((name for name, p in named if p is parameter), "a parameter")
+
+
+class Found(NamedTuple):
+    """The tensors to average."""
+
+    named: list[tuple[str, torch.Tensor]]
+    """The parameters, by number."""
+    job: Job
+    """Their gradients; DDP itself handles buffers."""
+    whole: Job
+    """The same with buffers; a plan may be made for either."""
+
+
+def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> Found:
+    """`seen`: all parameters in DDP's order, which is the same on all ranks. ValueError if some cannot be averaged."""
+    # DDP's order is ready order; a Job is in registration order, which is about the reverse.
+    parameters = [*seen][::-1]
+    full_job = Job(tuple(
+        TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
+    ))
+    known: list[torch.Tensor] = [p for _, p in parameters_of(module)] if module is not None else []
+    if module is not None and {id(p) for p in known} == {id(p) for p in parameters}:
+        parameters, full_job = known, job_of(module)
+    job = gradients_of(full_job)
+    named = list(zip((info.name for info in job.tensors), parameters, strict=True))
+    for name, p in named:
+        check_parameter(name, p)
+    check_dtypes(job)
+    return Found(named, job, full_job)
+
+
+# ---- checks before every optimizer step that the gradients it applies were averaged
+#
+# Each session has one guard.
+#
+# The check is per parameter, not per gradient tensor: an exchange averages all parameters of its session. So a script may
+# clip, scale or replace the gradients. It may also step twice with the same gradients.
+
+OUTSIDE = -1
+"""torch._C._current_graph_task_id() in a thread that runs no backward pass."""
+WITNESSES = 8
+"""Number of gradients that are compared to detect a second step with the same gradients."""
+Gradient = tuple[int, int, int]
+"""A parameter's number, the identity of its `.grad`, and the version of that tensor."""
+
+WITH_HOOKS = "call backward() outside session.no_sync(), or session.synchronize() before the optimizer's step"
+WITH_DDP = ("call backward() on what the DistributedDataParallel module returns, outside no_sync(); for gradients of "
+            "torch.autograd.grad attach the module inside it, and call session.synchronize()")
+
+
+class StepGuard:
+    """Counts exchanges, and records for each parameter the count at its last optimizer step."""
+
+    def __init__(
+        self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
+        remedy: str = WITH_HOOKS,
+    ) -> None:
+        """`latch` keeps an error, so that no later step of this rank succeeds, and reports it to the other ranks."""
+        self._attached, self._latch, self._remedy = attached, latch, remedy
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._dtypes = [p.dtype for p in self._parameters]
+        self._held = Held(self._parameters)
+        self._checked = False
+        """Whether `check` was called since the last step."""
+        self._exchanges = 0
+        self._stepped_at = [0] * len(self._parameters)
+        self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
+        self.local_step: Callable[[bool], bool] = _not_local
+        """Called before each step. Returns whether steps are local, so that gradients need not be averaged. The argument:
+        whether to count this step, because its gradients come from no exchange and from no counted backward pass."""
+        self._end = watch(self._before_step, self._after_step)
+
+    def exchanged(self) -> None:
+        """All parameters have taken part in an exchange; under local steps, in a backward pass that counts as a step."""
+        self._exchanges += 1
+
+    def check(self) -> None:
+        """After a backward pass: ValueError if a trained parameter is not averaged."""
+        self._attached.check(self._latch)
+        self._checked = True
+
+    def remove(self) -> None:
+        self._end()
+        self._attached.remove()
+
+    @property
+    def inside(self) -> bool:
+        """Whether an optimizer's step is running now, for example when a closure calls backward()."""
+        return bool(self._held.stepping())
+
+    def awaits_step(self, optimizer: Any) -> bool:
+        """Whether this optimizer has not stepped since the last exchange."""
+        return any(self._stepped_at[number] < self._exchanges for number in self._held.by(optimizer))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        mine = self._held.by(optimizer)
+        if mine and torch._C._current_graph_task_id() != OUTSIDE:
+            raise InvalidState("E-STEP-IN-BACKWARD",
+                               f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with what its own "
+                               f"rank has: {STEP_AFTER_BACKWARD}")
+        if not self._checked:
+            self._attached.check(self._latch, None if mine else optimizer)
+        if not mine:
+            return
+        self._checked = False
+        if not self.inside:  # an optimizer may call another
+            closure = closure_of(args, kwargs)
+            late = [] if self._applied_by_another(optimizer, mine) else self._late(mine)
+            counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
+            if not self.local_step(counts) and closure is None:
+                self._judge(optimizer, mine, late)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not (mine := self._held.by(optimizer)):
+            return
+        if not self.inside and closure_of(args, kwargs) is not None:
+            self._judge(optimizer, mine, self._late(mine))  # the closure may have made the exchange; a local step was counted
+        for number in mine:
+            self._stepped_at[number] = self._exchanges
+        self._applied[optimizer] = self._witnesses(mine)
+
+    def _applied_by_another(self, optimizer: Optimizer, mine: Sequence[int]) -> bool:
+        """Whether another optimizer, such as a preconditioner, has already stepped with these same gradients."""
+        others = [applied for one, applied in self._applied.items() if one is not optimizer]
+        return bool(others) and bool(witnesses := self._witnesses(mine)) and witnesses in others
+
+    def _late(self, mine: Sequence[int]) -> list[int]:
+        """The parameters whose gradients have not taken part in an exchange since their last step."""
+        return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
+
+    def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
+        """Raises and latches ValueError if the optimizer is about to apply gradients not averaged since its last step."""
+        if not late:
+            return
+        if (witnesses := self._witnesses(mine)) and witnesses == self._applied.get(optimizer):
+            return
+        if not (own := [n for n in late if _any(self._parameters[n].grad)]):
+            return
+        p, name = self._parameters[own[0]], self._names[own[0]]
+        if p.dtype != self._dtypes[own[0]]:
+            before, now = (str(dtype).removeprefix("torch.") for dtype in (self._dtypes[own[0]], p.dtype))
+            error = InvalidInput("E-MODEL-CHANGED",
+                                 f"parameter {name} was {before} when the model was attached, and is {now}: its gradient is "
+                                 "not averaged; remedy: session.close(), then attach again")
+        else:
+            more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""
+            error = InvalidInput("E-GRADIENT-LOCAL",
+                                 f"the gradient of {name} was not averaged since its last step{more}: each rank would apply "
+                                 f"its own; remedy: {self._remedy}")
+        self._latch(error)
+        raise error
+
+    def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
+        """Identities of some gradients, spread over all: enough to detect that a script has replaced them."""
+        chosen = mine[::max(1, len(mine) // WITNESSES)]
+        return [(n, id(grad), grad._version) for n in chosen if (grad := self._parameters[n].grad) is not None]
+
+
+def _not_local(_whole: bool) -> bool:
+    return False
+
+
+def _any(grad: torch.Tensor | None) -> bool:
+    """Whether an optimizer would apply nonzero values of it. A mark stands for an average that is still in flight."""
+    if grad is None or isinstance(grad, GradientMark):
+        return False
+    return bool((grad._values() if grad.is_sparse else grad).any())

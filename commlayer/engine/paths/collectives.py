@@ -1,0 +1,713 @@
+"""Route for buckets whose path is a sequence of collectives, with encodes and decodes between them.
+
+Stage j of a path is its j-th exchange and the local ops before it. It runs on lane j and in its own groups, buckets in plan
+order. So every rank issues a group's collectives in one order, and one bucket's second exchange overlaps the next one's first.
+staged_bucket.py runs a stage.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlayer.cluster.collectives import Channel, Channels, Groups
+from commlayer.cluster.process_groups import ANY_PEER, PendingCollective
+from commlayer.compressors import place, runs_on, seed
+from commlayer.compressors.codec import Codec, Ranges, State, accumulator
+from commlayer.compressors.feedback import ranges_of
+from commlayer.compressors.payload import Buffer, Out
+from commlayer.compressors.plan_codecs import ReducedAccumulator
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Lane, Staging
+from commlayer.engine.paths.path import Route, fill, take_back
+from commlayer.engine.step import Counters, Step
+from commlayer.errors import CorruptFrame, DeadlineExceeded
+from commlayer.gpu import launch
+from commlayer.planner.model import paths
+from commlayer.planner.model.paths import CODING, Op, Path
+from commlayer.records import Plan, Spec
+
+TINY = 1e-30
+"""If all workers have weight 0; the step then ends with an error about it."""
+
+
+class Staged(Route):
+    """Without groups a worker is alone, and its gradients are the sum."""
+
+    ordered = True
+
+    def __init__(
+        self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, codecs: Mapping[int, Codec], plan: Plan,
+        groups: Groups | None,
+    ) -> None:
+        self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
+        self._stages: dict[int, StagedBucket] = {}
+        self._channels: Channels | None = None
+        if groups is not None:
+            self._channels, self._stages = _compiled(buckets, codecs, plan, groups)
+        longest = max((len(staged.segments) for staged in self._stages.values()), default=0)
+        self._lanes = [Lane(f"stage-{j}", step.latch) for j in range(longest)]
+        self._arrivals = step.arrivals()
+        self._begun = 0
+        self._in_means = any(bucket.in_means for bucket in buckets)
+        self._tails: tuple[torch.Tensor, PendingCollective] | None = None
+        self._weights: tuple[torch.Tensor, PendingCollective] | None = None
+
+    def open(self) -> None:
+        """Exchanges the total weight first: codecs that code parts of the mean need it before they code."""
+        if self._groups is not None and self._in_means:
+            total = torch.tensor([self._step.units.weight], device=self._groups.device)
+            self._weights = total, self._groups.allreduce(total)
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        take_back(self, bucket, self._staging)
+        fill(bucket, self._step, self._staging)
+        if self._groups is None:
+            self._finished(bucket)
+            return
+        bucket.started = True
+        bucket.marks.append(self._staging.mark())
+        self._put(self._stages[bucket.id], 0)
+        self._begun += 1
+        if self._begun == len(self._buckets):
+            self._share_tails(self._groups)
+
+    def _share_tails(self, groups: Groups) -> None:
+        """One small all-reduce distributes weights and used slices of all buckets."""
+        tails = torch.cat([bucket.tail for bucket in self._buckets])
+        self._tails = tails, groups.allreduce(tails)
+
+    def _put(self, staged: StagedBucket, stage: int) -> None:
+        self._lanes[stage].put(lambda: self._run(staged, stage))
+
+    def _run(self, staged: StagedBucket, stage: int) -> None:
+        """Runs on the lane of that stage."""
+        if self._step.error is not None:
+            return
+        bucket = staged.bucket
+        try:
+            with self._staging.lane(bucket):
+                if stage == 0 and bucket.in_means:
+                    self._to_means(bucket)
+                staged.advance(stage, self._step)
+                if stage + 1 == len(staged.segments):
+                    self._staging.settle()
+        except CorruptFrame as error:
+            raise error.located(peer=ANY_PEER, bucket=bucket.id) from None
+        if stage + 1 < len(staged.segments):
+            self._put(staged, stage + 1)
+        else:
+            self._finished(bucket)
+
+    def _to_means(self, bucket: WorkerBucket) -> None:
+        """Runs on the lane of stage 0: x, so far a part of the sum, becomes a part of the mean."""
+        assert self._groups is not None
+        assert self._weights is not None
+        total, pending = self._weights
+        pending.wait(FOREVER_S, self._step.failed)
+        if (part := self._groups.world / max(float(total), TINY)) != 1.0:
+            bucket.x.mul_(part)
+
+    def _finished(self, bucket: WorkerBucket) -> None:
+        bucket.done = True
+        self._arrivals.arrived()
+
+    def finish(self, deadline: float) -> None:
+        if not self._arrivals.wait(deadline):
+            late = next(bucket for bucket in self._buckets if not bucket.done)
+            raise DeadlineExceeded("not exchanged before the deadline", peer=ANY_PEER, step=self._step.number, bucket=late.id)
+        if self._step.error is not None or self._tails is None:
+            return
+        tails, pending = self._tails
+        pending.wait(deadline, self._step.failed)
+        # All exchanges have ended, so also on a GPU this does not wait.
+        weight, at = None if self._buckets[-1].read_here else float(tails[-1]), 0
+        for bucket in self._buckets:
+            bucket.tail.copy_(tails[at : at + bucket.tail.numel()])
+            at += bucket.tail.numel()
+            bucket.told = weight
+            bucket.read_used()
+
+    def undo(self, bucket: WorkerBucket) -> bool:
+        back = bucket.take_back()
+        if back and bucket.id in self._stages:
+            self._stages[bucket.id].undo(back)
+        return back != 0
+
+    def reset(self) -> None:
+        self._begun, self._tails = 0, None
+        self._arrivals.expect(len(self._buckets))
+        for bucket in self._buckets:
+            bucket.rewind()
+        for staged in self._stages.values():
+            staged.reset()
+
+    def drain(self, timeout_s: float) -> bool:
+        return all(lane.drain(timeout_s) for lane in self._lanes)
+
+    def close(self, timeout_s: float) -> None:
+        for lane in self._lanes:
+            lane.close(timeout_s)
+        if self._channels is not None:
+            self._channels.close()
+
+
+def _compiled(
+    buckets: Sequence[WorkerBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
+) -> tuple[Channels, dict[int, StagedBucket]]:
+    """Every bucket's path as compiled for this rank, and the groups for all of them."""
+    place = Place(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
+    segments = {}
+    wanted = set()
+    for bucket in buckets:
+        path, rounds = paths.parse(bucket.planned.path), len(codecs[bucket.id].rounds)
+        segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.owner, rounds=rounds, bucket=bucket.id)
+        # Includes exchanges without this rank: all ranks must make all groups.
+        wanted |= set(enumerate(stages_of(path, rounds)))
+    channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
+    return channels, {b.id: StagedBucket(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
+
+
+# ---- runs one bucket's path: a sequence of collectives with encodes and decodes between them
+
+LENGTH_NBYTES = 16
+"""Before each payload in its slot: the number of payload bytes. The width keeps the payload aligned."""
+FOREVER_S = 1e9
+"""For waits that end from outside: when the training thread's deadline passes, it latches an error that ends them."""
+
+Error = Callable[[], BaseException | None]
+
+
+def carried(e: Exchange, own: int, whole: int) -> tuple[int, int]:
+    """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part.
+
+    An all-reduce counts as a ring, other collectives as direct sends."""
+    others = e.size - 1
+    if e.name == "allreduce":
+        return 2 * others * whole // e.size, 2 * others * whole // e.size
+    if e.name in ("alltoall", "reduce_scatter"):
+        return whole - own, others * own
+    if e.name == "allgather":
+        return others * own, others * own
+    if e.name == "broadcast":
+        return (others * own, 0) if e.place == e.root else (0, own)
+    return (0, others * own) if e.place == e.root else (own, 0)  # gather and reduce
+
+
+class _Coder(NamedTuple):
+    """One payload of one encode: its elements, its codec's state and, for sums of payloads, their accumulator."""
+
+    span: Range
+    spec: Spec
+    state: State
+    acc: dict[str, Any] | None
+    given: torch.Tensor
+    """A copy of the codec's input, if the codec keeps residuals, because x later holds sums."""
+
+
+class _Under(NamedTuple):
+    """A collective in flight, and the function that handles its result."""
+
+    pending: PendingCollective
+    then: Callable[[], None]
+
+
+class StagedBucket:
+    def __init__(
+        self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
+    ) -> None:
+        self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
+        x = bucket.x
+        adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
+        self._kernels = launch.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
+        """Whether the codec can run on x's own device, as well as on the host."""
+        self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
+        """The host's copy of x, for coding; x itself on CPU."""
+        self._coders: dict[int, list[_Coder]] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+        self._payloads = torch.empty(0, dtype=torch.uint8)
+        """The current payload slots: [unit, piece, byte]."""
+        self._started: list[Encode] = []
+        self._round = 0
+        self._result = memoryview(b"")
+        """The last round's result, on a path with all-reduced payloads."""
+        self._under: _Under | None = None
+        self._issued = "", 0, 0.0
+        """Of the collective in flight: its op, bucket, and start time."""
+        for segment in segments:
+            for step in segment.local:
+                if isinstance(step, Encode):
+                    self._prepare(step, job)
+        paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
+        bucket.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
+        # Checkpoints iterate over the states of buckets.
+        bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
+
+    def _on_device(self, step: Encode | Decode) -> bool:
+        """Whether the codec runs on x's device: if the plan requests it and the codec can."""
+        return step.device == "gpu" and self._kernels
+
+    def _prepare(self, step: Encode, job: str) -> None:
+        coders = []
+        on_device = self._on_device(step)
+        where = self.bucket.x.device if on_device else torch.device("cpu")
+        for span in step.units:
+            numel = span[1] - span[0]
+            spec = self.bucket.spec if numel == self.bucket.numel else Spec((numel,))
+            state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
+            seed(state, f"{job} {step.number} {span[0]}", self.bucket.id, step.sender)
+            if on_device:
+                place(state, where)
+            acc = None if step.first else accumulator(torch.zeros(spec.numel, device=where))
+            given = torch.zeros(numel if step.first and self._codec.keeps else 0, device=where)
+            coders.append(_Coder(span, spec, state, acc, given))
+        self._coders[step.number] = coders
+        shape = (len(coders), 1, self._slot_nbytes(step.widest))
+        self._slots[step.number] = torch.zeros(shape, dtype=torch.uint8, device=where)
+
+    def _slot_nbytes(self, widest: int) -> int:
+        spec = self.bucket.spec if widest == self.bucket.numel else Spec((widest,))
+        return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
+
+    def advance(self, stage: int, now: Step) -> None:
+        """Waits for the previous exchange, runs the local ops, begins the exchange of this stage."""
+        bucket, recorder = self.bucket.id, now.recorder
+        if stage == 0:
+            self._started.clear()
+        if self._under is not None:
+            self._under.pending.over(FOREVER_S, now.failed)
+            self._under.then()
+            self._under = None
+            recorder.add(*self._issued)
+        for step in self.segments[stage].local:
+            begin = time.perf_counter()
+            if isinstance(step, Encode):
+                self._encode(step)
+                now.counters.coded(encode_s=time.perf_counter() - begin)
+            else:
+                self._decode(step)
+                now.counters.coded(decode_s=time.perf_counter() - begin)
+            recorder.add(f"{'encode' if isinstance(step, Encode) else 'decode'}@{step.device}", bucket, begin)
+        exchange = self.segments[stage].exchange
+        if exchange is not None:
+            self._issued = f"{exchange.scope}.{exchange.name}", bucket, time.perf_counter()
+            self._under = self._begin(exchange, self._channels[stage, exchange.scope], now.counters)
+
+    def reset(self) -> None:
+        """Runs before a step."""
+        self._round = 0
+        self._under = None
+
+    def undo(self, slices: int) -> None:
+        """Takes back the last step for slices that were not applied. Runs before the next one."""
+        cut = ranges_of(self.bucket.slices, slices)
+        for step in self._started:
+            for coder in self._coders[step.number]:
+                mine = within(cut, coder.span)
+                if step.first:
+                    self._codec.undo(coder.state, coder.given, mine)
+                else:
+                    self._codec.undo_server(coder.state, mine)
+
+    # ---- local steps
+
+    def _encode(self, step: Encode) -> None:
+        slots, on_device = self._slots[step.number], self._on_device(step)
+        self._started.append(step)
+        for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
+            room: Out = slot[LENGTH_NBYTES:] if on_device else slot.numpy().data[LENGTH_NBYTES:]
+            x = self._x(coder.span, on_device=on_device)
+            if coder.acc is None:
+                if coder.given.numel():
+                    coder.given.copy_(x)
+                nbytes = self._codec.start(x, coder.state, room)
+            else:
+                coder.acc["sum"].copy_(x)
+                coder.acc["flagged"][0] = not bool(torch.isfinite(x).all())
+                nbytes = self._codec.emit(0, coder.acc, coder.state, room)
+            slot[:8].view(torch.int64)[0] = nbytes
+        self._payloads = slots
+
+    def _decode(self, step: Decode) -> None:
+        if self._round:
+            coder, _ = self._reduced()
+            self.bucket.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
+            return
+        on_device = self._on_device(step)
+        for span, pieces in zip(step.units, self._payloads.to(self.bucket.x.device if on_device else "cpu"), strict=True):
+            sums = (self.bucket.x if on_device else self._host)[span[0] : span[1]]
+            acc = accumulator(sums)
+            for number, piece in enumerate(pieces):
+                self._codec.add(0, _payload(piece, as_tensor=on_device), acc, first=number == 0)
+            if acc["flagged"][0]:
+                sums.fill_(float("nan"))
+                self.bucket.finite = False
+            if not on_device and self._host is not self.bucket.x:
+                self.bucket.x[span[0] : span[1]] = sums
+
+    # ---- exchanges
+
+    def _begin(self, e: Exchange, channel: Channel, counters: Counters) -> _Under:
+        def count(own: int, whole: int) -> None:
+            if e.scope != "node":  # no network traffic
+                counters.carried(*carried(e, own, whole))
+
+        if e.coded:
+            return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)
+        return self._move_floats(e, channel, count)
+
+    def _move_floats(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+        x = self.bucket.x
+        span_x = x[e.span[0] : e.span[1]]
+        if e.name in ("allreduce", "reduce", "broadcast"):
+            count(span_x.nbytes, span_x.nbytes)
+        if e.name == "allreduce":
+            return _Under(channel.allreduce(span_x), _nothing)
+        if e.name == "reduce":
+            return _Under(channel.reduce(span_x, e.root), _nothing)
+        if e.name == "broadcast":
+            return _Under(channel.broadcast(span_x, e.root), _nothing)
+        sizes = [high - low for low, high in e.parts]
+        mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
+        if e.name == "reduce_scatter":
+            # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
+            rows = x.new_empty(e.size * mine.numel())
+            count(mine.nbytes, span_x.nbytes)
+            pending = channel.alltoall(rows, span_x, [mine.numel()] * e.size, sizes)
+            return _Under(pending, lambda: _copy(torch.sum(rows.view(e.size, -1), 0), mine))
+        most = max(sizes)
+        padded, rows = x.new_zeros(most), x.new_empty(e.size * most)
+        padded[: mine.numel()] = mine
+        count(padded.nbytes, rows.nbytes)
+        pending = channel.allgather(rows, padded)
+
+        def split_by_tensor() -> None:
+            for row, (low, high) in zip(rows.view(e.size, most), e.parts, strict=True):
+                x[low:high] = row[: high - low]
+
+        return _Under(pending, split_by_tensor)
+
+    def _move_payloads(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+        # On x's device, where the groups also move floats.
+        payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
+        if e.name == "broadcast":
+            if e.place != e.root:
+                payloads = payloads.new_empty((e.units, e.pieces, slot))
+            count(payloads.nbytes, payloads.nbytes)
+            return _Under(channel.broadcast(payloads, e.root), lambda: self._keep(payloads))
+        if e.name == "alltoall":
+            incoming = torch.empty_like(payloads)
+            count(payloads.nbytes // e.size, payloads.nbytes)
+            pending = channel.alltoall(incoming, payloads.contiguous(), None, None)
+            # [member, unit, piece, byte], the members' payloads of one unit side by side
+            shape = (e.size, e.units // e.size, e.pieces, slot)
+            return _Under(pending, lambda: self._keep(incoming.view(shape).transpose(0, 1).reshape(shape[1], -1, slot)))
+        rows = payloads.new_empty((e.size, e.units, e.pieces, slot))
+        count(payloads.nbytes, rows.nbytes)
+        if e.name == "gather":
+            pending = channel.gather(payloads.contiguous(), list(rows) if e.place == e.root else None, e.root)
+        else:
+            pending = channel.allgather(rows.view(e.size * e.units, e.pieces, slot), payloads.contiguous())
+        if e.merges:
+            return _Under(pending, lambda: self._keep(rows.view(-1, e.pieces, slot)))
+        return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
+
+    def _reduce_coded(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+        """One round of a SUM codec: accumulators are summed without decoding."""
+        r, codec = self._round, self._codec
+        coder, slot = self._reduced()
+        acc = codec.zeros(coder.spec, r)
+        codec.add(r, _payload(slot), acc, first=True)
+        reduced = ReducedAccumulator(acc)
+        count(reduced.values.nbytes, reduced.values.nbytes)
+        works = [channel.allreduce(reduced.values)] if reduced.values.numel() else []
+        works.append(channel.allreduce(reduced.facts, largest=True))
+
+        def merge() -> None:
+            reduced.merge()
+            # Not into the slot: to abandon a step, the codec needs this rank's own payload there.
+            result = memoryview(bytearray(codec.bound(coder.spec)))
+            self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]
+            self._round = r + 1
+            if self._round < len(codec.rounds):
+                room = slot.numpy().data[LENGTH_NBYTES:]
+                slot[:8].view(torch.int64)[0] = codec.next(r, self._result, coder.state, room)
+
+        return _Under(_All(works), merge)
+
+    def _reduced(self) -> tuple[_Coder, torch.Tensor]:
+        """The only encode of a path with all-reduced payloads, and its slot."""
+        (coders,), (slots,) = self._coders.values(), self._slots.values()
+        return coders[0], slots[0, 0]
+
+    def _x(self, span: Range, *, on_device: bool = False) -> torch.Tensor:
+        """These elements, on the device where they are coded."""
+        source = self.bucket.x[span[0] : span[1]]
+        if on_device or self._host is self.bucket.x:
+            return source
+        copy = self._host[span[0] : span[1]]
+        copy.copy_(source)
+        return copy
+
+    def _keep(self, payloads: torch.Tensor) -> None:
+        self._payloads = payloads
+
+
+class _All(PendingCollective):
+    def __init__(self, works: Sequence[PendingCollective]) -> None:
+        self._works = works
+
+    def over(self, deadline: float, failed: Error = lambda: None) -> None:
+        for work in self._works:
+            work.over(deadline, failed)
+
+
+def within(cut: Ranges, span: Range) -> Ranges:
+    """The elements of a bucket that lie in the span, counted from its start."""
+    low, high = span
+    if cut is None:
+        return None
+    return [(max(a, low) - low, min(b, high) - low) for a, b in cut if max(a, low) < min(b, high)]
+
+
+def _payload(slot: torch.Tensor, *, as_tensor: bool = False) -> Buffer:
+    nbytes = int(slot[:8].view(torch.int64)[0])
+    if not 0 <= nbytes <= slot.numel() - LENGTH_NBYTES:
+        raise CorruptFrame(f"payload of {nbytes} bytes in a slot of {slot.numel() - LENGTH_NBYTES}")
+    slot = slot.contiguous()
+    return (slot if as_tensor else slot.numpy().data)[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _nothing() -> None:
+    """Default of `then`: the result needs no handling."""
+
+
+# ---- compiles a path for one rank: which elements the rank holds at every op, and with which ranks it exchanges them
+#
+# The bucket is cut into atoms, one per part that the path's splits (reduce_scatter, alltoall) make. A rank always holds a run
+# of atoms. Payloads are made per unit: a run of atoms that no split cuts before the unit is decoded. All ranks compile the
+# same walk, differing only in their own index. So they agree on sizes without communication.
+
+Range = tuple[int, int]
+SPLITS = ("reduce_scatter", "alltoall")
+ROOTED = ("reduce", "gather")
+
+
+class Place(NamedTuple):
+    """A rank among nodes of equal size."""
+
+    nodes: int
+    per_node: int
+    node: int
+    local: int
+
+    def group(self, scope: str) -> Range:
+        """(size, own index) of the group that runs an op of this scope."""
+        if scope == "node":
+            return self.per_node, self.local
+        if scope == "net":
+            return self.nodes, self.node
+        return self.nodes * self.per_node, self.node * self.per_node + self.local
+
+
+class Encode(NamedTuple):
+    """Codes elements `units` of x. `first`: they are gradients or dense sums of gradients; otherwise sums of decoded payloads.
+
+    Ranks with the same `sender` code the same numbers, and must produce the same bits. One of them `pays`: it keeps the
+    residual."""
+
+    number: int
+    """Index among the encodes of the path."""
+    units: tuple[Range, ...]
+    widest: int
+    """Elements of the largest unit of any rank: all payloads are sent in slots of one size."""
+    first: bool
+    device: str
+    sender: int
+    pays: bool
+
+
+class Decode(NamedTuple):
+    """Sums `pieces` payloads of each unit into x."""
+
+    units: tuple[Range, ...]
+    pieces: int
+    device: str
+
+
+class Exchange(NamedTuple):
+    """One collective. `parts`: element ranges of the members' shares, in their order (dense splits and their gathers)."""
+
+    name: str
+    scope: str
+    coded: bool
+    size: int
+    place: int
+    """This rank's index among the members."""
+    root: int
+    span: Range
+    """The elements it covers, before a split or after a gather."""
+    parts: tuple[Range, ...]
+    units: int
+    """Payloads per piece that this rank contributes."""
+    pieces: int
+    """Payloads per unit that this rank contributes."""
+    widest: int
+    merges: bool
+    """Whether an allgather puts shares side by side; otherwise it collects payloads of the same elements."""
+
+
+class Segment(NamedTuple):
+    """Local ops, then one exchange. None at the end of the path, and where this rank takes no part."""
+
+    local: tuple[Encode | Decode, ...]
+    exchange: Exchange | None
+
+
+def compile_path(
+    path: Path, numel: int, place: Place, *, owner: int = 0, rounds: int = 1, bucket: int = 0
+) -> tuple[Segment, ...]:
+    """The segments of this rank. `owner`: the local rank that is root inside a node. Between nodes, the root rotates by bucket
+    number.
+
+    A coded allreduce, which only SUM and MAX codecs have, takes one exchange per round of the codec."""
+    walk = _Walk(path, numel, place, owner, bucket)
+    segments: list[Segment] = []
+    local: list[Encode | Decode] = []
+    step: Encode | Decode | None
+    for at, op in enumerate(path):
+        if op.name == "encode":
+            step = walk.encode(at, op)
+        elif op.name == "decode":
+            step = walk.decode(op)
+        else:
+            again = rounds if walk.coded and op.name == "allreduce" else 1
+            exchange = walk.exchange(op)
+            segments += [Segment(tuple(local), exchange), *(Segment((), exchange) for _ in range(again - 1))]
+            local, step = [], None
+        if step is not None:
+            local.append(step)
+    return (*segments, Segment(tuple(local), None))
+
+
+class _Walk:
+    """The state of one rank along the path. It advances as its group's root does; `active` is whether this rank is one."""
+
+    def __init__(self, path: Path, numel: int, place: Place, owner: int, bucket: int) -> None:
+        self.path, self.place, self.owner, self.bucket = path, place, owner, bucket
+        sizes = {op.where: place.group(op.where)[0] for op in path if op.name in SPLITS}
+        self.atoms = math.prod(sizes.values())
+        self.edges = [numel * i // self.atoms for i in range(self.atoms + 1)]
+        self.low, self.high = 0, self.atoms
+        self.units: list[Range] = []
+        self.pieces, self.coded, self.encodes, self.decoded, self.widest = 1, False, 0, False, 0
+        self.active = True
+        self.summed: set[str] = set()
+        """Scopes whose members' gradients are in this rank's values, or will be once these are decoded."""
+        self.copied: set[str] = set()
+        """Scopes whose members all hold the same values."""
+        self.parents: dict[str, Range] = {}
+        self.waiting: dict[str, bool] = {}
+
+    def encode(self, at: int, op: Op) -> Encode | None:
+        cuts = 1
+        for later in self.path[at + 1 :]:
+            if later.name == "decode":
+                break
+            cuts *= self.place.group(later.where)[0] if later.name in SPLITS else 1
+        self.units = _cut(self.low, self.high, cuts)
+        self.pieces, self.coded = 1, True
+        run = (self.high - self.low) // cuts
+        self.widest = max(self.edges[i + run] - self.edges[i] for i in range(0, self.atoms, run))
+        pays = all(self.place.group(scope)[1] == 0 for scope in self.copied)
+        step = Encode(
+            self.encodes, self._ranges(self.units), self.widest, not self.decoded, op.where, self._sender(), pays
+        )
+        self.encodes += 1
+        return step if self.active else None
+
+    def _sender(self) -> int:
+        """One number for all ranks that hold the sum of the same ranks' gradients."""
+        nodes, per_node, node, local = self.place
+        one_node = not self.summed & {"net", "all"}
+        one_local = not self.summed & {"node", "all"}
+        return (node if one_node else nodes) * (per_node + 1) + (local if one_local else per_node)
+
+    def decode(self, op: Op) -> Decode | None:
+        step = Decode(self._ranges(self.units), self.pieces, op.where)
+        self.low, self.high = self.units[0][0], self.units[-1][1]
+        self.coded, self.decoded = False, True
+        return step if self.active else None
+
+    def exchange(self, op: Op) -> Exchange | None:
+        size, place = self.place.group(op.where)
+        root = self.owner if op.where == "node" else self.bucket % size
+        if op.where == "all":
+            root = self.bucket % self.place.nodes * self.place.per_node + self.owner
+        takes_part = self.active
+        units, pieces, span = len(self.units), self.pieces, (self.low, self.high)
+        merges = False
+        parts: list[Range] = []
+        if op.name in SPLITS:
+            parts = _cut(self.low, self.high, size)
+            self.parents[op.where] = (self.low, self.high)
+            self.low, self.high = parts[place]
+            if self.coded:
+                share = units // size
+                self.units = self.units[place * share : (place + 1) * share]
+                self.pieces *= size
+        elif op.name == "allgather" and op.where in self.parents:
+            merges = True
+            span = self.low, self.high = self.parents.pop(op.where)
+            parts = _cut(self.low, self.high, size)
+            if self.coded:
+                self.units = _cut(self.low, self.high, units * size)
+        elif op.name in ROOTED:
+            self.waiting[op.where] = self.active
+            self.active = self.active and place == root
+            self.pieces *= size if self.coded else 1
+        elif op.name == "allgather":
+            self.pieces *= size
+        elif op.name == "broadcast":
+            takes_part = self.active = self.waiting.pop(op.where)
+        if not (merges or op.name == "broadcast"):
+            self.summed.add(op.where)
+        if op.name in ("allreduce", "allgather", "broadcast"):
+            self.copied.add(op.where)
+        if not takes_part:
+            return None
+        return Exchange(
+            op.name, op.where, self.coded, size, place, root, self._range(span), self._ranges(parts), units, pieces,
+            self.widest, merges,
+        )
+
+    def _range(self, run: Range) -> Range:
+        return self.edges[run[0]], self.edges[run[1]]
+
+    def _ranges(self, runs: list[Range]) -> tuple[Range, ...]:
+        return tuple(self._range(run) for run in runs)
+
+
+def _cut(low: int, high: int, parts: int) -> list[Range]:
+    each = (high - low) // parts
+    return [(low + i * each, low + (i + 1) * each) for i in range(parts)]
+
+
+def stages_of(path: Path, rounds: int = 1) -> list[str]:
+    """The scope of every exchange, in order, including those without this rank."""
+    scopes: list[str] = []
+    coded = False
+    for op in path:
+        if op.name in CODING:
+            coded = op.name == "encode"
+        else:
+            scopes += [op.where] * (rounds if coded and op.name == "allreduce" else 1)
+    return scopes

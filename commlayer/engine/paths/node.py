@@ -1,0 +1,266 @@
+"""Sums buckets among the ranks of a node, and distributes the results to them.
+
+A single bucket is reduced onto its owner, which broadcasts the result. Shards, one per rank, share one exchange: every rank
+sends the others their shards of its gradients, and sums those that it receives. One all-gather distributes all results.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from commlayer.cluster.collectives import Channel, Groups
+from commlayer.cluster.process_groups import PendingCollective
+from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.lanes import Lane, Staging
+from commlayer.engine.paths.path import Route, fill, take_back
+from commlayer.engine.paths.server import FOREVER_S, ServerExchange
+from commlayer.engine.step import Step
+from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.planner.model.shards import together
+from commlayer.transport.protocol import peer_name
+
+Error = Callable[[], BaseException | None]
+
+
+class InNode(ABC):
+    """One rank's part. The calls are `add_up`, `added`, `hand_on`, `handed`, in this order, in every step."""
+
+    def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
+        self.buckets = tuple(buckets)
+        self.mine = next((bucket for bucket in buckets if bucket.coded), None)
+        """The bucket that this rank codes."""
+
+    @abstractmethod
+    def add_up(self, channel: Channel) -> None:
+        """Begins to sum x and tail of all buckets."""
+
+    @abstractmethod
+    def added(self, deadline: float, failed: Error) -> None:
+        """Waits for the sums: each owner has that of its bucket. After that, buffers of other owners' buckets may be
+        overwritten."""
+
+    @abstractmethod
+    def hand_on(self, channel: Channel) -> PendingCollective:
+        """Begins to distribute y and its tail from each owner to all."""
+
+    @abstractmethod
+    def handed(self) -> None:
+        """Puts the results in place, after the wait for them."""
+
+    def tell(self, channel: Channel) -> PendingCollective:
+        """Completes when every owner has its result. Runs on the host."""
+        return channel.allreduce(torch.zeros(1))
+
+
+class Owned(InNode):
+    def __init__(self, bucket: WorkerBucket) -> None:
+        super().__init__([bucket])
+        self._bucket = bucket
+
+    def add_up(self, channel: Channel) -> None:
+        self._pending = channel.reduce(self._bucket.all, self._bucket.owner)
+
+    def added(self, deadline: float, failed: Error) -> None:
+        self._pending.wait(deadline, failed)
+
+    def hand_on(self, channel: Channel) -> PendingCollective:
+        return channel.broadcast(self._bucket.all_y, self._bucket.owner)
+
+    def handed(self) -> None:
+        """Results are already in place."""
+
+
+class Shards(InNode):
+    """One bucket of each local rank, in their order."""
+
+    def __init__(self, buckets: Sequence[WorkerBucket], local: int) -> None:
+        super().__init__(buckets)
+        mine, others = buckets[local], [bucket for bucket in buckets if bucket is not buckets[local]]
+        self._own, self._sizes = mine, [bucket.all.numel() for bucket in buckets]
+        most = max(self._sizes)
+        self._parts = mine.all.new_zeros(sum(bucket.all.numel() for bucket in others))
+        """This rank's gradients in the others' shards, side by side."""
+        self._rows = mine.all.new_zeros(len(buckets), most)
+        """The others' gradients in this rank's shard, and later all results."""
+        self._row = mine.all.new_zeros(most)
+        self._local = local
+        at = 0
+        for number, bucket in enumerate(buckets):
+            if bucket is not mine:
+                size = self._sizes[number]
+                bucket.lie_in(self._parts[at : at + size], self._rows[number, :size])
+                at += size
+
+    def add_up(self, channel: Channel) -> None:
+        size = self._sizes[self._local]
+        sent = [0 if number == self._local else n for number, n in enumerate(self._sizes)]
+        received = [0 if number == self._local else size for number in range(len(self._sizes))]
+        self._got = self._rows.view(-1)[: sum(received)]
+        self._pending = channel.alltoall(self._got, self._parts, received, sent)
+
+    def added(self, deadline: float, failed: Error) -> None:
+        self._pending.wait(deadline, failed)
+        for row in self._got.view(len(self._sizes) - 1, -1):
+            self._own.all += row
+
+    def hand_on(self, channel: Channel) -> PendingCollective:
+        self._row[: self._sizes[self._local]] = self._own.all_y
+        return channel.allgather(self._rows.view(-1), self._row)
+
+    def handed(self) -> None:
+        """Results are already in place, in the rows of their buckets."""
+
+
+def in_node(buckets: Sequence[WorkerBucket], ranks_per_node: int, local: int) -> list[InNode]:
+    """The exchanges that these buckets of a plan need, in order."""
+    return [
+        Shards(buckets[run.start : run.stop], local) if len(run) > 1 else Owned(buckets[run.start])
+        for run in together([bucket.planned for bucket in buckets], ranks_per_node)
+    ]
+
+
+# ---- base of routes for nodes with several ranks: owners exchange buckets with servers, and results return to all ranks
+#
+# A lane distributes results in an order that is the same on all ranks of the node. So ranks need not wait for a result at the
+# same time.
+
+class NodeRoute(Route):
+    """Every rank of a node has all these buckets, and codes those that it owns."""
+
+    ordered = True
+
+    def __init__(
+        self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
+        lane: Lane, out: Channel, back: Channel, ready: Channel | None,
+    ) -> None:
+        """`lane` distributes results over `back`, after a notice over `ready`. Routes that share one of the three share all of
+        them."""
+        self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
+        self._ready, self._lane, self._out, self._back = ready, lane, out, back
+        self._first_rank = groups.rank - groups.local
+        self._ones = in_node(buckets, groups.ranks_per_node, groups.local)
+        self._one_of = {bucket.id: one for one in self._ones for bucket in one.buckets}
+        self._answers = step.arrivals()
+
+    def _send(self, one: InNode) -> None:
+        """Its buckets are filled: sums them, and exchanges the sum of this rank's own bucket."""
+        issued = time.perf_counter()
+        one.add_up(self._out)
+        for bucket in one.buckets:
+            bucket.step = self._step.number
+            if bucket is not one.mine:
+                bucket.undone = 0  # its owner reports it with this step's frame
+        if one.mine is not None:
+            self._exchange.put(one.mine, self._added(one, issued), self._answered, in_turn=True)
+
+    def _added(self, one: InNode, issued: float) -> Callable[[WorkerBucket], float]:
+        def added(bucket: WorkerBucket) -> float:
+            """Runs on the encode lane."""
+            one.added(time.monotonic() + FOREVER_S, self._step.failed)
+            self._step.recorder.add("node.reduce", bucket.id, issued)
+            begin = time.perf_counter()
+            bucket.weight = float(bucket.tail[-1])
+            bucket.used = sum(1 << i for i, flag in enumerate(bucket.tail[:-1].tolist()) if flag > 0)
+            return begin
+
+        return added
+
+    def _answered(self, _bucket: WorkerBucket) -> None:
+        """Runs on the decode lane."""
+        self._answers.arrived()
+
+    def _bring(self, one: InNode) -> bool:
+        """Runs on the route's lane, until all ranks have the results. Returns whether they have them."""
+        mine, failed, forever = one.mine, self._step.failed, time.monotonic() + FOREVER_S
+        if self._step.error is not None:
+            return False
+        with self._staging.way_back(one.buckets[0]):
+            if mine is None:
+                one.added(forever, failed)
+            else:
+                self._answers.wait_for(lambda: mine.done, forever)
+                if failed() is not None:
+                    return False
+                mine.write_tail(mine.tail_y)
+            if self._ready is not None:
+                one.tell(self._ready).wait(forever, failed)
+            begin = time.perf_counter()
+            one.hand_on(self._back).wait(forever, failed)
+            one.handed()
+            for bucket in one.buckets:
+                if bucket is not mine:
+                    bucket.read_result()
+                self._step.recorder.add("node.broadcast", bucket.id, begin)
+        return True
+
+    def _missing(self, ones: Sequence[InNode]) -> CommError:
+        """An error that names the peer because of which the first of these has not arrived."""
+        if (mine := next((one.mine for one in ones if one.mine is not None and not one.mine.done), None)) is not None:
+            return self._exchange.overdue(mine)
+        others = [bucket for one in ones for bucket in one.buckets if bucket is not one.mine]
+        bucket, peer = ones[0].buckets[0], "a rank of this node"
+        if others:
+            bucket, peer = others[0], peer_name(self._first_rank + others[0].owner)
+        return DeadlineExceeded("its result was not handed on inside the node before the deadline", peer=peer,
+                                step=bucket.step, bucket=bucket.id)
+
+
+# ---- route for buckets that use servers, from nodes with several ranks: summed in the node, exchanged by owners, distributed
+
+class NodeSum(NodeRoute):
+    def __init__(
+        self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
+        lane: Lane,
+    ) -> None:
+        inside = groups.inside
+        super().__init__(buckets, step, staging, exchange, groups, lane, inside.out, inside.back, inside.ready)
+        self._arrivals = step.arrivals()
+        self._begun: list[InNode] = []
+        self._here: set[int] = set()
+
+    def begin(self, bucket: WorkerBucket) -> None:
+        take_back(self, bucket, self._staging)
+        fill(bucket, self._step, self._staging)
+        one = self._one_of[bucket.id]
+        if bucket is not one.buckets[-1]:
+            return
+        self._send(one)
+        self._begun.append(one)
+        if len(self._begun) == len(self._ones):
+            # The next forward pass needs the last bucket first. After the backward pass, no computation overlaps the wait.
+            for each in reversed(self._begun) if self._step.eager else self._begun:
+                self._lane.put(partial(self._hand_on, each))
+
+    def _hand_on(self, one: InNode) -> None:
+        """Runs on the lane."""
+        if self._bring(one):
+            self._here.update(bucket.id for bucket in one.buckets)
+            for _ in one.buckets:
+                self._arrivals.arrived()
+
+    def finish(self, deadline: float) -> None:
+        if not self._arrivals.wait(deadline):
+            raise self._overdue()
+        self._staging.join()
+
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        if deadline is not None and not self._arrivals.wait_for(lambda: bucket.id in self._here, deadline):
+            raise self._overdue()
+        if ready := bucket.id in self._here:
+            self._staging.join()
+        return ready
+
+    def _overdue(self) -> BaseException:
+        return self._missing([one for one in self._ones if one.buckets[0].id not in self._here])
+
+    def reset(self) -> None:
+        self._begun.clear()
+        self._here.clear()
+        self._arrivals.expect(len(self._buckets))
+        for bucket in self._buckets:
+            bucket.rewind()

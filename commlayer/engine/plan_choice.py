@@ -1,0 +1,537 @@
+"""Builds the plan that a job requests: a Plan, a plan file with its inputs beside it, one codec, or the default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from msgspec import structs
+
+from commlayer import loss_budget, plan_file, planner, records
+from commlayer.balance import loss_model
+from commlayer.cluster.collectives import Groups
+from commlayer.codec_spec import parse_spec, spec_error, split_two_way
+from commlayer.compressors import Codec, build, codec_of, parse, wrap
+from commlayer.compressors.feedback import Momentum
+from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
+from commlayer.config import Config
+from commlayer.errors import CommError, InvalidInput
+from commlayer.planner.model import codec_fit, grammar, paths
+from commlayer.planner.model.cluster import Basis
+from commlayer.planner.model.fragments import fragments_of, most_fragments
+from commlayer.planner.model.learning import Recipe, excess
+from commlayer.planner.model.matrix_shapes import untouched
+from commlayer.planner.tables import machines
+from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
+
+FINE = ("int4()", "int8()")
+"""Codecs for plan="auto" between nodes, in both directions, until a planner chooses: the first one within the budget.
+
+The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec loses more there than a minute
+of quick steps gains.
+"""
+SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
+"""For a loss model that knows neither of FINE; LEAST_RATIO is the smallest ratio."""
+FREE = "fp16()"
+"""If a budget allows none of them."""
+
+UPDATES_CODEC = FINE[0]
+"""Codec of plan="auto" for changes of weights. No plan is searched then, because a search measures gradients."""
+
+Tell = Callable[[str], None]
+
+
+def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
+           optimizer: str = "", forward: bool = False, fragments: int = 1) -> Plan:
+    """A plan for that many ranks. The settings `ratio_over` and `warmup` override the plan's own.
+
+    `updates`: changes of weights are coded. `optimizer`: its family, on which budgets depend. `forward`: results arrive during
+    the next forward pass. `fragments`: of an outer step."""
+    base = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward, fragments=fragments)
+    if config.ratio_over != "bucket":
+        base = structs.replace(base, ratio_over=config.ratio_over)
+    return structs.replace(base, warmup=config.warmup) if config.warmup else base
+
+
+def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool, optimizer: str,
+          forward: bool, fragments: int) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    nodes = world // per_node
+    if is_file(plan):
+        return plan_file.plan_in(Path(plan))
+    if plan == "auto":
+        # One machine needs no server and gains nothing from compression.
+        coded = UPDATES_CODEC if updates else _first_codec(config, Recipe(optimizer, workers=world))
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", coded)
+    else:
+        codec = str(plan)
+        path_name = "service"
+    servers = nodes if config.servers == "each" else 1
+    up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
+    return planner.default_plan(
+        job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
+        fragments=fragments,
+    )
+
+
+def is_file(plan: Any) -> bool:
+    """Whether `plan` names a plan file rather than a codec. ValueError if it is neither."""
+    if not isinstance(plan, str | Path) or str(plan) == "auto":
+        return False
+    if os.path.isfile(plan):
+        return True
+    if isinstance(plan, str) and not (wrong := spec_error(plan)):
+        return False
+    if isinstance(plan, str) and plan.rstrip().endswith(")"):
+        raise InvalidInput("E-PLAN-NAME", f"plan {plan!r}: {wrong}")
+    raise InvalidInput("E-PLAN-NAME",
+                       f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)")
+
+
+def basis(plan: Any, tell: Tell) -> Basis | None:
+    """The inputs of the plan; None, with a line for the log, if they cannot be read. Training does not need them."""
+    try:
+        return plan_file.basis_of(plan)
+    except ValueError as error:
+        tell(f"nothing is predicted: {error}")
+        return None
+
+
+def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
+    """Keeps the plan's servers on its nodes, if they can be started there."""
+    for line in untouched(plan):
+        tell(line)
+    planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
+    if planned != nodes:
+        tell(f"the plan was made for {planned} nodes, here are {nodes}: what it predicts does not hold")
+    hosts = plan_file.server_nodes_of(plan, made_from, nodes)
+    if len(hosts) != len(plan.hosts):
+        alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
+        absent = [str(one.hosts[0]) for one in alone if not plan_file.server_nodes_of(one, made_from, nodes)]
+        why = f"no rank trains on node {' and '.join(absent)}" if absent else \
+            f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
+        tell(f"servers are not on the nodes that the plan has them on, but where the setting `servers` says: {why}; "
+             "`commlayer serve` starts them elsewhere, and join names them")
+    return plan if hosts == plan.hosts else structs.replace(plan, hosts=hosts)
+
+
+def _first_codec(config: Config, recipe: Recipe) -> str:
+    """The first codec of plan="auto". A loss model is read on rank 0 only."""
+    rows = machines.learning_rows(config.learning)  # reads the file before anything starts, so that an error in it shows early
+    if config.loss:
+        model = loss_model.read(Path(config.loss))
+        return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)
+    if not config.max_loss:
+        return FINE[0]
+    return next((codec for codec in FINE if excess(rows, codec, recipe).loss_high <= config.max_loss), FREE)
+
+
+# ---- shares rank 0's plan with every rank, and checks that a plan fits the job, before the first step or a change of plan
+
+REFUSED = b"!"
+"""Prefix of the error text that rank 0 sends instead of a plan; a plan's bytes begin with a brace."""
+
+
+def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
+    """Returns the result of settle() on rank 0, on every rank, or raises its error on every rank."""
+    return plan_in(from_rank_0(lambda: bytes_of(settle()), groups))
+
+
+def bytes_of(plan: Plan) -> bytes:
+    return records.encode(planner.lower(plan))
+
+
+def plan_in(data: bytes) -> Plan:
+    return records.decode(data, Plan, "plan of rank 0")
+
+
+class Offer:
+    """The result of make() on rank 0, made before it is shared, so that ranks can exchange its size together with other data.
+    If make() fails, its error is shared."""
+
+    def __init__(self, make: Callable[[], bytes], rank: int) -> None:
+        self.data = b""
+        """Empty on other ranks."""
+        self._error: Exception | None = None
+        if rank == 0:
+            try:
+                self.data = make()
+            except (ValueError, CommError) as error:
+                self.data, self._error = REFUSED + str(error).encode(), error
+
+    def taken(self, data: bytes) -> bytes:
+        """Called on every rank with rank 0's data. Returns the data, or raises rank 0's error."""
+        if self._error is not None:
+            raise self._error
+        if data.startswith(REFUSED):
+            raise InvalidInput("E-PLAN-REFUSED", f"rank 0: {data.removeprefix(REFUSED).decode()}")
+        return data
+
+
+def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
+    """Returns the result of make() on rank 0, on every rank; or raises its error on every rank.
+
+    `wait_s`: for small results that may take longer than a collective of a step.
+    """
+    if groups is None:
+        return make()
+    offer = Offer(make, groups.rank)
+    return offer.taken(groups.members.tell(offer.data, wait_s, "start")[0] if wait_s else groups.share_bytes(offer.data))
+
+
+def check_plan(
+    plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids, *, reachable: bool = True,
+) -> None:
+    """Raises ValueError with the first reason why the plan cannot run."""
+    problems = planner.verify(plan, job) or unsuited(
+        plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
+        [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}{more}")
+
+
+# ---- constraints on a job's plans, and the inputs from which the current plan was made
+#
+# Values only.
+#
+# ======================= ==================================================================== attribute changed by
+# ======================= ==================================================================== asked, forbids start.py, once
+# optimizer, loss start.py, once max_loss, learning start.py, once auto start.py; a session, whose user asks for a plan
+# suggested autotune/plan useless the drivers: module_driver.py, ddp_ways.py balanced shares/, a controller floor,
+# error_multiplier autotune/quality basis start.py, switch.py; autotune/plan, for the plan that it has chosen price
+# autotune/plan ======================= ====================================================================
+
+class PlanTerms:
+    def __init__(self) -> None:
+        self.asked = Asked()
+        """The sync mode that the user requested in attach(); it holds for every plan."""
+        self.forbids: Forbids = lambda _: ""
+        """Why a plan cannot use a sync mode here: see allowed_ways.py."""
+        self.useless: Forbids = lambda _: ""
+        """Why a sync mode would bring no benefit here."""
+        self.auto = False
+        """Whether commlayer chooses the plan."""
+        self.suggested = False
+        """On rank 0: whether the log has suggested local steps."""
+        self.optimizer = ""
+        """The family of the script's optimizer; empty if unknown."""
+        self.balanced = False
+        """Whether a controller moves shares of the batch, from its measurements of averaged steps."""
+        self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
+        """`loss`: the loss model's file. `learning`: the file of the steps that sync modes cost; empty for the shipped table.
+        `max_loss`: the budget, 0 for none. `floor`: the level (engine/codec_floor.py) below which the guard allows no codec."""
+        self.error_multiplier = 1.0
+        """Factor on the usual excess of steps under a codec, for this model, as measured by the guard."""
+        self.basis: Basis | None = None
+        """On rank 0: the inputs of the current plan, if known."""
+        self.price: tuple[float, float] | None = None
+        """On rank 0: seconds of communication under the current plan, and the part of computing that hides it."""
+
+
+# ---- checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs
+#
+# planner.verify checks the plan itself, without codecs and without the process that is to run it.
+
+def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
+    """All reasons against it, one per line, the same on every rank. `cuda`: the model is on GPUs. `reachable`: nodes reach each
+    other, so collectives may span them."""
+    try:
+        fragments_of(plan.buckets, plan.fragments)
+    except ValueError as error:
+        return [str(error)]
+    if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
+        return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
+    apart = nodes > 1 and not reachable
+    return [f"bucket {b.id}: {line}" for b in plan.buckets
+            for line in (*_crossings(b, apart=apart), *_bucket(plan, b, nodes, cuda))]
+
+
+def _crossings(bucket: Bucket, *, apart: bool) -> Iterator[str]:
+    if apart and not bucket.served and any(op.name not in paths.CODING and op.where != "node"
+                                           for op in paths.parse(bucket.path)):
+        yield (f"path {bucket.path!r}: a collective crosses nodes, and these reach a server alone (commlayer launch), allowed: "
+               "'service'")
+
+
+def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
+    if bucket.by_node and len(bucket.by_node) != nodes:
+        yield f"codecs for {len(bucket.by_node)} nodes, here are {nodes}"
+        return
+    try:
+        codecs = [codec_of(bucket, node, plan) for node in (None, *range(nodes if bucket.by_node else 0))]
+        for codec in codecs:
+            if (nbytes := codec.bound(bucket.spec)) > MAX_FRAME_NBYTES and bucket.path == "service":
+                yield (f"payloads of {codec} may have {nbytes} bytes of {bucket.numel} elements, a frame carries "
+                       f"{MAX_FRAME_NBYTES}: cut it into several, or take a codec that sends less")
+                return
+    except ValueError as error:
+        yield str(error).removeprefix(f"bucket {bucket.id}: ")
+        return
+    if bucket.stale and bucket.path != "service":
+        yield f"path {bucket.path!r} gives its result in the same step, allowed for results that are a step late: 'service'"
+    path = paths.parse(bucket.path)
+    if grammar.served(path) and bucket.path != "service":
+        yield f"path {bucket.path!r}: workers know paths over servers as 'service' alone (planner.lower spells them so)"
+        return
+    up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
+    down = promise_of(wrap(parse(bucket.down))) if bucket.down else None
+    lines = codec_fit.misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
+    yield from (f"codec {bucket.codec}, path {bucket.path!r}: {line}" for line in lines)
+
+
+def promise_of(codec: Codec) -> codec_fit.Promise:
+    return codec_fit.Promise(is_summable(codec), is_separable(codec), is_download_codec(codec))
+
+
+# ---- the user's choice of sync mode: checks attach()'s `every=`, `codes=` and so on, and writes them into a plan
+#
+# From then on, only the plan defines how steps are exchanged. The modes that not every rank can use:
+#
+# forward results arrive during the next forward pass (Plan.overlap) updates each rank steps on its own gradients, H = 1
+# (Plan.codes) local the same with H above 1 (Plan.local_steps) round exchanges that run while the next outer step computes
+# (Plan.overlap)
+
+CODES = ("gradients", "updates")
+OVERLAPS = ("round", "forward")
+WAYS = ("forward", "updates", "local", "round")
+Forbids = Callable[[str], str]
+"""For one of `WAYS`, the reason why this rank cannot use it; "" if it can."""
+
+
+class Asked(NamedTuple):
+    """The arguments of attach(), the same on all ranks. None: as the plan defines. They hold for every plan of the job."""
+
+    every: int | None = None
+    codes: str | None = None
+    overlap: str | None = None
+    fragments: int | None = None
+    exact: bool | None = None
+    """True: every plan must step on the average of all gradients, apart from coding. None: only plans that the script requests
+    may deviate. False: the automatic plan may take local steps."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether changes of weights are exchanged, whatever the plan defines."""
+        return (self.every or 1) > 1 or self.codes == "updates"
+
+    def __str__(self) -> str:
+        codes = CODES[1] if self.updates else self.codes
+        more = "" if codes is None else f", codes={codes!r}"
+        more += "" if self.overlap is None else f", overlap={self.overlap!r}"
+        more += "" if self.fragments is None else f", fragments={self.fragments}"
+        more += "" if self.exact is None else f", exact={self.exact}"
+        return f"every={self.every or 'as planned'}{more}"
+
+
+def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> Asked:
+    """ValueError, of one line, for values that no plan can have."""
+    if every is not None and not _whole(every):
+        raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
+    if codes not in (None, *CODES):
+        raise InvalidInput("E-SYNC-MODE", f"codes: got {codes!r}, allowed: {', '.join(map(repr, CODES))}")
+    several = every is not None and every > 1
+    if several and codes == "gradients":
+        raise InvalidInput("E-SYNC-MODE",
+                           f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
+                           "take every=1")
+    if overlap not in (None, *OVERLAPS):
+        raise InvalidInput("E-SYNC-MODE",
+                           f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more or codes='updates', or 'forward'")
+    if overlap == "forward" and (several or codes == "updates"):
+        raise InvalidInput("E-SYNC-FORWARD",
+                           "overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
+                           "codes='updates', which exchange weights; these have overlap='round'")
+    if fragments is not None and not _whole(fragments):
+        raise InvalidInput("E-SYNC-FRAGMENTS",
+                           f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment "
+                           "is exchanged every H / fragments steps")
+    if exact is not None and not isinstance(exact, bool):
+        raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, allowed: True or False")
+    request = Asked(every, codes, overlap, fragments, exact)
+    if exact and (request.updates or overlap == "round"):
+        raise InvalidInput("E-SYNC-MODE",
+                           f"{request}: each rank steps on its own gradients then; allowed: exact=True without every, "
+                           "codes='updates' and overlap='round'")
+    return request
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def stepping(plan: Plan, asked: Asked) -> Plan:
+    """The plan with attach()'s arguments in it. ValueError if they conflict."""
+    if asked.updates and any(b.stale for b in plan.buckets):
+        raise InvalidInput("E-SYNC-MODE",
+                           "plan: has results that are a step late, and updates are coded, which ranks step on: make it "
+                           "without staleness")
+    if asked.every is not None and asked.every != plan.local_steps > 1:
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "
+                           "make the plan with max_local_steps=1")
+    if asked.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
+        how = "late results" if not plan.steps_locally else "coded updates" if plan.local_steps == 1 else \
+            f"{plan.local_steps} local steps"
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"exact=True, but the plan is one of {how}: leave exact out, or make the plan without them")
+    every = asked.every or plan.local_steps
+    if asked.codes == "gradients" and (every > 1 or plan.codes == "updates"):
+        what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
+    if asked.overlap == "round" and every == 1 and "updates" not in (asked.codes, plan.codes):
+        raise InvalidInput("E-SYNC-MODE",
+                           f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: "
+                           "every=2 or more, or codes='updates'")
+    if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
+        raise InvalidInput("E-SYNC-PLAN",
+                           f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
+    fragments = 1 if asked.fragments is None else most_fragments(asked.fragments, every, len(plan.buckets))
+    if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, fragments, asked.fragments)):
+        has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
+        raise InvalidInput("E-SYNC-FRAGMENTS",
+                           f"fragments: got {asked.fragments} with every={every}{has}, allowed: a divisor of every, since one "
+                           "fragment is exchanged every H / fragments steps")
+    laid = structs.replace(
+        plan, local_steps=every, codes=asked.codes or plan.codes, overlap=asked.overlap or plan.overlap,
+        fragments=plan.fragments if asked.fragments is None else fragments)
+    asked_of = ("local_steps", "overlap", "fragments", "steps_locally")
+    if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
+        return laid
+    # The prediction is for steps that exchange, and wait for it.
+    return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
+
+
+def in_updates(plan: Plan) -> Plan:
+    """The plan with coded updates in every step, and no late results, where averaged gradients would let ranks diverge."""
+    buckets = tuple(structs.replace(b, stale=False) if b.stale else b for b in plan.buckets)
+    return structs.replace(plan, codes="updates", overlap="", buckets=buckets)
+
+
+def ways_of(plan: Plan) -> list[tuple[str, str]]:
+    """Which of `WAYS` a plan uses, with a description."""
+    modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
+    if plan.local_steps > 1:
+        modes.append(("local", f"of {plan.local_steps} local steps"))
+    elif plan.codes == "updates":
+        modes.append(("updates", "of coded updates"))
+    return modes + ([("round", "overlap='round'")] if plan.overlap == "round" else [])
+
+
+# ---- measures how exact a plan's codecs are, and replaces codecs below a floor
+#
+# A codec's level is its ratio if it has one, otherwise the fraction of dense bytes that it sends: 1 for identity, 1/2 for
+# fp16, about 1/4 for int8, 1/32 for onebit.
+
+DENSE = "identity()"
+STEPS = ((0.3, "int8()"), (0.6, "fp16()"), (1.0, DENSE))
+"""(floor, codec): replaces a codec without ratio up to that floor, and a sparse codec that would send as much."""
+TYPICAL = Spec((1 << 16,))
+"""The size at which codecs outside any bucket are measured."""
+SMALL = 1 << 12
+"""Elements up to which headers would dominate the level."""
+EQUAL = 0.99
+"""Tolerance, because ratios are written with three digits."""
+
+
+def level(codec: Codec, spec: Spec = TYPICAL) -> float:
+    """
+    >>> level(parse("error_feedback(topk(ratio=0.01))")), level(parse("fp16()"))
+    (0.01, 0.5)
+    """
+    if (ratio := parse_spec(str(codec)).ratio) is not None:
+        return ratio
+    if hasattr(codec, "bits"):
+        return float(codec.bits / 32)  # a sum of such codes takes more bits
+    spec = spec if spec.numel > SMALL else TYPICAL
+    return round(min(1.0, codec.bound(spec) / (4 * spec.numel)), 3)
+
+
+def at_least(floor: float, texts: list[str]) -> list[str]:
+    """The codecs of `texts` at or above the floor, plus topk with the floor as ratio, so that one codec is just above it."""
+    fine_enough = [text for text in texts if level(parse(text)) >= floor * EQUAL]
+    finest = STEPS[0][0]
+    return [*fine_enough, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else fine_enough
+
+
+def lossy(bucket: Bucket) -> bool:
+    """Whether any codec of the bucket loses information."""
+    return bucket.path != "allreduce" and any(level(codec, bucket.spec) < 1 for codec in _codecs(bucket))
+
+
+def lowest(plan: Plan) -> float:
+    """The level of the coarsest codec in use; 1 for a plan without any."""
+    return min((level(codec, b.spec) for b in plan.buckets if lossy(b) for codec in _codecs(b)), default=1.0)
+
+
+def carries_gradients(codec: Any) -> bool:
+    """Whether the codec sends gradients and not a velocity."""
+    if isinstance(codec, Momentum):
+        return False
+    return all(carries_gradients(part) for part in structs.astuple(codec) if isinstance(part, msgspec.Struct))
+
+
+def exchanges_gradients(bucket: Bucket) -> bool:
+    """Whether every node's codec sends gradients. The result is the same on all ranks, whatever codec their own node has."""
+    return all(carries_gradients(codec) for codec in _codecs(bucket))
+
+
+def lift(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
+    """The plan with no codec below the floor. A bucket is sent uncompressed if none of the finer codecs fits its path."""
+    buckets = tuple(_lifted(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets)
+
+
+def nbytes(plan: Plan) -> float:
+    """Upper bound of bytes sent and received by a worker in a step, for comparing two plans of a job."""
+    return sum(codec_of(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
+               for b in plan.buckets)
+
+
+def _codecs(bucket: Bucket) -> list[Codec]:
+    return [parse(text) for text in (bucket.codec, bucket.down, *bucket.by_node) if text]
+
+
+def _lifted(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) -> Bucket:
+    if all(level(codec, bucket.spec) >= floor * EQUAL for codec in _codecs(bucket)):
+        return bucket
+    for candidate in _candidates(bucket, floor):
+        alone = structs.replace(plan, buckets=(candidate,), fragments=1)
+        if not unsuited(alone, nodes, plan.ranks_per_node, cuda=cuda):
+            return candidate
+    return bucket
+
+
+def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
+    """First the same codec with a higher ratio, then others from coarse to exact."""
+    floor = min(floor, 1.0)
+    if floor <= STEPS[0][0]:
+        texts = (bucket.codec, bucket.down, *bucket.by_node)
+        lifted = [str(_with_ratio(parse(text), floor)) if text else "" for text in texts]
+        up, down, *by_node = lifted
+        if all(not text or level(parse(text), bucket.spec) >= floor * EQUAL for text in lifted):
+            yield structs.replace(bucket, codec=up, down=down, by_node=tuple(by_node), why=None)
+    plain = structs.replace(bucket, down="", by_node=(), why=None)
+    if not bucket.by_node and level(parse(bucket.codec), bucket.spec) >= floor * EQUAL:
+        yield plain  # only the codec of results was too coarse
+    for text in (text for limit, text in STEPS if floor <= limit):
+        yield structs.replace(plain, codec=text)
+
+
+def _with_ratio(codec: Any, floor: float) -> Any:
+    """Raises every ratio inside the codec to at least the floor."""
+    changed = {}
+    for name in codec.__struct_fields__:
+        value = getattr(codec, name)
+        if name == "ratio":
+            changed[name] = max(value, float(f"{floor:.3g}"))
+        elif isinstance(value, msgspec.Struct):
+            changed[name] = _with_ratio(value, floor)
+    return structs.replace(codec, **changed) if changed else codec
