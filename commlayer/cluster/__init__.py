@@ -1,1 +1,1 @@
-"""Membership, coordinator, summation servers, homes, keys."""
+"""Membership, coordinator, summation servers, sites, keys."""

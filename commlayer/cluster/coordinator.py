@@ -50,7 +50,7 @@ TICK_S = 0.25
 PROVE_S = 2.0
 """Seconds in which a connection whose call was refused may still prove a call. After that the refusal is logged."""
 EACH_WORKER = 8
-"""Control connections per worker: its own, its heartbeat child's, the home's store client and a gRPC stream. Doubled for cut
+"""Control connections per worker: its own, its heartbeat child's, the site's store client and a gRPC stream. Doubled for cut
 connections that the kernel has not noticed yet."""
 TOLD_HEARTBEATS = 3
 """After this many heartbeats without news a process counts as silent. An orphaned coordinator lives as long, to report that its
@@ -59,8 +59,8 @@ Q = TypeVar("Q", bound=Record)
 
 
 class Coordinator:
-    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its homes have
-    gone: homes use the store until their scripts end."""
+    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its sites have
+    gone: sites use the store until their scripts end."""
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
@@ -90,7 +90,7 @@ class Coordinator:
         """By rank: since when a worker seems to hang. It is evicted one heartbeat later, since messages that disprove it may
         be unread here."""
         self._waited: dict[int, float] = {}
-        """By rank: when it was last seen waiting for others in the homes' store."""
+        """By rank: when it was last seen waiting for others in the sites' store."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = CallVerifier(config.token), Plans()
@@ -200,7 +200,7 @@ class Coordinator:
                                    max(self._patience_s, self._dead_after_s))
 
     def _attend(self, request: messages.RegisterSite) -> messages.SiteReply:
-        """Registers a home. If it is the restart of a home, it replaces its earlier process, which is dead from now on."""
+        """Registers a site. If it is the restart of a site, it replaces its earlier process, which is dead from now on."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, self._clock())
@@ -247,7 +247,7 @@ class Coordinator:
             self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
             if self._state.view is not None and not began:
-                self._rendezvous.begin()  # before seats are journaled: a journal with seats also holds what homes stored
+                self._rendezvous.begin()  # before seats are journaled: a journal with seats also holds what sites stored
             self._write_down(before)
             self._expect(self._state.workers)
             view = self._state.view
@@ -320,13 +320,13 @@ class Coordinator:
                 log.exception("revoked certificates could not be dropped; the next tick tries again")
 
     def _drop_awaited(self) -> None:
-        """Evicts workers that let others wait in the homes' store. Call it under the lock."""
+        """Evicts workers that let others wait in the sites' store. Call it under the lock."""
         if not self._state.min_workers:
             return
-        now, meetings = self._clock(), self._rendezvous.pending_waits()
-        self._waited |= {rank: now for one in meetings for rank in one.waited_s}
+        now, pending = self._clock(), self._rendezvous.pending_waits()
+        self._waited |= {rank: now for one in pending for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
-        late = epoch_change.hung_in_store(self._state, meetings, self._deadline_s, ago_s, self._patience_s)
+        late = epoch_change.hung_in_store(self._state, pending, self._deadline_s, ago_s, self._patience_s)
         self._late = {rank: self._late.get(rank, now) for rank in late}
         for token, place in list(self._state.registrations.items()):
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:

@@ -1,7 +1,7 @@
 """The coordinator's journal: registrations, view and plan in a file, so that a restarted coordinator can resume the job.
 
 It is written when a registration or the view changes, which is rare. It holds no times: on resuming, all processes count as
-just heard from. The homes' store is in a file of its own (below), which is useless without this one.
+just heard from. The sites' store is in a file of its own (below), which is useless without this one.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ CHUNK_NBYTES = 1 << 20
 
 
 class SitesRecord(Record, frozen=True, tag=True):
-    """The homes from now on, without times."""
+    """The sites from now on, without times."""
 
     homes: Sites
 
@@ -203,7 +203,7 @@ class KvJournal:
                 self.begin(self._whole)
 
     def wait(self) -> None:
-        """Returns after a pending write: a disk that blocks also delays calls, and homes must not count as silent then."""
+        """Returns after a pending write: a disk that blocks also delays calls, and sites must not count as silent then."""
         with self._lock:
             return
 

@@ -23,9 +23,9 @@ from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
 MAX_FORMER = 64
 """How many departed workers keep their registration after all have switched to a view without them, to be sent the reason if
-they return. This bounds the state of a job that homes leave and join for weeks."""
+they return. This bounds the state of a job that sites leave and join for weeks."""
 UNLESS = ", unless it is served with --min-workers"
-"""Added only for homes, which alone can use it."""
+"""Added only for sites, which alone can use it."""
 
 
 def next_view(state: State) -> State:
@@ -123,9 +123,9 @@ def _hung_in_step(state: State, until: float) -> dict[int, str]:
             for p, overdue in reversed(late.said) for rank in p.hung if rank in ranks}
 
 
-def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
+def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
             ) -> dict[int, str]:
-    """Workers that let others wait in the homes' store, by rank with the reason. A caller evicts those that a later call
+    """Workers that let others wait in the sites' store, by rank with the reason. A caller evicts those that a later call
     returns again.
 
     Such a worker does not wait itself. At least half of the present workers have waited for it for `limit_s`, or for their own
@@ -133,13 +133,13 @@ def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float,
     is then empty, unless all workers except those to be blamed wait in the store: then none of them is in that sum.
     `ago_s`: how long ago a worker waited itself, if it did. Others delayed it until then, so it gets `patience_s` to come.
     """
-    if state.view is None or not state.min_workers or not meetings or inelastic_workers(state):
+    if state.view is None or not state.min_workers or not pending or inelastic_workers(state):
         return {}
     present = _present_ranks(state)
-    free = present - {rank for one in meetings for rank in one.waited_s}
+    free = present - {rank for one in pending for rank in one.waited_s}
     # For each pending key: how long each of the present workers has waited, longest first.
     waits = [(one, sorted((one.waited_s[rank] for rank in present & one.waited_s.keys()), reverse=True))
-             for one in meetings if one.rank in free]
+             for one in pending if one.rank in free]
     half = (len(present) + 1) // 2
     waits = [(one, waited_s) for one, waited_s in waits if len(waited_s) >= half]
     if len(present) - len({one.rank for one, _ in waits}) < state.min_workers:
@@ -156,7 +156,7 @@ def hung_in_store(state: State, meetings: Sequence[PendingWait], limit_s: float,
 
 
 def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
-    """Whether the running job admits homes. A worker is silent after `noticed_s`, and evicted after `patience_s`."""
+    """Whether the running job admits sites. A worker is silent after `noticed_s`, and evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return AdmissionState()
@@ -168,7 +168,7 @@ def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patie
 
 
 def _wait(state: State, seated: Sequence[Registration], noticed: float, patience_s: float) -> str:
-    """Why a new home should ask again. `seated`: the view's workers; `noticed`: time before which a heartbeat is too old."""
+    """Why a new site should ask again. `seated`: the view's workers; `noticed`: time before which a heartbeat is too old."""
     if over(state):
         why = failure(state)
         return why and f"the job has ended ({without_code(why)}); the server begins another one"
@@ -185,7 +185,7 @@ def _wait(state: State, seated: Sequence[Registration], noticed: float, patience
 
 
 def _closed(state: State, view: View, there: int) -> AdmissionState:
-    """Why the job admits no home, if it does not."""
+    """Why the job admits no site, if it does not."""
     shut, full = "", False
     if over(state):
         shut = "the job is over"
@@ -303,7 +303,7 @@ def change_problem(change: EpochChange, generation: int, sender: int, view: View
         return "its servers or its plan are not those of the job"
     stay = tuple(m for m in view.members if m in new.members)
     joined = new.members[len(stay):]
-    numbers = {m.rank for m in (*view.members, *joined)}  # unordered: workers join later than their homes get these numbers
+    numbers = {m.rank for m in (*view.members, *joined)}  # unordered: workers join later than their sites get these numbers
     if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
         return "its members are not the present ones in their order, followed by those that join"
     if sender not in {m.rank for m in new.members}:

@@ -1,4 +1,4 @@
-"""Key-value store at the coordinator, through which homes exchange bytes; readers may wait for keys. Runs on one event loop.
+"""Key-value store at the coordinator, through which sites exchange bytes; readers may wait for keys. Runs on one event loop.
 
 Each value is charged to its writer and belongs to the newest view at the time of writing. Once all workers use a later view,
 no one reads it any more. Each change is a record, from which a journal can rebuild the store.

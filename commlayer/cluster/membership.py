@@ -57,11 +57,11 @@ class Registration(Record, frozen=True):
     active_generation: int = 0
     """Of a worker: generation of the view that it has switched to, as it reports."""
     removed_in: int = 0
-    """Of a worker that is gone: generation of the first view without it; 0 if there is none (regrouping.py)."""
+    """Of a worker that is gone: generation of the first view without it; 0 if there is none (epoch_change.py)."""
     overdue: Overdue | None = None
     """Of a server: its last report of sums that wait."""
     hung: tuple[int, ...] = ()
-    """Of a server: workers that were missing in the same step in its last two reports (regrouping.py)."""
+    """Of a server: workers that were missing in the same step in its last two reports (epoch_change.py)."""
 
     @property
     def present(self) -> bool:
@@ -85,9 +85,9 @@ class State(Record, frozen=True):
     refusals: tuple[tuple[str, str], ...] = ()
     """Peer and reason of refused requests. Processes that wait for the peer are given the reason."""
     min_workers: int = 0
-    """The job continues without lost workers while at least this many are left (regrouping.py). 0: every worker must stay."""
+    """The job continues without lost workers while at least this many are left (epoch_change.py). 0: every worker must stay."""
     held: tuple[int, int, float] | None = None
-    """While a worker joins: a step, the rank that alone keeps that step waiting, and since when (regrouping.py)."""
+    """While a worker joins: a step, the rank that alone keeps that step waiting, and since when (epoch_change.py)."""
 
 
 class Decision(NamedTuple):

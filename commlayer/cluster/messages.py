@@ -93,7 +93,7 @@ class JoinReply(Record, frozen=True):
 
 
 class PlanPart(Record, frozen=True):
-    """A chunk of a plan, starting at byte `begin`. The reply is an empty Pulse."""
+    """A chunk of a plan, starting at byte `begin`. The reply is an empty HeartbeatReply."""
 
     plan_digest: str
     nbytes: int
@@ -165,10 +165,10 @@ class Leave(Record, frozen=True):
 
 
 class RegisterSite(Record, frozen=True):
-    """Registers a home: a machine that only dials out, whose ranks reach the others through the coordinator. Repeated while
-    the home is present.
+    """Registers a site: a machine that only dials out, whose ranks reach the others through the coordinator. Repeated while
+    the site is present.
 
-    A launcher sends this for all workers of its machine, before they start. `leave`: the home leaves, for this reason.
+    A launcher sends this for all workers of its machine, before they start. `leave`: the site leaves, for this reason.
     """
 
     home: str
@@ -179,18 +179,18 @@ class RegisterSite(Record, frozen=True):
     version: str
     workers: int
     place: int = ANY
-    """Requested index among the homes. Ranks are assigned in the order of these indices."""
+    """Requested index among the sites. Ranks are assigned in the order of these indices."""
     leave: str = ""
     certificate: str = ""
     """As in Join."""
     meeting: str = ""
-    """Name of the meeting that assigned its ranks."""
+    """Name of the rendezvous that assigned its ranks."""
     waited_s: float = 0.0
-    """Seconds since the home first asked for its ranks."""
+    """Seconds since the site first asked for its ranks."""
 
 
 class SiteReply(Record, frozen=True):
-    """Reply to Attend: `error`; or what is missing; or, once all homes are present, the ranks of this home's workers."""
+    """Reply to RegisterSite: `error`; or what is missing; or, once all sites are present, the ranks of this site's workers."""
 
     error: str = ""
     missing: str = ""
@@ -198,18 +198,18 @@ class SiteReply(Record, frozen=True):
     """Rank of its first worker; the other workers have the ranks after it."""
     world: int = 0
     node: int = ANY
-    """Index of this home among the homes."""
+    """Index of this site among the sites."""
     nodes: int = 0
     meeting: str = ""
     """Random name, new in each process of the coordinator."""
     joins: bool = False
-    """The job is already running and admits this home: its ranks are the last ones of `world`."""
+    """The job is already running and admits this site: its ranks are the last ones of `world`."""
     min_workers: int = 0
     """The coordinator's setting."""
 
 
 class KvRequest(Record, frozen=True):
-    """Call to the key-value store of the homes: writes, then waits up to `wait_s` for keys. Idempotent."""
+    """Call to the key-value store of the sites: writes, then waits up to `wait_s` for keys. Idempotent."""
 
     home: str
     put: tuple[tuple[str, bytes], ...] = ()
@@ -224,13 +224,13 @@ class KvRequest(Record, frozen=True):
     view: int = 0
     """If not 0: the writes belong to the view of that generation and are ignored once there is a newer one."""
     rank: int = ANY
-    """Of that home: the rank that waits for keys of other ranks."""
+    """Of that site: the rank that waits for keys of other ranks."""
     limit_s: float = 0.0
     """Seconds after which the ranks that it waits for count as hung. 0: none is blamed."""
 
 
 class KvReply(Record, frozen=True):
-    """Reply to Ask: the values found. `error`: why some of them will never be written."""
+    """Reply to KvRequest: the values found. `error`: why some of them will never be written."""
 
     found: tuple[bytes | None, ...] = ()
     error: str = ""
@@ -250,7 +250,7 @@ class StatusRequest(Record, frozen=True):
 
 
 class StatusReply(Record, frozen=True):
-    """Reply to About."""
+    """Reply to StatusRequest."""
 
     version: str
     protocol: int
@@ -280,7 +280,7 @@ MAX_STATUS_NBYTES = 192 << 10
 
 
 def site_request(workers: int, place: int = ANY, *, name: str = "") -> RegisterSite:
-    """The request of this process to register a home of that many workers."""
+    """The request of this process to register a site of that many workers."""
     return RegisterSite(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
 
 

@@ -89,7 +89,7 @@ class Members:
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._all = self.world == dist.get_world_size()
         self.reachable = not site_process_group.is_relayed()
-        """Whether members can connect to each other. Ranks in different homes cannot: their collectives pass through the
+        """Whether members can connect to each other. Ranks in different sites cannot: their collectives pass through the
         coordinator, and are for small or rare data."""
 
     def tell(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:

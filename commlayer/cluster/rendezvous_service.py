@@ -1,4 +1,4 @@
-"""The coordinator's service for homes: their registration, and the key-value store that their ranks share.
+"""The coordinator's service for sites: their registration, and the key-value store that their ranks share.
 
 Decisions are in sites.py and values in kv_store.py; this class adds the lock and the clock.
 """
@@ -36,7 +36,7 @@ class RendezvousService:
                  min_workers: int = 0, clock: Clock = time.monotonic,
                  door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: KvJournal | None = None,
                  noticed_s: float = 0.0) -> None:
-        """`door`: whether the running job admits homes. `journal`: resumes from it, and records from the job's begin on.
+        """`door`: whether the running job admits sites. `journal`: resumes from it, and records from the job's begin on.
         `noticed_s`: a process counts as silent after this many seconds."""
         self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
@@ -51,7 +51,7 @@ class RendezvousService:
                 self._store.replay(record)
 
     def supersede(self, request: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
-        """If `request` is the restart of a home, removes the former one. Returns the ranks that are free now, and the reason.
+        """If `request` is the restart of a site, removes the former one. Returns the ranks that are free now, and the reason.
         `still_s`: for how long this process was stopped until now, so that it could not receive heartbeats."""
         view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
@@ -63,9 +63,9 @@ class RendezvousService:
             self._state = sites.remove(before, token, why, max(1, view))
             self._note(before)
             self._write_down(before)
-        home = before.present[token]
-        ranks = range(home.first, home.first + home.request.workers) if before.ranks_assigned else ()
-        return frozenset(ranks), f"its home {home.who} {why}"
+        site = before.present[token]
+        ranks = range(site.first, site.first + site.request.workers) if before.ranks_assigned else ()
+        return frozenset(ranks), f"its home {site.who} {why}"
 
     def register(self, request: RegisterSite) -> SiteReply:
         door = self._door()
@@ -116,7 +116,8 @@ class RendezvousService:
         return KvReply(values, "", total)
 
     def begin(self) -> None:
-        """The job begins; journaling starts. A crash before that loses only the meeting. On the loop's thread, as `handle`."""
+        """The job begins; journaling starts. A crash before that loses only the rendezvous. On the loop's thread, as
+        `handle`."""
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
         if self._journal is not None and self._state.ranks_assigned:
@@ -136,19 +137,19 @@ class RendezvousService:
         return self._waits.pending(self._clock())
 
     def closed_reason(self) -> str:
-        """Why the running job admits no home; "" if it does."""
+        """Why the running job admits no site; "" if it does."""
         door = self._door() or sites.AdmissionState()
         with self._lock:
             return sites.closed_reason(self._state, door)
 
     def staying(self, dead: Collection[int]) -> bool:
-        """Whether a home is present that may still call: homes stay registered until their scripts end. If the job continues
-        without the `dead` workers, their homes do not count, since their scripts may hang forever."""
+        """Whether a site is present that may still call: sites stay registered until their scripts end. If the job continues
+        without the `dead` workers, their sites do not count, since their scripts may hang forever."""
         with self._lock:
             return sites.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
     def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
-        """Removes silent homes. `ended`: ranks that have left the job. `still_s`: as in `supersede`."""
+        """Removes silent sites. `ended`: ranks that have left the job. `still_s`: as in `supersede`."""
         if self._journal is not None:
             self._journal.wait()
         view = (self._door() or sites.AdmissionState()).generation
@@ -163,56 +164,56 @@ class RendezvousService:
         yield from self._store.changes()
 
     def _write_down(self, before: sites.Sites) -> None:
-        """Journals which homes take part. Once the job has begun, only arrivals and departures change that."""
+        """Journals which sites take part. Once the job has begun, only arrivals and departures change that."""
         if self._journal is not None and self._state.begun and self._state.present.keys() != before.present.keys():
             self._journal.note(SitesRecord(sites.reset_silence(self._state, 0.0)))
 
-    def _record_contact(self, home: str) -> str:
-        """Resets the home's silence. Returns why it is not in this meeting; "" if it is."""
+    def _record_contact(self, site: str) -> str:
+        """Resets the site's silence. Returns why it is not in this rendezvous; "" if it is."""
         with self._lock:
-            if home in self._state.present:
-                self._state = sites.mark_seen(self._state, home, self._clock())
+            if site in self._state.present:
+                self._state = sites.mark_seen(self._state, site, self._clock())
                 return ""
-            return self._state.former.get(home, sites.RESTARTED)
+            return self._state.former.get(site, sites.RESTARTED)
 
-    def _has_rank(self, home: str, rank: int) -> bool:
-        """Whether the rank belongs to the home, so that no home reports waits for another one's ranks."""
+    def _has_rank(self, site: str, rank: int) -> bool:
+        """Whether the rank belongs to the site, so that no site reports waits for another one's ranks."""
         with self._lock:
-            one = self._state.present.get(home)
+            one = self._state.present.get(site)
         return one is not None and self._state.ranks_assigned and one.first <= rank < one.first + one.request.workers
 
-    def _writer(self, home: str, view: int) -> QuotaOwner:
-        """The account that the home's values are charged to: its certificate's, shared by all its homes, else its own."""
+    def _writer(self, site: str, view: int) -> QuotaOwner:
+        """The account that the site's values are charged to: its certificate's, shared by all its sites, else its own."""
         with self._lock:
             state = self._state
-        mine, workers = state.present.get(home), max(1, state.workers)
-        if mine is None:  # it left after `_record_contact`, and its meeting has ended
-            return QuotaOwner(f"home {home}", kv_store.LEAST_EACH_NBYTES)
+        mine, workers = state.present.get(site), max(1, state.workers)
+        if mine is None:  # it left after `_record_contact`, and its rendezvous has ended
+            return QuotaOwner(f"home {site}", kv_store.LEAST_EACH_NBYTES)
         certificate = mine.request.certificate
         each = max(kv_store.MAX_KEPT_NBYTES // workers, kv_store.LEAST_EACH_NBYTES)
         most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.request.workers)
         return QuotaOwner(certificate or f"home {mine.who}", most, each * workers, view)
 
-    def _excluded_reason(self, home: str) -> str:
-        """Why the home may not write: a rank of it was dropped, and the others have gone on without that rank. A late value
+    def _excluded_reason(self, site: str) -> str:
+        """Why the site may not write: a rank of it was dropped, and the others have gone on without that rank. A late value
         would be seen only by late readers."""
-        if not self._min_workers or (one := self._state.present.get(home)) is None:
+        if not self._min_workers or (one := self._state.present.get(site)) is None:
             return ""
         lost, ranks = self._lost(), range(one.first, one.first + one.request.workers)
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
 
     def _note(self, before: sites.Sites) -> None:
-        """Logs homes that have come or left."""
+        """Logs sites that have come or left."""
         state = self._state
-        for token, home in state.present.items():
+        for token, site in state.present.items():
             if token not in before.present:
-                news = f"joins {home.world - home.request.workers} workers" if home.world else \
+                news = f"joins {site.world - site.request.workers} workers" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
-                log.info("home %s registered: %s", home.who, news)
-                self._audit.note("attended", where=home.who, workers=home.request.workers)
-        left = [state.former.get(token, f"home {home.who} has left") for token, home in before.present.items()
+                log.info("home %s registered: %s", site.who, news)
+                self._audit.note("attended", where=site.who, workers=site.request.workers)
+        left = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
                 if token not in state.present]
         for why in dict.fromkeys(left):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
-            self._store = KvStore()  # a new meeting; calls that wait in the old store return within MAX_WAIT_S
+            self._store = KvStore()  # a new rendezvous; calls that wait in the old store return within MAX_WAIT_S

@@ -1,6 +1,6 @@
 """The process that serves a job: a coordinator, a summation server, or both, until the job is over.
 
-`commlayer serve` runs it, and embedded.py starts it as a child of a training process. attach() waits until it prints its
+`commlayer serve` runs it, and child_processes.py starts it as a child of a training process. attach() waits until it prints its
 addresses, so it imports little: no torch and no command-line library.
 """
 
@@ -249,7 +249,8 @@ def _log_failure(error: CommError) -> None:
 
 
 def main() -> None:
-    """Entry point of the child that embedded.py starts. Its argument is JSON of a Part and of the coordinator to join."""
+    """Entry point of the child that child_processes.py starts. Its argument is JSON of ServeOptions and of the coordinator to
+    join."""
     options = json.loads(sys.argv[1])
     try:
         given = {"token": child_processes.read_line().decode(), "join": options.pop("join")}

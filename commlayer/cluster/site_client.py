@@ -1,4 +1,4 @@
-"""A home's client of the coordinator: its registration, and the key-value store through which homes exchange bytes."""
+"""A site's client of the coordinator: its registration, and the key-value store through which sites exchange bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 
 class KvClient:
-    """Client of the key-value store for the ranks of this home. Thread-safe."""
+    """Client of the key-value store for the ranks of this site. Thread-safe."""
 
     def __init__(self, address: str, config: Config, home: str) -> None:
         self.address, self._home = address, home
@@ -44,7 +44,7 @@ class KvClient:
         view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0,
     ) -> messages.KvReply:
         """Writes, then reads keys. With `wait` it returns when all are there, or at `deadline`; missing values are None.
-        `without`: does not wait for values of writers that are gone. `view`, `rank`, `limit_s`: see messages.Ask.
+        `without`: does not wait for values of writers that are gone. `view`, `rank`, `limit_s`: see messages.KvRequest.
 
         Raises CommError for keys that will never be written, when the coordinator does not answer until `deadline`, or when
         it has refused connections for reconnect_s.
@@ -86,7 +86,7 @@ class KvClient:
 
 
 class SiteLease:
-    """Keeps a home registered by repeated calls. `ended` is set, with the reason in `why`, when the coordinator ends it."""
+    """Keeps a site registered by repeated calls. `ended` is set, with the reason in `why`, when the coordinator ends it."""
 
     def __init__(self, address: str, config: Config, request: messages.RegisterSite, tell: Tell) -> None:
         self.address, self.request, self._config, self._tell = address, request, config, tell
@@ -98,8 +98,8 @@ class SiteLease:
         self._answered = False
 
     def meet(self, wait_s: float) -> messages.SiteReply:
-        """Waits for this home's ranks. Raises Refused, or DeadlineExceeded if the coordinator does not answer within
-        join_deadline_s or the other homes have not come within `wait_s`."""
+        """Waits for this site's ranks. Raises Refused, or DeadlineExceeded if the coordinator does not answer within
+        join_deadline_s or the other sites have not come within `wait_s`."""
         peer, join_s = f"coordinator {self.address}", self._config.join_deadline_s
         check_name(self.address)
         begin = answered = time.monotonic()

@@ -1,7 +1,7 @@
 """A process group for torch whose members exchange tensors through the coordinator's key-value store, not directly.
 
-It serves ranks in homes behind NAT: whatever uses torch.distributed (this package, DistributedDataParallel, a script) works
-between homes without connections between them. Every collective is an all-gather: each member writes its bytes, in parts,
+It serves ranks in sites behind NAT: whatever uses torch.distributed (this package, DistributedDataParallel, a script) works
+between sites without connections between them. Every collective is an all-gather: each member writes its bytes, in parts,
 and reads all others'. Reductions add them in member order, so all results are equal bit for bit. It is meant for small or rare
 data; gradients are sent through servers.
 """
@@ -338,7 +338,7 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)
 
 
-# ---- Sets up torch.distributed for ranks in several homes, which reach each other only through the coordinator.
+# ---- Sets up torch.distributed for ranks in several sites, which reach each other only through the coordinator.
 #
 # torch reports rank and world size of the whole job, so scripts shard their data and log as on one cluster.
 
@@ -482,7 +482,7 @@ def _end() -> None:
         group.join(END_S)
 
 
-# ---- A torch.distributed Store on top of the coordinator's key-value store, for ranks in several homes.
+# ---- A torch.distributed Store on top of the coordinator's key-value store, for ranks in several sites.
 
 _Store: Any = distributed_c10d.Store
 

@@ -1,9 +1,9 @@
-"""Homes and their ranks: which homes take part in a job, as functions of (state, request, now).
+"""Sites and their ranks: which sites take part in a job, as functions of (state, request, now).
 
-A home is a machine that only dials out. Its launcher registers it before its workers start, and gets their ranks once the
-homes have as many workers as the job. Homes are ordered by arrival, except those that request an index. A home that leaves
-between the assignment of ranks and the begin of the job makes all ranks invalid: the meeting fails for all homes. While the job
-runs, a new home may replace one that is gone, under new rank numbers, if the job admits workers.
+A site is a machine that only dials out. Its launcher registers it before its workers start, and gets their ranks once the
+sites have as many workers as the job. Sites are ordered by arrival, except those that request an index. A site that leaves
+between the assignment of ranks and the begin of the job makes all ranks invalid: the rendezvous fails for all sites. While the
+job runs, a new site may replace one that is gone, under new rank numbers, if the job admits workers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
 SILENCE_S = 30.0
-"""Least silence after which a home counts as gone, since its launcher may be short of CPU time while workers import."""
+"""Least silence after which a site counts as gone, since its launcher may be short of CPU time while workers import."""
 MAX_FORMER = 64
-"""How many departed homes are remembered, so that they can be sent the reason."""
+"""How many departed sites are remembered, so that they can be sent the reason."""
 
 
 RESTARTED = coded("E-RENDEZVOUS-ENDED",
@@ -45,24 +45,24 @@ class Site(Record, frozen=True):
 
 
 class AdmissionState(Record, frozen=True):
-    """Whether a running job admits homes."""
+    """Whether a running job admits sites."""
 
     closed_reason: str = ""
-    """Why it admits no home; "" if it does."""
+    """Why it admits no site; "" if it does."""
     size: int = 0
     """How many workers it has now."""
     generation: int = 0
     """Of its view."""
     full: bool = False
-    """It has all its workers, and admits a home when one is gone."""
+    """It has all its workers, and admits a site when one is gone."""
     retry_reason: str = ""
-    """Why a home should ask again later: a temporary reason to admit none."""
+    """Why a site should ask again later: a temporary reason to admit none."""
     all_present: bool = False
     """No worker is known to be gone."""
 
 
 class RetainedQuota(Record, frozen=True):
-    """The store quota of a certificate after one of its homes has left, as long as values of that home remain."""
+    """The store quota of a certificate after one of its sites has left, as long as values of that site remain."""
 
     workers: int
     view: int
@@ -70,7 +70,7 @@ class RetainedQuota(Record, frozen=True):
 
 
 class Sites(Record, frozen=True):
-    """`workers`: of the whole job; 0 if the number is not known, and then homes cannot register."""
+    """`workers`: of the whole job; 0 if the number is not known, and then sites cannot register."""
 
     workers: int = 0
     present: Mapping[str, Site] = msgspec.field(default_factory=dict)
@@ -81,20 +81,20 @@ class Sites(Record, frozen=True):
     numbers: int = 0
     """How many ranks were given to workers that joined later. Ranks are not reused, so records of dead workers stay valid."""
     former: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Why homes of an ended meeting, and homes that left since the job began, are gone."""
+    """Why sites of an ended rendezvous, and sites that left since the job began, are gone."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
-    """Ranks of homes that have left since the job began, with the reason."""
+    """Ranks of sites that have left since the job began, with the reason."""
     retained: Mapping[str, RetainedQuota] = msgspec.field(default_factory=dict)
     """By certificate."""
     version: str = ""
-    """Of the coordinator's software; empty: of the first home's."""
+    """Of the coordinator's software; empty: of the first site's."""
 
 
 def register(state: Sites, request: RegisterSite, now: float, door: AdmissionState | None = None,
              grace_s: float = 0.0) -> tuple[Sites, SiteReply]:
-    """Registers a home, refuses it, or repeats its reply. `door`: of the running job; None: the job admits no homes.
+    """Registers a site, refuses it, or repeats its reply. `door`: of the running job; None: the job admits no sites.
 
-    `grace_s`: how long a home should ask again while no worker is known to be gone. One of the workers may be the home's own
+    `grace_s`: how long a site should ask again while no worker is known to be gone. One of the workers may be the site's own
     earlier process, whose silence has not been noticed yet.
     """
     if (why := state.former.get(request.home)) is not None:
@@ -114,59 +114,60 @@ def register(state: Sites, request: RegisterSite, now: float, door: AdmissionSta
     elif state.begun:
         assert door is not None
         number = state.workers + state.numbers
-        home = Site(request, now, number, number, door.size + request.workers)
-        state = msgspec.structs.replace(state, present={**state.present, request.home: home},
+        site = Site(request, now, number, number, door.size + request.workers)
+        state = msgspec.structs.replace(state, present={**state.present, request.home: site},
                                         numbers=state.numbers + request.workers)
     else:
         state = _met(msgspec.structs.replace(state, present={**state.present, request.home: Site(request, now)}))
-    home = state.present[request.home]
-    world = home.world or (state.workers if state.ranks_assigned else 0)
-    return state, SiteReply(missing=missing(state), first=home.first, world=world, node=home.node, nodes=len(state.present),
-                           meeting=state.meeting, joins=home.world > 0)
+    site = state.present[request.home]
+    world = site.world or (state.workers if state.ranks_assigned else 0)
+    return state, SiteReply(missing=missing(state), first=site.first, world=world, node=site.node, nodes=len(state.present),
+                           meeting=state.meeting, joins=site.world > 0)
 
 
-def mark_seen(state: Sites, home: str, now: float) -> Sites:
+def mark_seen(state: Sites, site: str, now: float) -> Sites:
     return msgspec.structs.replace(state, present={**state.present,
-                                                   home: msgspec.structs.replace(state.present[home], seen_s=now)})
+                                                   site: msgspec.structs.replace(state.present[site], seen_s=now)})
 
 
 def reset_silence(state: Sites, now: float) -> Sites:
-    """Resets the silence of all homes, for a coordinator that has resumed and could not receive their calls before."""
-    present = {token: msgspec.structs.replace(home, seen_s=now) for token, home in state.present.items()}
+    """Resets the silence of all sites, for a coordinator that has resumed and could not receive their calls before."""
+    present = {token: msgspec.structs.replace(site, seen_s=now) for token, site in state.present.items()}
     return msgspec.structs.replace(state, present=present)
 
 
-def remove(state: Sites, home: str, why: str, view: int = 1) -> Sites:
-    """Removes a home. Before the job begins this ends the meeting; after that it affects only its own ranks. `view`: newest."""
-    if home not in state.present:
+def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
+    """Removes a site. Before the job begins this ends the rendezvous; after that it affects only its own ranks. `view`:
+    newest."""
+    if site not in state.present:
         return state
     if state.begun:
-        one = state.present[home]
+        one = state.present[site]
         reason = f"its home {one.who} {why}"
         ranks = range(one.first, one.first + one.request.workers) if state.ranks_assigned else ()
-        remaining = {token: h for token, h in state.present.items() if token != home}
+        remaining = {token: h for token, h in state.present.items() if token != site}
         outlived = dict(state.retained)
         if of := one.request.certificate:
             outlived[of] = RetainedQuota(quota_workers(state, of), max(1, view))
         return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(ranks, reason)},
-                                       former=_kept({**state.former, home: reason}), retained=outlived)
+                                       former=_kept({**state.former, site: reason}), retained=outlived)
     if not state.ranks_assigned:
-        return msgspec.structs.replace(state, present={token: h for token, h in state.present.items() if token != home})
-    reason = coded("E-RENDEZVOUS-ENDED", f"home {state.present[home].who} {why}; start all homes again")
+        return msgspec.structs.replace(state, present={token: h for token, h in state.present.items() if token != site})
+    reason = coded("E-RENDEZVOUS-ENDED", f"home {state.present[site].who} {why}; start all homes again")
     former = {**state.former, **dict.fromkeys(state.present, reason)}
     return msgspec.structs.replace(state, present={}, ranks_assigned=False, former=_kept(former))
 
 
 def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
-    """Token of the earlier home that `request` restarts; "" for none.
+    """Token of the earlier site that `request` restarts; "" for none.
 
     It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: last heartbeat of each worker,
     by rank.
     """
     if not request.certificate or request.leave or request.home in state.present or request.home in state.former:
         return ""
-    same = [token for token, home in state.present.items()
-            if (home.request.certificate, home.request.name) == (request.certificate, request.name)]
+    same = [token for token, site in state.present.items()
+            if (site.request.certificate, site.request.name) == (request.certificate, request.name)]
     seen = {token: max([state.present[token].seen_s,
                         *(seen_s[rank] for rank in _ranks(state.present[token]) if rank in seen_s)])
             for token in same}
@@ -175,35 +176,35 @@ def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: floa
 
 
 def quota_workers(state: Sites, certificate: str) -> int:
-    """Number of workers that sets the store quota of that certificate: those of its present homes, or more if a departed home
-    left values. A home that comes back replaces a departed one and counts once."""
+    """Number of workers that sets the store quota of that certificate: those of its present sites, or more if a departed site
+    left values. A site that comes back replaces a departed one and counts once."""
     workers = sum(h.request.workers for h in state.present.values() if h.request.certificate == certificate)
     return max(workers, state.retained[certificate].workers if certificate in state.retained else 0)
 
 
 def forget(state: Sites, view: int) -> Sites:
-    """Drops the quotas of homes whose values are all older than the view of that generation."""
+    """Drops the quotas of sites whose values are all older than the view of that generation."""
     stay = {of: outlived for of, outlived in state.retained.items() if outlived.view >= view}
     return state if len(stay) == len(state.retained) else msgspec.structs.replace(state, retained=stay)
 
 
 def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Sites:
-    """Removes silent homes. After the job has begun, only those whose workers have all `ended`, since the heartbeats of workers
-    detect failures better. Such a home may have left while no coordinator was running. `view`: newest generation."""
-    for token, home in state.present.items():
-        if now - home.seen_s < max(silence_s, SILENCE_S):
+    """Removes silent sites. After the job has begun, only those whose workers have all `ended`, since the heartbeats of workers
+    detect failures better. Such a site may have left while no coordinator was running. `view`: newest generation."""
+    for token, site in state.present.items():
+        if now - site.seen_s < max(silence_s, SILENCE_S):
             continue
         if not state.begun:
-            state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s before the job began")
-        elif _ranks(home) <= {*ended}:
-            state = remove(state, token, f"was silent for {now - home.seen_s:.0f} s after its workers ended", view)
+            state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s before the job began")
+        elif _ranks(site) <= {*ended}:
+            state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s after its workers ended", view)
     return state
 
 
 def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
-    """Whether a home is still present: its scripts may continue after the job's end and use the store. Homes do not count if
+    """Whether a site is still present: its scripts may continue after the job's end and use the store. Sites do not count if
     all their workers are `dead`."""
-    return any(now - home.seen_s < silence_s and not _ranks(home) <= {*dead} for home in state.present.values())
+    return any(now - site.seen_s < silence_s and not _ranks(site) <= {*dead} for site in state.present.values())
 
 
 def missing(state: Sites) -> str:
@@ -215,8 +216,8 @@ def missing(state: Sites) -> str:
     return f"{_count(state)} of {state.workers} workers have joined ({names})"
 
 
-def _ranks(home: Site) -> set[int]:
-    return {*range(home.first, home.first + home.request.workers)}
+def _ranks(site: Site) -> set[int]:
+    return {*range(site.first, site.first + site.request.workers)}
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:
@@ -248,7 +249,7 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
 
 
 def _late(state: Sites, request: RegisterSite, door: AdmissionState) -> str:
-    """As `_problem`, for a home that comes while the job runs."""
+    """As `_problem`, for a site that comes while the job runs."""
     if why := closed_reason(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
     if request.workers > state.workers - door.size:
@@ -260,7 +261,7 @@ def _late(state: Sites, request: RegisterSite, door: AdmissionState) -> str:
 
 
 def closed_reason(state: Sites, door: AdmissionState) -> str:
-    """Why a running job admits no home; "" if it does."""
+    """Why a running job admits no site; "" if it does."""
     return door.closed_reason or ("" if state.ranks_assigned else RESTARTED)
 
 
@@ -269,19 +270,19 @@ def _count(state: Sites) -> int:
 
 
 def _met(state: Sites) -> Sites:
-    """Assigns ranks to all homes once all workers have come."""
+    """Assigns ranks to all sites once all workers have come."""
     if _count(state) < state.workers:
         return state
     placed, first = dict[str, Site](), 0
     for node, token in enumerate(_in_order(state.present)):
-        home = state.present[token]
-        placed[token] = msgspec.structs.replace(home, first=first, node=node)
-        first += home.request.workers
+        site = state.present[token]
+        placed[token] = msgspec.structs.replace(site, first=first, node=node)
+        first += site.request.workers
     return msgspec.structs.replace(state, present=placed, ranks_assigned=True)
 
 
 def _in_order(here: Mapping[str, Site]) -> list[str]:
-    """Homes with a requested index get it if there are enough homes; the others fill the gaps in order of arrival."""
+    """Sites with a requested index get it if there are enough sites; the others fill the gaps in order of arrival."""
     wished = dict(sorted((h.request.place, token) for token, h in here.items() if h.request.place != ANY))
     others = [token for token, h in here.items() if h.request.place == ANY]
     order = []
@@ -297,7 +298,7 @@ def _in_order(here: Mapping[str, Site]) -> list[str]:
 
 WAIT_EXPIRES_S = 10.0
 """A waiting rank calls every MAX_WAIT_S; without a call for this long it no longer waits. A rank may repeat a lost call as late
-as after home.BYTES_S: it does not count as waiting meanwhile, and its wait begins again then."""
+as after site_client.BYTES_S: it does not count as waiting meanwhile, and its wait begins again then."""
 MAX_KEYS = 4096
 """Most keys that one rank may wait for at once: one part for each member, several parts in flight, in each process group."""
 

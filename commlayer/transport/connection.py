@@ -52,7 +52,7 @@ def close_channel(channel: ByteChannel) -> None:
 
 
 def tune_socket(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
-    """Disables Nagle's algorithm and lets the kernel end silent connections: see `Settings` in stream_transport.py."""
+    """Disables Nagle's algorithm and lets the kernel end silent connections: see `Settings` in endpoint.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)

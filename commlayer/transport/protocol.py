@@ -128,7 +128,7 @@ class Transport(Protocol):
     The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of (step, order), then of
     sending. An urgent bucket thus overtakes waiting ones, and between machines also the rest of the one being sent.
 
-    The end that dialed may re-establish a broken connection (resumed.py), over any carrier. A carrier with `resume` set:
+    The end that dialed may re-establish a broken connection (reconnect.py), over any carrier. A carrier with `resume` set:
     - ends a connection that is lost without BYE, fails its sends with PeerLost, then calls `broken(peer, error)` once;
     - leaves receives of that peer posted, keeps the messages that had arrived, and delivers no later ones of that connection;
     - lets the peer be dialed again, with a new handshake. When a hello of the same `session` arrives, the acceptor ends a

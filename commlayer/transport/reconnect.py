@@ -45,7 +45,7 @@ Dial = Callable[[float], None]
 
 
 class Carrier(Protocol):
-    """What Resumed needs of the lowest transport in addition to Transport."""
+    """What ReconnectingTransport needs of the lowest transport in addition to Transport."""
 
     broken: Callable[[int, CommError], None]
 
