@@ -16,7 +16,7 @@
 #define HUGE 3.4028234663852886e38
 #define ENOUGH 0.9
 
-// The state of tracked_threshold.py before this step.
+// The state of selection.py before this step.
 struct Tracked {
   double cut, slope, doubt;
 };

@@ -71,30 +71,6 @@ class Blockwise(OneRound, frozen=True):
         return codes, scales
 
 
-class Dithered(Blockwise, frozen=True):
-    """Rounds with a random stream of its own, so that the expected value of the result is the input: unbiased.
-
-    A flagged start sends nothing, so it uses no random numbers and does not count as a step.
-    """
-
-    def init(self, spec: Spec) -> State:
-        check_numel(spec)
-        return {"own": 0, "step": 0}
-
-    def encode(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
-    ) -> bool:
-        finite = self.draw(codes, scales, x, residual, (state["own"], state["step"]))
-        state["step"] += finite
-        return finite
-
-    def draw(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
-    ) -> bool:
-        """`encode` with the key and the step of the random numbers."""
-        raise NotImplementedError
-
-
 def check_scales16(name: str, scales: Buffer, most: int) -> None:
     if kernels.largest(scales, np.uint16) > most:
         raise CorruptPayload(f"{name} payload with a scale that is negative, not finite or too large")
@@ -173,8 +149,12 @@ def int4(block: int = 64) -> Int4:
     return Int4(block)
 
 
-class Qsgd(Dithered, frozen=True):
-    """Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017)."""
+class Qsgd(Blockwise, frozen=True):
+    """Rounds with a random stream of its own, so that the expected value of the result is the input: unbiased.
+
+    A flagged start sends nothing, so it uses no random numbers and does not count as a step. Alistarh, Grubic, Li, Tomioka,
+    Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017).
+    """
 
     name: ClassVar[str] = "qsgd"
 
@@ -188,11 +168,17 @@ class Qsgd(Dithered, frozen=True):
     def codes_nbytes(self, numel: int) -> int:
         return (numel * self.bits + 7) // 8
 
-    def draw(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, random: tuple[int, int]
+    def init(self, spec: Spec) -> State:
+        check_numel(spec)
+        return {"own": 0, "step": 0}
+
+    def encode(
+        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
-        euclidean = self.norm == "l2"
-        return kernels.linear_encode(codes, scales, x, residual, self.block, self.bits, euclidean=euclidean, random=random)
+        finite = kernels.linear_encode(codes, scales, x, residual, self.block, self.bits, euclidean=self.norm == "l2",
+                                       random=(state["own"], state["step"]))
+        state["step"] += finite
+        return finite
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         check_scales16(self.name, scales, MOST16 - ((self.bits - 1) << 7))

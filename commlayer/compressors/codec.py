@@ -263,7 +263,7 @@ class OneRound(Named, frozen=True):
         return self.start(acc["sum"], state, out)
 
 
-class Wrapper(msgspec.Struct, frozen=True):
+class CodecWrapper(msgspec.Struct, frozen=True):
     """Base of codecs around an `inner` codec, whose bytes they send.
 
     Forwards each call to the inner codec, whose state lies under "inner" in the wrapper's state.
@@ -341,7 +341,7 @@ def check_codec(name: str, inner: object) -> Codec:
 
 def check_outermost(name: str, inner: object) -> None:
     """Raises if `inner` has `feedback_inside`: a residual around it would be added to the input as if it were gradient."""
-    if isinstance(inner, Wrapper) and inner.feedback_inside:
+    if isinstance(inner, CodecWrapper) and inner.feedback_inside:
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
 

@@ -23,10 +23,10 @@ from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import (
     Codec,
+    CodecWrapper,
     Ranges,
     Round,
     State,
-    Wrapper,
     accumulator,
     check_codec,
     check_input,
@@ -53,7 +53,7 @@ class Fed(Protocol):
 
 
 @runtime_checkable
-class Sent(Protocol):
+class ReportsSent(Protocol):
     """A codec of several rounds that can compute, after its last payload, which part of x this worker sent.
 
     That part is zero where x or a result was not finite: all later payloads of the step are then flagged.
@@ -70,7 +70,7 @@ class Limited(Protocol):
     def most(self) -> float: ...
 
 
-class ErrorFeedback(Wrapper, frozen=True):
+class ErrorFeedback(CodecWrapper, frozen=True):
     """Wraps a codec; payloads are those of the inner codec.
 
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory. The
@@ -200,7 +200,7 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     if inner.keeps:
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
-    if len(inner.rounds) > 1 and not isinstance(inner, Sent):
+    if len(inner.rounds) > 1 and not isinstance(inner, ReportsSent):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not "
                            "known")
@@ -234,7 +234,7 @@ def before_emit(codec: Codec, acc: Any, state: State) -> None:
 
 def wrap(codec: Codec) -> Codec:
     """The codec that a plan runs: error feedback around a biased codec, any other codec unchanged."""
-    if isinstance(codec, Wrapper) and codec.feedback_inside:
+    if isinstance(codec, CodecWrapper) and codec.feedback_inside:
         wrapped: Codec = msgspec.structs.replace(codec, inner=wrap(codec.inner))
         return wrapped
     return error_feedback(codec) if codec.biased else codec
@@ -253,7 +253,7 @@ def in_updates(codec: Any) -> bool:
 MOST = kernels.MOST["fp32"]
 
 
-class Momentum(Wrapper, frozen=True):
+class Momentum(CodecWrapper, frozen=True):
     """Sends velocity = beta * velocity + x. A non-finite x is passed on, to be flagged, and leaves the velocity unchanged."""
 
     name: ClassVar[str] = "momentum"

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commlayer.compressors import payload
-from commlayer.compressors.codec import State, Wrapper, place
+from commlayer.compressors.codec import CodecWrapper, State, place
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, clamp_threshold
 from commlayer.compressors.topk import BlockThreshold, TopK
@@ -49,7 +49,7 @@ UNKNOWN = -1
 """`sent` if there is no last payload or it was flagged."""
 
 
-class BudgetedTopK(Wrapper, frozen=True):
+class BudgetedTopK(CodecWrapper, frozen=True):
     """State: `entries`, the entries of the next payload, and the inner state, whose memory is allocated again when `entries`
     changes.
 
@@ -168,7 +168,7 @@ def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: boo
 
     `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio.
     """
-    if isinstance(codec, Wrapper):
+    if isinstance(codec, CodecWrapper):
         return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
     shared = shared and isinstance(codec, TopK)
     if not isinstance(codec, TopK | BlockThreshold) or not (steps or shared):

@@ -17,7 +17,7 @@ import msgspec
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors import kernels
 from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd, int4, int8, onebit, qsgd
-from commlayer.compressors.codec import Codec, OneRound, Ranges, Round, State, Wrapper, spell
+from commlayer.compressors.codec import Codec, CodecWrapper, OneRound, Ranges, Round, State, spell
 from commlayer.compressors.dense import Bf16, Fp16, Identity, bf16, fp16, identity
 from commlayer.compressors.feedback import ErrorFeedback, Momentum, error_feedback, in_updates, momentum, wrap
 from commlayer.compressors.global_budget import BudgetedTopK, with_budget
@@ -152,7 +152,7 @@ def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
 
 def _sums(codec: Codec) -> bool:
     """Whether the codec's accumulator is the dense sum of the payloads. Random-k sums values alone."""
-    if isinstance(codec, Wrapper):
+    if isinstance(codec, CodecWrapper):
         return _sums(codec.inner)
     return isinstance(codec, Identity) or (isinstance(codec, OneRound) and codec.rounds == (Round.GATHER,))
 
@@ -268,7 +268,7 @@ def is_separable(codec: Codec) -> bool:
     This excludes codecs of several rounds, and random-k, whose accumulators hold values alone.
     """
     inner: Any = codec
-    while isinstance(inner, Wrapper):
+    while isinstance(inner, CodecWrapper):
         inner = inner.inner
     return isinstance(inner, OneRound) and type(inner).zeros is OneRound.zeros
 

@@ -135,7 +135,7 @@ class PowerSGD(Named, frozen=True):
         return nbytes
 
     def sent(self, state: State, out: torch.Tensor) -> None:
-        """See feedback.Sent."""
+        """See feedback.ReportsSent."""
         if state["_encoded"]:
             self._multiply(state, state["_own"], out)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from commlayer.codec_spec import CodecSpec, parse_spec
-from commlayer.compressors.codec import State, Wrapper
+from commlayer.compressors.codec import CodecWrapper, State
 from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_budget
 from commlayer.compressors.plan_codecs import TwoWay
 from commlayer.engine.buckets import WorkerBucket
@@ -87,7 +87,7 @@ def _budgeted(codec: Any, state: State) -> _One | None:
     while not isinstance(codec, BudgetedTopK):
         if isinstance(codec, TwoWay):
             codec, state = codec.up, state["up"]
-        elif isinstance(codec, Wrapper) and "inner" in state:
+        elif isinstance(codec, CodecWrapper) and "inner" in state:
             codec, state = codec.inner, state["inner"]
         else:
             return None

@@ -87,7 +87,7 @@ class LazyOptimizer(Optimizer):
                 self._sparse(group, p, entries, memo)
         return loss
 
-    def _split_parameters(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, Entries]]]:
+    def _split_parameters(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, SparseEntries]]]:
         dense, sparse = [], []
         for p in group["params"]:
             if p.grad is None:
@@ -98,7 +98,7 @@ class LazyOptimizer(Optimizer):
                 dense.append(p)
         return dense, sparse
 
-    def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
+    def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, memo: Memo) -> None:
         state = self.state[p]
         # A copy of an optimizer lacks its attributes.
         addresses: set[int] = self.__dict__.setdefault("_huge_page_requests", set())
@@ -205,7 +205,7 @@ class LazyOptimizer(Optimizer):
         """The rows of a table in the kernels' form."""
         raise NotImplementedError
 
-    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
+    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:
         raise NotImplementedError
 
     def _catch_up_range(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
@@ -292,13 +292,13 @@ class SparseSGD(LazyOptimizer):
     def _kernel_table(self, rows: torch.Tensor) -> torch.Tensor:
         return (rows - torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)).view(-1, 4)
 
-    def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, memo: Memo) -> None:
+    def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, memo: Memo) -> None:
         state = self.state[p]
         if not group["momentum"] and "momentum_buffer" in state and "rows" in state and bool(state["rows"][:, 0, 1].any()):
             self._catch_up(p)  # momentum was switched off: from now on torch leaves the buffer unchanged
         super()._sparse(group, p, entries, memo)
 
-    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
+    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:
         state, gain, buffer = self.state[p], 1.0 - group["dampening"], None
         if group["momentum"]:
             if "momentum_buffer" not in state:
@@ -393,7 +393,7 @@ class SparseAdamW(LazyOptimizer):
         return torch.tensor([1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**number_),
                              group["eps"], rate / (1 - beta1**number_)], dtype=torch.float64).to(torch.float32)
 
-    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: Entries, table: torch.Tensor | None) -> None:
+    def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:
         state = self._moments(p)
         assert table is not None
         numbers = self._step_numbers(group, self._number(p)).to(p.device)
@@ -428,7 +428,7 @@ POSITIONS_ATTRIBUTE = "_commlayer_positions"
 coordinates takes longer than a step."""
 
 
-class Entries(NamedTuple):
+class SparseEntries(NamedTuple):
     """Entries of a tensor in row-major order: each element at most once, positions increasing."""
 
     idx: torch.Tensor
@@ -436,7 +436,7 @@ class Entries(NamedTuple):
     values: torch.Tensor
 
 
-def gradient_entries(parameter: torch.Tensor, what: str) -> Entries:
+def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
     """The entries of `parameter.grad`, which is COO. Raises a one-line error that begins with `what` if they do not fit."""
     grad = parameter.grad
     assert grad is not None
@@ -450,7 +450,7 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> Entries:
                            f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
                            "row by row: make the parameter contiguous()")
     if known is not None and grad._version == version and grad.shape == parameter.shape:
-        return Entries(known, grad._values().contiguous())
+        return SparseEntries(known, grad._values().contiguous())
     if not grad.is_coalesced():
         _check_range(grad, what)
         grad = grad.coalesce()
@@ -468,7 +468,7 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> Entries:
     if block != 1:  # whole rows, as from nn.Embedding(sparse=True)
         rows = (idx.to(torch.int64) & MOST) * block
         idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
-    return Entries(idx, values.contiguous().view(-1))
+    return SparseEntries(idx, values.contiguous().view(-1))
 
 
 def _check_range(grad: torch.Tensor, what: str) -> None:

@@ -8,7 +8,7 @@
  *   - a count or size is returned >= 0, an error as a negative cml_error; after an error no output was written
  *     unless a contract says so;
  *   - where vectors pay there is a body for AVX2, chosen at run time, or NEON, and a portable twin with the same results bit for
- *     bit (cml_force_portable selects it, for tests); each has a torch twin in commlayer/compressors/reference/;
+ *     bit (cml_force_portable selects it, for tests); each has a torch twin in tests/oracle/codec_kernels/;
  *   - a product is rounded before it is added to anything (no fused multiply-add); which NaN a NaN becomes is open.
  */
 #ifndef COMMLAYER_H
