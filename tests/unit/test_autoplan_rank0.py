@@ -38,8 +38,12 @@ from commlayer.autotune.plan.state import Planning, Proposing, Settling, Steady,
 from commlayer.engine.connection import Connection
 from commlayer.engine.plan_choice import WAYS
 from commlayer.observe import StalePlan
+from commlayer.observe.link_monitor import IN_A_ROW
 from commlayer.observe.prediction_check import PATIENCE
-from commlayer.planner.model.cluster import Line
+from commlayer.planner.model.cluster import Basis, Line, PlanInputs, Policy
+from commlayer.planner.model.learning import LearningRow
+from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.verbs.text_formats import cluster_from_line
 from commlayer.records import Plan
 
 BY_PACE = TRIED + 1
@@ -459,3 +463,67 @@ def test_nothing_is_expected_while_a_new_plan_is_looked_for() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.feed(Measured(LINKS, 1.0))
     assert not pick(rank.step(9.0, times=PATIENCE), Report)
+
+
+# ---- What plan="auto" leaves behind the end of a session: no thread of it
+
+def test_nobody_plans_on_behind_the_end_of_a_session() -> None:
+    """A thread inside a codec's native code when the interpreter ends takes the process down."""
+    connection = Connection()
+    connection.plan = START
+    auto = AutoPlan(connection, JOB)
+    auto._replanner.measured(Measurements(JOB, [], [], Grouped(Line(0.0), Line(0.0))))
+    auto.carry_out(StartPlanning(START, None, LINKS, 1.0))
+    assert auto._thread is not None
+    assert auto._thread.is_alive(), "it measures what codecs cost here"
+    connection.close()
+    assert not auto._thread.is_alive()
+    (found,) = auto._news
+    assert "the session is over" in getattr(found, "why", "")
+
+
+# ---- What rank 0 takes the plan in force for: how it really steps, and how fast it is since links have changed
+
+@pytest.mark.parametrize("back", [True, False])
+def test_what_runs_in_place_of_a_plan_is_what_is_known_and_counted(back: bool) -> None:
+    """Behind local steps a plan of gradients goes on in updates, which need other numbers of steps."""
+    cluster = cluster_from_line("2xrtx3060@100/20Mb")
+    costly = tuple(LearningRow("adam", codes, "int4()", 1, "", False, 0, steps, steps, 0.0, 0.0, 5, 5)
+                   for codes, steps in (("gradients", 1.0), ("updates", 1.5)))
+    profile = structs.replace(profile_from_tables(cluster), learning=costly)
+    made_from = PlanInputs(JOB, cluster, profile, Policy(optimizer="adam"))
+    found = candidate(plan_of(0.5, "int4()"))
+    rank = proposing(found._replace(basis=Basis(found.plan, made_from)))
+    (switch,) = rank.hear(row(word=Word.SWITCH), row())
+    if back:
+        rank.switched(found.runnable)
+        rank.step(1.5, times=TRIED + 1)
+        (switch,) = rank.hear(row(word=Word.SWITCH), row())
+        assert switch.candidate.runnable == START
+    runs = structs.replace(switch.candidate.runnable, codes="updates", step_s=0.0)
+    actions = rank.switched(runs)
+    lead = rank.state.lead
+    assert lead.steps == pytest.approx(1.5)
+    assert lead.known == (runs, structs.replace(switch.candidate.plan, codes="updates", step_s=0.0))
+    (described,) = pick(actions, Describe)
+    assert described.basis.plan == lead.known[1]
+    assert lead.check is None, "of what runs nothing was predicted"
+
+
+@pytest.mark.parametrize(("slow_steps", "pace_s"), [(0, 1.0), (1, 2.0), (2, 2.0), (TRIED, 2.0)])
+def test_after_a_link_has_dropped_the_plan_in_force_is_as_fast_as_its_steps_since(slow_steps: int, pace_s: float) -> None:
+    """A row is the mean of steps, some of which may have been before the drop."""
+    rank = Rank()
+    rank.step(1.0, times=FIRST_PLANNING)
+    (order,) = pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
+    rank.step(0.4, Planned(order, None, "no reason"))
+    for _ in range(4):
+        rank.step(0.4)
+        rank.hear(*[row(0.4, bps=6e7, share=0.1)] * 2)
+    if slow_steps:
+        rank.step(2.0, times=slow_steps)
+    slow = [row(1.0, bps=5e6, share=0.9)] * 2
+    (order,) = pick([action for _ in range(IN_A_ROW) for action in rank.hear(*slow)], StartPlanning)
+    assert order.step_s == 1.0, "as all ranks know it"
+    assert isinstance(rank.state.lead.phase, Planning)
+    assert rank.state.lead.pace_s == pace_s

@@ -12,22 +12,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
+from support import fuzzing
 
 from commlayer.compressors import (
     Codec,
     bf16,
     block_threshold,
+    error_feedback,
     fp16,
     identity,
     int4,
     int8,
     onebit,
+    parse,
     qsgd,
     randomk,
     topk,
 )
 from commlayer.compressors.payload import CODEC_IDS
-from commlayer.errors import CorruptFrame
+from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.records import Spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "payloads"
@@ -186,3 +190,108 @@ def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
         return False
     codec.add(0, payload, acc, first=True)
     return True
+
+
+# ---- Damaged payloads at every reader of every codec: those that are kept, and fresh ones
+
+def test_every_codec_is_attacked_in_every_round() -> None:
+    found = {(target.codec.id, target.r) for target in fuzzing.targets()}
+    assert {number for number, _ in found} == set(CODEC_IDS.values())
+    assert all(any(t.text == kit.NAMED[name] and t.r == r for t in fuzzing.targets())
+               for name in FACTORIES for r in range(len(kit.EVERY[name].rounds)))
+
+
+def test_what_is_kept_is_still_refused() -> None:
+    """Each line by at least one reader, as it was when it was found."""
+    for target, bad in fuzzing.read_corpus():
+        said = fuzzing.Stands(target).attack(bad)
+        assert any(said), fuzzing.line_of(target, bad)
+
+
+@pytest.mark.nightly
+def test_fresh_damage_is_refused_or_read_alike() -> None:
+    assert fuzzing.run(20261121, attacks=10) > 1800
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_the_attack_sees_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that writes before it has judged is a finding."""
+    target = fuzzing.Target(kit.NAMED[name], (300,), 0)
+    stands = fuzzing.Stands(target)
+    good = fuzzing.stand(target).payloads[0]
+    inner = target.codec.inner if "error_feedback" in str(target.codec) else target.codec
+
+    def hasty(self: object, r: int, payload: object, acc: dict, *, first: bool) -> None:
+        acc["flagged"][0] = not acc["flagged"][0]
+        self.put(r, self.vet(r, payload, acc, first=first), acc, first=first)
+
+    monkeypatch.setattr(type(inner), "add", hasty)
+    with pytest.raises(AssertionError, match="add changed the accumulator before it refused"):
+        stands.attack(good[:-1])
+
+
+# ---- The spelling of codecs in plans
+
+@pytest.mark.parametrize("codec", kit.CODECS, ids=str)
+def test_parse_and_str_are_inverse(codec: Codec) -> None:
+    assert parse(str(codec)) == codec
+    assert str(parse(str(codec))) == str(codec)
+
+
+@given(ratio=st.floats(0, 1, exclude_min=True), values=st.sampled_from(["int8", "fp16", "fp32"]), exact=st.booleans())
+def test_every_ratio_survives(ratio: float, values: str, exact: bool) -> None:
+    codec = error_feedback(topk(ratio, values, exact))
+    assert parse(str(codec)) == codec
+
+
+def test_spellings() -> None:
+    assert parse("identity()") == identity()
+    assert parse(" topk( 0.5 ) ") == topk(ratio=0.5)
+    assert parse("error_feedback(topk(ratio=0.01, values='int8'))") == error_feedback(topk())
+    assert parse("error_feedback(inner=int8(block=64))") == error_feedback(int8(block=64))
+    assert str(error_feedback(topk())) == "error_feedback(topk(ratio=0.01, values='int8', exact=False))"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("topq()", "'topq' is unknown"),
+        ("os.system('true')", "'os.system' is unknown"),
+        ("topk(rate=0.1)", "topk has no argument 'rate', allowed are ratio, values, exact"),
+        ("fp16(1)", "fp16 takes 0 arguments"),
+        ("fp16(x=1)", "fp16 has no argument 'x'"),
+        ("topk(0.1, ratio=0.2)", "topk got 'ratio' twice"),
+        ("topk(ratio=__import__('os'))", "'__import__' is unknown"),
+        ("topk(ratio=1 + 1)", "'1 + 1' is neither a literal nor a codec"),
+        ("topk(ratio=x)", "'x' is neither a literal nor a codec"),
+        ("topk(**{'ratio': 1})", "topk has no argument 'None'"),
+        ("topk(ratio=2)", "topk: ratio is 2"),
+        ("int8(block=0)", "int8: block is 0"),
+        ("int8(block=True)", "int8: block is True"),
+        ("topk(values=[1])", "topk: values is [1]"),
+        ("error_feedback()", "error_feedback needs inner"),
+        ("error_feedback(3)", "error_feedback: inner is 3"),
+        ("topk", "expected name(argument=value, ...)"),
+        ("", "expected name"),
+        ("topk(", "expected name"),
+        ("(" * 5000, "expected name"),
+        ("\0", "expected name"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse(text)
+    assert words in caught.value.what
+    assert caught.value.code == ("E-CODEC-ARGUMENT" if ": " in words else "E-CODEC-NAME")
+    assert "\n" not in str(caught.value)
+
+
+WRAPPERS = {"error_feedback", "momentum"}
+"""Factories whose codecs have the number of what is inside."""
+
+
+def test_tables_agree() -> None:
+    for name, number in CODEC_IDS.items():
+        assert parse(f"{name}()").id == number
+    assert len(set(CODEC_IDS.values())) == len(CODEC_IDS)
+    assert set(CODEC_IDS) | WRAPPERS == set(FACTORIES)
