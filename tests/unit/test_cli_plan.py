@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from rich.console import Console
+from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.learning import learnt
 
 from commlayer import records
