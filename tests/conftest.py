@@ -6,7 +6,6 @@ A test that is skipped tests nothing, so what may be skipped is listed here, and
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -17,6 +16,8 @@ import pytest
 from hypothesis import settings
 from support.sites import Homes
 
+from commlayer import native
+
 # Scripts that tests start import `support`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
 
@@ -24,12 +25,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file_
 # each other's part of a product spin: most of the time of such a test. Child processes inherit it; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if importlib.util.find_spec("commlayer._core") is None:  # all codecs then run on the oracle's kernels
+if native.core is None:  # all codecs then run on the oracle's kernels
     from oracle import codec_kernels
 
     from commlayer.compressors import kernels
 
-    kernels.use(codec_kernels).__enter__()
+    ORACLE = kernels.use(codec_kernels)
+    ORACLE.__enter__()
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("new", derandomize=False)
