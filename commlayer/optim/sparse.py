@@ -161,7 +161,7 @@ class LazyOptimizer(Optimizer):
         for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False):
             stamps = theirs.get(number, {}).get("stamp")
             self._require("a state with stamps for", None if stamps is None else stamps.numel(),
-                        f"{groups_of(p)}, one for every {GROUP} weights; an older version saves none behind flush()",
+                        f"{groups_of(p)}, one for every {GROUP} weights; with an older version, call flush() before saving",
                         stamps is None or stamps.numel() == groups_of(p), "E-OPTIM-STATE")
         plain = {**state_dict, "state": {n: {k: v for k, v in s.items() if k not in PENDING_KEYS} for n, s in theirs.items()}}
         plain["param_groups"] = [{**self.defaults, **group} for group in state_dict["param_groups"]]
