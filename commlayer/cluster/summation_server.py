@@ -627,10 +627,6 @@ class DataServer:
         """Whether no worker is connected."""
         return not self._transport.peers
 
-    def wait(self, stop: threading.Event) -> None:
-        """Waits until `stop` is set; the transport's threads do the work."""
-        stop.wait()
-
     def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
         """`flush_s`: how long queued messages may take to reach the workers. `over`: the coordinator has ended the job. If it
         has not and there is a journal, workers keep reconnecting until a restarted server resumes."""

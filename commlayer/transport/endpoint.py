@@ -36,6 +36,9 @@ FORMER_END_S = 0.5
 """How long a new connection waits until the peer's former connection has ended; its end may still be in transit."""
 MAX_CONNECTIONS_EACH = 1024
 """Connections per certificate, each of a different worker: all machines of a cluster may share one certificate."""
+KEEPALIVE_S = 10
+"""After this silence the kernel probes the peer's machine; three unanswered probes end the connection."""
+HANDSHAKE_S = 10.0
 REVOCATION_CHECK_S = 1.0
 """Interval between reads of the revocation list. A revoked connection ends within twice this time."""
 Refusal = Callable[[str, str], None]
@@ -56,8 +59,6 @@ class Settings(NamedTuple):
     """Most bytes that one peer may send before any receive for them is posted."""
     buffer_nbytes: int = 0
     """Size of each socket's send and receive buffers. 0 leaves it to the kernel, which tunes it to the link."""
-    keepalive_s: int = 10
-    """After this silence the kernel probes the peer's machine; three unanswered probes end the connection."""
     user_timeout_s: float = 0.0
     """As TCP_USER_TIMEOUT, where the system has it. The kernel ends the connection if data stays unacknowledged, or the
     peer's window stays closed, for this long. 0 leaves it to the kernel. A peer whose threads wait for the GIL closes its
@@ -70,7 +71,6 @@ class Settings(NamedTuple):
     """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
     """How long a dialer may take to authenticate; shorter when many dial at once."""
-    greeting_s: float = 10.0
     flush_s: float = 3.0
     """How long close() may take to send queued frames."""
     resume: bool = False
@@ -211,7 +211,7 @@ class StreamTransport:
             threading.Thread(target=self._handshake, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
     def _handshake(self, sock: ByteChannel, where: str) -> None:
-        deadline = time.monotonic() + self._settings.greeting_s
+        deadline = time.monotonic() + HANDSHAKE_S
         peer = None
         try:
             reader, hello_deadline = self._reader(), time.monotonic() + self._settings.hello_s
@@ -314,7 +314,7 @@ class StreamTransport:
         return Reader(greeting.MAX_NBYTES, self.pool.take)
 
     def _tune(self, sock: socket.socket) -> None:
-        tune_socket(sock, self._settings.keepalive_s, self._settings.user_timeout_s)
+        tune_socket(sock, KEEPALIVE_S, self._settings.user_timeout_s)
         if self._settings.buffer_nbytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)

@@ -22,7 +22,7 @@ from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
-from commlayer.transport.secret import make_proof, new_nonce, verify, wrong_secret
+from commlayer.transport.secret import bound, make_proof, new_nonce, verify, wrong_secret
 
 MAX_NBYTES = 4096
 """Limit of a handshake frame: an unauthenticated peer cannot cause a larger allocation."""
@@ -112,12 +112,12 @@ def dial_handshake(
     hello_bytes = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
     theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who).nonce
-    _write(sock, Kind.PROOF, mine.rank, Proof(make_proof(secret, b"dial", theirs, hello_bytes, *_bound(channel))), who,
+    _write(sock, Kind.PROOF, mine.rank, Proof(make_proof(secret, b"dial", theirs, hello_bytes, *bound(channel))), who,
            deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == NOT_AUTHENTICATED:
         raise Refused(wrong_secret(secret), peer=who, code="E-SECRET")
-    if not verify(welcome.proof, secret, b"accept", theirs, hello_bytes, *_bound(channel)):
+    if not verify(welcome.proof, secret, b"accept", theirs, hello_bytes, *bound(channel)):
         raise Refused(f"{NOT_AUTHENTICATED}, so it is not of this job: check the address", peer=who, code="E-ADDRESS")
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
@@ -137,15 +137,10 @@ def accept_handshake(
     mine = new_nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
     answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
-    if not verify(answer, secret, b"dial", mine, hello_bytes, *_bound(channel)):
+    if not verify(answer, secret, b"dial", mine, hello_bytes, *bound(channel)):
         send_welcome(sock, rank, NOT_AUTHENTICATED, b"", who, deadline)
         raise Refused(NOT_AUTHENTICATED, peer=who, code="E-SECRET")
-    return AuthenticatedDialer(hello, make_proof(secret, b"accept", mine, hello_bytes, *_bound(channel)))
-
-
-def _bound(channel: bytes) -> tuple[bytes, ...]:
-    """The last part of a proof on a channel with a binding: the proof is then valid only on this channel."""
-    return (channel,) if channel else ()
+    return AuthenticatedDialer(hello, make_proof(secret, b"accept", mine, hello_bytes, *bound(channel)))
 
 
 def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:

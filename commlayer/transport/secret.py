@@ -72,7 +72,7 @@ class CallVerifier:
     def opened(self, peer: str, method: str, data: bytes, channel: bytes = b"") -> bytes:
         """Verifies a call and returns its body, or raises Unproved. `channel`: fingerprint of the caller's certificate."""
         given, body = data[:PROOF_NBYTES], data[PROOF_NBYTES:]
-        if not verify(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *_bound(channel)):
+        if not verify(given, self._secret, b"ask", method.encode(), self.challenge(peer), body, *bound(channel)):
             raise AuthenticationFailed
         return body
 
@@ -100,7 +100,7 @@ class CallAuthenticator:
                 challenge = self._challenge = self._call(CHALLENGE, b"", timeout_s)
             if challenge == refused:
                 break
-            mine = make_proof(self._secret, b"ask", method.encode(), challenge, body, *_bound(self._channel))
+            mine = make_proof(self._secret, b"ask", method.encode(), challenge, body, *bound(self._channel))
             try:
                 data = self._call(method, mine + body, timeout_s)
             except Exception as error:
@@ -115,5 +115,6 @@ class CallAuthenticator:
         raise AuthenticationFailed from why
 
 
-def _bound(channel: bytes) -> tuple[bytes, ...]:
+def bound(channel: bytes) -> tuple[bytes, ...]:
+    """The last part of a proof that is valid only on a channel with this binding."""
     return (channel,) if channel else ()
