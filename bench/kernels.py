@@ -60,7 +60,7 @@ class _Stage:
         self.n = n
         self.g = torch.randn(n)
         self.acc, self.kept = torch.zeros(n), torch.zeros(n)
-        self.half, self.bfloat = self.g.to(torch.float16), self.g.to(torch.bfloat16)
+        self.half, self.bfloat = self.g.to(torch.float16), torch.zeros(n, dtype=torch.int16)
         self.q, self.scale = torch.zeros(n, dtype=torch.int8), torch.zeros(-(-n // BLOCK))
         self.idx, self.val = torch.zeros(room, dtype=torch.int32), torch.zeros(room)
         self.topk = _Steps(error_feedback(topk(DENSITY, "int8")), self.g, backend)
