@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Set
@@ -281,3 +282,9 @@ def reads_environment(file: Path) -> list[str]:
 def test_only_config_reads_the_environment() -> None:
     assert reads_environment(PACKAGE / "config.py"), "the search finds what is there"
     assert [line for file in FILES if own_part(file) != "config" for line in reads_environment(file)] == []
+
+
+def test_no_test_imports_another_test_file() -> None:
+    """What several test files need is in tests/support."""
+    imports = re.compile(r"^\s*(?:from|import) test_\w+", re.MULTILINE)
+    assert [str(file) for file in (ROOT / "tests").rglob("*.py") if imports.search(file.read_text())] == []

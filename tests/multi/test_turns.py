@@ -233,8 +233,8 @@ def test_a_small_model_goes_in_few_turns() -> None:
 
 def test_what_auto_goes_over_to_says_in_how_many_parts() -> None:
     machines = at(1e7)
-    found = plan_search._best(PlanInputs(SMALL, machines, measured(machines), Policy(exact=False, optimizer="sgd")),
-                              structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients"))
+    found = plan_search.best_plan(PlanInputs(SMALL, machines, measured(machines), Policy(exact=False, optimizer="sgd")),
+                                  structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients"))
     parts = found.plan.fragments
     assert parts > 1
     assert f"{found.plan.local_steps} local steps, exchanged in {parts} parts while the next are taken" in found.leaves

@@ -45,7 +45,7 @@ def inputs(links: str, **policy: Any) -> PlanInputs:
 def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
     links: str, exact: bool, away: bool,
 ) -> None:
-    found = plan_search._best(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    found = plan_search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
     made, leaves = found.plan, found.leaves
     assert plan_search.exact(made) is not away
     assert bool(leaves) is away
@@ -53,18 +53,18 @@ def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
         assert "times as many to the loss at best): goes over to 16 local steps" in leaves
         assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
-        again = plan_search._best(inputs(links, exact=exact), made)
+        again = plan_search.best_plan(inputs(links, exact=exact), made)
         assert again == plan_search.Best(made), "said once"
 
 
 def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    taken = plan_search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     sooner = taken.plan.step_s * taken.plan.steps_high
-    kept = plan_search._best(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
+    kept = plan_search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
     enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
     assert enough < LEAVES
     monkeypatch.setattr(plan_search, "LEAVES", 0.9 * enough)
-    found = plan_search._best(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    found = plan_search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     assert found == plan_search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "exact=True"
 
@@ -74,13 +74,13 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
 ])
 def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
     current = plan_of(0.0, "int4()")
-    kept = plan_search._best(inputs(links, exact=True), current)
-    found = plan_search._best(inputs(links, exact=True), current, suggests=suggests)
+    kept = plan_search.best_plan(inputs(links, exact=True), current)
+    found = plan_search.best_plan(inputs(links, exact=True), current, suggests=suggests)
     assert found == kept._replace(hint=found.hint)
     assert plan_search.exact(found.plan)
     assert bool(found.hint) is hinted
     if hinted:
-        away = plan_search._best(inputs(links, exact=False), current).plan
+        away = plan_search.best_plan(inputs(links, exact=False), current).plan
         times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
         assert f" {times:.1f} times as fast: {away.local_steps} local steps" in found.hint
         assert "exact=False" in found.hint
@@ -88,7 +88,7 @@ def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bo
 
 def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_search, "SOONER", 1e-3)
-    assert not plan_search._best(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"), suggests=True).hint
+    assert not plan_search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"), suggests=True).hint
 
 
 def families(plan: Plan) -> set[str]:
@@ -104,10 +104,10 @@ def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
 ) -> None:
     monkeypatch.setattr(plan_search, "NOTHING_ELSE", factor)
     made_from, current = inputs(links, exact=True), plan_of(0.0, "int4()")
-    young = plan_search._best(made_from, current, young=True).plan
+    young = plan_search.best_plan(made_from, current, young=True).plan
     assert ("topk" in families(young)) is sparse
     if links == "2/2Mb":
-        assert "topk" in families(plan_search._best(made_from, current).plan), "which is what an older one takes"
+        assert "topk" in families(plan_search.best_plan(made_from, current).plan), "which is what an older one takes"
     assert sparse or families(young) <= set(plan_search.FINE)
 
 
@@ -116,7 +116,7 @@ def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
     assert made_from.profile is not None
     hard = tuple(structs.replace(row, steps=4.0, steps_high=4.0) if row.codec.startswith("topk") else row for row in ROWS)
     made_from = structs.replace(made_from, profile=structs.replace(made_from.profile, learning=hard))
-    found = plan_search._best(made_from, current).plan
+    found = plan_search.best_plan(made_from, current).plan
     assert families(found) <= set(plan_search.FINE)
     assert steps_of(found, made_from) < MOST_STEPS
 
@@ -196,9 +196,9 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
 
 
 def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
-    made = plan_search._best(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    made = plan_search.best_plan(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
     assert (made.plan.overlap, made.leaves, made.local) == ("forward", "", None)
-    waits = plan_search._best(inputs("1000/1000Mb", exact=True), plan_of(0.0, "int4()")).plan
+    waits = plan_search.best_plan(inputs("1000/1000Mb", exact=True), plan_of(0.0, "int4()")).plan
     assert made.plan.step_s < waits.step_s
     assert made.plan.steps_high < waits.steps_high, "and what is hidden may be finer"
 
@@ -242,7 +242,7 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
     made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    found = plan_search._best(made_from, current, apart=True)
+    found = plan_search.best_plan(made_from, current, apart=True)
     made = found.plan
     assert made.steps_locally
     assert (found.leaves, found.local) == ("", None)
@@ -252,9 +252,9 @@ def test_once_optimizers_remember_different_things_only_what_steps_locally_is_co
 
 def test_without_compression_is_in_updates_then_too() -> None:
     made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    assert plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current)) is None, "homes"
+    assert plan_search.uncompressed(candidate(current)._replace(basis=Basis(current, made_from), current=current)) is None
     made_from = structs.replace(made_from, cluster=structs.replace(made_from.cluster, reachable=True))
-    dense = plan_search._plain(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
+    dense = plan_search.uncompressed(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
     assert dense is not None
     assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
     assert dense.steps == steps_of(dense.plan, made_from)

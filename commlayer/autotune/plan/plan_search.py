@@ -87,7 +87,7 @@ def search(order: SearchOrder) -> SearchResult:
         order.measured_s, lambda times: step_s(recorded, PlanInputs(job, cluster, dearer(alone, times), policy)))
     profile = dearer(alone, contention)
     inputs = PlanInputs(job, cluster, profile, policy)
-    best = _best(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
+    best = best_plan(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
     current_price = _price(as_planned, job, cluster, profile, policy)
 
     def candidate(plan: Plan, leaves: str) -> Candidate:
@@ -101,7 +101,7 @@ def search(order: SearchOrder) -> SearchResult:
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
     local = candidate(best.local, best.for_local) if best.local else None
-    beside = tuple(each for each in (local, _plain(result, apart=order.apart)) if each is not None)
+    beside = tuple(each for each in (local, uncompressed(result, apart=order.apart)) if each is not None)
     return SearchResult(result._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
 
 
@@ -159,7 +159,7 @@ class Best(NamedTuple):
     """See Candidate."""
 
 
-def _best(
+def best_plan(
     made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
 ) -> Best:
     """Considers only codecs with a convergence factor below MOST_STEPS, and for a young job the FINE ones if there are any."""
@@ -271,7 +271,7 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
     return structs.replace(converted, step_s=step_s(converted, made_from))
 
 
-def _plain(found: Candidate, *, apart: bool = False) -> Candidate | None:
+def uncompressed(found: Candidate, *, apart: bool = False) -> Candidate | None:
     """The uncompressed plan at the same prices. None if it is active, or if workers cannot reach each other."""
     made_from = found.basis.inputs
     if not made_from.cluster.reachable:
