@@ -74,7 +74,7 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
         assert "commlayer launch: this home was interrupted; the other homes end with it" in said
     _, said = ended(both[0], 1)
     # Whichever of the two is heard first.
-    pattern = r"^commlayer: worker 1: .*(KeyboardInterrupt|says that it has ended).*\[E-PEER-LOST\]$"
+    pattern = r"^commlayer: worker 1: .*(KeyboardInterrupt|reports that it has ended).*\[E-PEER-LOST\]$"
     assert re.search(pattern, said, re.MULTILINE)
 
 
@@ -86,7 +86,7 @@ def test_ctrl_c_on_one_home_and_the_end_of_its_launcher_or_the_server_end_all_wi
     ("logging.getLogger('commlayer').setLevel(logging.WARNING)", ["commlayer: slow"]),
 ])
 def test_what_is_decided_is_seen_once_and_a_script_that_configures_logs_has_its_way(script: str, told: list[str]) -> None:
-    line = (f"import logging; from commlayer.engine.start import tell; tell; {script or 'pass'}; "
+    line = (f"import logging; from commlayer.engine.start import tell; tell(); {script or 'pass'}; "
             "log = logging.getLogger('commlayer'); log.info('found'); log.warning('slow')")
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stderr.splitlines() == told
