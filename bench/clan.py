@@ -32,7 +32,7 @@ WITHIN_PCT, FEWER = 0.5, 20.0
 class Case(NamedTuple):
     """A task, how long it is trained, and the rates to try."""
 
-    task: Callable[[int], tuning_tasks.Task]
+    task: Callable[[int], tuning_tasks.TuningTask]
     steps: int
     rates: tuple[float, ...]
 
@@ -77,7 +77,7 @@ def run(quick: bool) -> report.Result:
     }}
 
 
-def train(task: tuning_tasks.Task, way: Way, rate: float, steps: int, seed: int) -> Trained:
+def train(task: tuning_tasks.TuningTask, way: Way, rate: float, steps: int, seed: int) -> Trained:
     """The same samples for equal seeds, whatever codes the gradients."""
     job, parameters = job_of(task.model), list(task.model.parameters())
     plan = default_plan(job, codec=str(wrap(parse(way.codec))), path="service", servers=1, ranks_per_node=1,

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 
 from bench import learning_campaign, learning_factors, report
-from bench.learning_run import Way, train
+from bench.learning_run import Variant, train
 from bench.learning_store import Run, Store
 
 STORE = Path(__file__).with_name("learning_runs.jsonl")
@@ -36,27 +36,27 @@ def run(quick: bool) -> report.Result:
     return shown(store)
 
 
-def measure(ways: Iterable[Way], store: Store) -> None:
+def measure(ways: Iterable[Variant], store: Store) -> None:
     """Those that the store lacks."""
     for way in ways:
         if not store.has(way, mark(way)):
             store.add(way, Run(mark(way), tuple(train(way))))
 
 
-def mark(way: Way) -> str:
+def mark(way: Variant) -> str:
     """What the code makes of the way in a few steps of one task, and of the task: another result is another training."""
     short = structs.replace(way, task="mlp", workers=2, seed=0, rate=0.0)
-    text = f"{_outcome(short)} {_outcome(Way(way.task, way.optimizer, workers=2, rate=way.rate))}"
+    text = f"{_outcome(short)} {_outcome(Variant(way.task, way.optimizer, workers=2, rate=way.rate))}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @functools.cache
-def _outcome(way: Way) -> str:
+def _outcome(way: Variant) -> str:
     """Figures of it on which processors agree."""
     return " ".join(f"{loss:.5g}" for loss in train(way, steps=max(MARKED_STEPS, 2 * way.every), looks=2))
 
 
-def current(store: Store) -> dict[Way, tuple[float, ...]]:
+def current(store: Store) -> dict[Variant, tuple[float, ...]]:
     """The curves that the code as it is would give."""
     return {way: found.curve for way, found in store.runs.items() if found.mark == mark(way)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
-from bench.learning_run import Way
+from bench.learning_run import Variant
 from bench.learning_tasks import TASKS
 
 OPTIMIZERS = ("adam", "sgd")
@@ -83,7 +83,7 @@ ALONE: dict[str, Any] = {"workers": 1}
 SEEDS = 3
 
 
-def campaign() -> Iterator[Way]:
+def campaign() -> Iterator[Variant]:
     yield from _everywhere((*FIRST, ALONE), 0)
     yield from _everywhere(LONG, 0)
     yield from _everywhere(COARSE, 0)
@@ -97,22 +97,22 @@ def campaign() -> Iterator[Way]:
         yield from _everywhere((*FIRST, ALONE, *LONG, *COARSE, *OUTER, *SECOND), seed)
 
 
-def rates() -> Iterator[Way]:
+def rates() -> Iterator[Variant]:
     """Dense training at half and at double the rate."""
     for way in _everywhere((DENSE,), 0):
         rate = TASKS[way.task](way.seed).rates[way.optimizer]
         yield from (structs.replace(way, rate=rate * factor) for factor in (0.5, 2.0))
 
 
-def quick() -> Iterator[Way]:
+def quick() -> Iterator[Variant]:
     """Few tasks and ways."""
     for way in FIRST[:4]:
         for task in ("mlp", "words"):
-            yield Way(task, "adam", **way)
+            yield Variant(task, "adam", **way)
 
 
-def _everywhere(ways: tuple[dict[str, Any], ...], seed: int) -> Iterator[Way]:
+def _everywhere(ways: tuple[dict[str, Any], ...], seed: int) -> Iterator[Variant]:
     for way in ways:
         for optimizer in OPTIMIZERS:
             for task in TASKS:
-                yield Way(task, optimizer, seed=seed, **way)
+                yield Variant(task, optimizer, seed=seed, **way)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from bench import Unmeasurable
-from bench.learning_run import Way
+from bench.learning_run import Variant
 from commlayer.autotune.measure import convergence
 from commlayer.autotune.measure.convergence import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.model.learning import LearningRow, Recipe, excess
@@ -24,7 +24,7 @@ LEAST_TASKS = 3
 """On fewer nobody has measured it."""
 
 
-def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
+def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
     """Of all runs whose dense one is there, too."""
     try:
         return convergence.costs(curves)
@@ -32,17 +32,17 @@ def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
         raise Unmeasurable(str(error)) from None
 
 
-def rows(found: Mapping[Way, Cost]) -> tuple[LearningRow, ...]:
+def rows(found: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
     """Of all that was measured on all tasks."""
     return convergence.rows_of(found, least_tasks=LEAST_TASKS)
 
 
-def with_outer(found: Mapping[Way, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
+def with_outer(found: Mapping[Variant, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
     """As `rows`, of ways with that outer optimizer alone. No plan says such a one, so no planner is to look these up."""
     return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == outer})
 
 
-def with_batches(found: Mapping[Way, Cost]) -> dict[int, tuple[LearningRow, ...]]:
+def with_batches(found: Mapping[Variant, Cost]) -> dict[int, tuple[LearningRow, ...]]:
     """As `rows`, by how many times as large a worker's batch was; of 4 workers, with the seeds of larger batches."""
     seeds = {way.seed for way in found if way.batches > 1}
     mine = {way: one for way, one in found.items() if way.workers == WORKERS and way.seed in seeds}
@@ -57,7 +57,7 @@ class Phases(NamedTuple):
     early: float
 
 
-def by_phase(curves: Mapping[Way, Curve]) -> list[Phases]:
+def by_phase(curves: Mapping[Variant, Curve]) -> list[Phases]:
     """Of the ways that rows are made of, with 4 workers, where what workers exchange is merged in early steps at all."""
     mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS
             and way.every * (2 if way.overlap else 1) <= EARLY[0]}
@@ -87,7 +87,7 @@ class Foretold(NamedTuple):
     """The part of the ways that cost no more than the cautious figures say."""
 
 
-def held_out(found: Mapping[Way, Cost]) -> list[Foretold]:
+def held_out(found: Mapping[Variant, Cost]) -> list[Foretold]:
     """Each task by the others."""
     told = []
     for task in sorted({way.task for way in found}):
@@ -115,14 +115,14 @@ def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
     return 0.0 if math.isnan(rank) else rank
 
 
-def _of_task(found: Mapping[Way, Cost], task: str, optimizer: str) -> dict[Way, float]:
+def _of_task(found: Mapping[Variant, Cost], task: str, optimizer: str) -> dict[Variant, float]:
     """The mean over seeds, by the way with seed 0."""
-    by: dict[Way, list[float]] = {}
+    by: dict[Variant, list[float]] = {}
     for way, one in found.items():
         if (way.task, way.optimizer) == (task, optimizer) and told(way) and way.workers > 1:
             by.setdefault(structs.replace(way, seed=0), []).append(one.steps)
     return {way: fmean(each) for way, each in by.items()}
 
 
-def _recipe(way: Way) -> Recipe:
+def _recipe(way: Variant) -> Recipe:
     return Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers)

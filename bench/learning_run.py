@@ -8,22 +8,22 @@ from torch import nn
 from bench import Unmeasurable
 from bench.learning_tasks import TASKS, Task
 from commlayer.autotune.measure import virtual_training
-from commlayer.autotune.measure.virtual_training import LOOKS, OUTERS, STEPS, WARMUP, Way, plan_of
+from commlayer.autotune.measure.virtual_training import LOOKS, OUTERS, STEPS, WARMUP, Variant, plan_of
 
-__all__ = ["LOOKS", "OUTERS", "STEPS", "WARMUP", "Task", "Way", "optimizer_of", "plan_of", "train"]
+__all__ = ["LOOKS", "OUTERS", "STEPS", "WARMUP", "Task", "Variant", "optimizer_of", "plan_of", "train"]
 
 MOMENTUM = 0.9
 
 
-def train(way: Way, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
+def train(way: Variant, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
     """The validation loss at `looks` places. NaN where weights are no numbers."""
     if way.task not in TASKS:
         raise Unmeasurable(f"no task is called {way.task!r}; there are: {', '.join(TASKS)}")
 
-    def make(seed: int) -> virtual_training.Task:
+    def make(seed: int) -> virtual_training.TrainingTask:
         task = TASKS[way.task](seed)
         rate = way.rate or task.rates[way.optimizer]
-        return virtual_training.Task(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss,
+        return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss,
                                      task.validation)
 
     try:
@@ -32,7 +32,7 @@ def train(way: Way, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
         raise Unmeasurable(str(error)) from None
 
 
-def optimizer_of(way: Way, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+def optimizer_of(way: Variant, model: nn.Module, rate: float) -> torch.optim.Optimizer:
     if way.optimizer == "adam":
         return torch.optim.AdamW(model.parameters(), rate, fused=True)
     return torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM, fused=True)

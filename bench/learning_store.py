@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from bench import Unmeasurable
-from bench.learning_run import LOOKS, STEPS, Way
+from bench.learning_run import LOOKS, STEPS, Variant
 from commlayer.records import Record
 
 FORM = 1
@@ -38,7 +38,7 @@ class _Head(Record, frozen=True):
 
 
 class _Line(Record, frozen=True):
-    way: Way
+    way: Variant
     mark: str
     curve: tuple[float | None, ...]
 
@@ -51,7 +51,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.runs: dict[Way, Run] = {}
+        self.runs: dict[Variant, Run] = {}
         if path.exists():
             self._read(path.read_bytes())
 
@@ -78,7 +78,7 @@ class Store:
                 raise Unmeasurable(f"{self.path}: line {number} has {len(told.curve)} looks instead of {LOOKS}; delete it")
             self.runs[told.way] = Run(told.mark, tuple(math.nan if loss is None else loss for loss in told.curve))
 
-    def add(self, way: Way, run: Run) -> None:
+    def add(self, way: Variant, run: Run) -> None:
         self.runs[way] = run
         curve = tuple(None if not math.isfinite(loss) else float(f"{loss:.5g}") for loss in run.curve)
         fields = {name: value for name, value in msgspec.to_builtins(way).items() if value != _DEFAULTS.get(name)}
@@ -87,10 +87,11 @@ class Store:
         with self.path.open("ab") as file:
             file.write(head + line.encode() + b"\n")
 
-    def has(self, way: Way, mark: str) -> bool:
+    def has(self, way: Variant, mark: str) -> bool:
         with contextlib.suppress(KeyError):
             return self.runs[way].mark == mark
         return False
 
 
-_DEFAULTS = {name: default for name, default in msgspec.to_builtins(Way("", "")).items() if name not in ("task", "optimizer")}
+_DEFAULTS = {name: default for name, default in msgspec.to_builtins(Variant("", "")).items()
+             if name not in ("task", "optimizer")}

@@ -15,7 +15,7 @@ import torch
 
 from bench import Unmeasurable, learning, learning_factors, report
 from bench.learning_factors import Cost, Foretold
-from bench.learning_run import STEPS, Way
+from bench.learning_run import STEPS, Variant
 from bench.learning_store import Store
 from commlayer.autotune.measure import convergence
 from commlayer.autotune.measure.convergence import EARLY, Curve
@@ -61,7 +61,7 @@ def page(text: str, made: LearningTable, store: Store) -> str:
         raise Unmeasurable(f"{PAGE}: {error}") from None
 
 
-def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
+def _tables(made: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> str:
     lines = [f"Of {made.provenance.runs} trainings, {made.provenance.date}, torch {made.provenance.torch}.", ""]
     for optimizer, name in NAMES.items():
         lines += [f"**{name}**", "", "| way | steps | cautious | loss | cautious | tasks | runs |",
@@ -90,7 +90,7 @@ def _tables(made: LearningTable, curves: dict[Way, tuple[float, ...]]) -> str:
     return "\n".join(lines)
 
 
-def _by_batch(found: Mapping[Way, Cost]) -> list[str]:
+def _by_batch(found: Mapping[Variant, Cost]) -> list[str]:
     larger = {times: {(row.optimizer, _way(row)): row.steps for row in rows}
               for times, rows in learning_factors.with_batches(found).items()}
     everywhere = [way for way in larger.get(1, {}) if all(way in steps for steps in larger.values())]
@@ -103,7 +103,7 @@ def _by_batch(found: Mapping[Way, Cost]) -> list[str]:
               for optimizer, way in everywhere), ""]
 
 
-def _by_phase(curves: Mapping[Way, Curve]) -> list[str]:
+def _by_phase(curves: Mapping[Variant, Curve]) -> list[str]:
     told = [one for one in learning_factors.by_phase(curves) if abs(one.early / one.row.steps - 1) >= NOTABLE]
     if not told:
         return []

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
 from commlayer.engine.averages import write_gradient
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.ddp_modes import DDPBuffers, DDPWays
 from commlayer.engine.guards import WITH_DDP, AttachedModel, Claim, StepGuard, found_in, name_of, wrapper_of
 from commlayer.engine.hooks import COMPILED, TAKEN, in_compiled_autograd
@@ -72,7 +72,7 @@ class HookState:
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
         """State to load once there is a connection."""
-        self.connection, self.observers = Connection(), Observers()
+        self.connection, self.observers = JobContext(), Observers()
         self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
         """Set by the script since the last step."""
@@ -212,7 +212,7 @@ class HookState:
         self._closed = self._error is None
         self._lane = self._loop = self._guard = self.ways = self.module = None
         self._optimizer = self._scaler = None
-        self.connection, self.observers = Connection(), Observers()
+        self.connection, self.observers = JobContext(), Observers()
         for kept in (self._numbers, self._step, self._unused_here, self._actions, self._brought):
             kept.clear()
 

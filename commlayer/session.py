@@ -17,12 +17,12 @@ from commlayer.ddp import HookState, comm_hook
 from commlayer.engine import checkpoint
 from commlayer.engine.allowed_ways import check_local, check_overlap, forbids_of
 from commlayer.engine.averages import Clipping, checked, clipping
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.ddp_modes import DDPWays
 from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.inspection import Inspected, Inspection
 from commlayer.engine.module_driver import ModuleDriver
-from commlayer.engine.observers import Observers, Place
+from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of, parameters_of, settings_of
 from commlayer.engine.plan_choice import read_ways
 from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable, silenceable
@@ -157,7 +157,7 @@ class Session:
 
     def _load(self, directory: Path) -> None:
         checkpoint.load(self._driver.connection, directory)
-        for drift in self._driver.observers.at(Place.PARAMETER_DRIFT):
+        for drift in self._driver.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.loaded()
 
     def _outside_join(self, what: str) -> None:
@@ -319,7 +319,7 @@ def switch(session: Session, plan: Plan) -> None:
     session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
 
 
-def _switch(connection: Connection, plan: Plan) -> None:
+def _switch(connection: JobContext, plan: Plan) -> None:
     go_over(connection, plan, asked=True)
     connection.terms.auto = False  # automatic tuning keeps a plan that the user chose
     assert connection.worker is not None
@@ -340,10 +340,10 @@ class _DDPDriver:
         if model.process_group.size() > 1:
             state.module = model.module  # the hook finds the module in the first backward pass only
             state.watch(parameters_of(model.module))
-        self._ended: tuple[Connection, Observers] | None = None
+        self._ended: tuple[JobContext, Observers] | None = None
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> JobContext:
         return self._state.connection if self._ended is None else self._ended[0]
 
     @property

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from commlayer.demo.problem import Digits, digits, mlp
-from commlayer.demo.tuning_tasks import Batch, Cluster, Task, picker, train
+from commlayer.demo.tuning_tasks import Batch, SimulatedCluster, TuningTask, picker, train
 
 
 @functools.cache
@@ -20,5 +20,5 @@ def problem() -> tuple[Digits, Batch]:
 
 def proxy(settings: dict[str, Any]) -> dict[str, float]:
     data, batch = problem()
-    task = Task(mlp(48, seed=1), batch, data.test, samples=6400, rate=0.12)
-    return train(task, settings, Cluster(workers=4, bps=5e6))
+    task = TuningTask(mlp(48, seed=1), batch, data.test, samples=6400, rate=0.12)
+    return train(task, settings, SimulatedCluster(workers=4, bps=5e6))

@@ -16,7 +16,7 @@ from bench.chaos.simulated_service import Books, Part, body_of, number_of
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest
 from commlayer.engine import agreement
-from commlayer.engine.agreement import Found, Says, Standing, Word, name_of
+from commlayer.engine.agreement import Claims, Outcome, Vote, VoterState, name_of
 from commlayer.records import View
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
 from commlayer.transport.reconnect import InFlightRequests
@@ -96,9 +96,9 @@ class Member:
         self._owes = False
         """Whether servers have yet to hear that the step before was not applied."""
         self._answers: dict[tuple[int, int], str] = {}
-        self._standing = Standing()
+        self._standing = VoterState()
         self._said: set[str] = set()
-        self._agreed: tuple[View, list[Word]] | None = None
+        self._agreed: tuple[View, list[Vote]] | None = None
         self._left: dict[str, int] = {}
         self._verdict: Ends | None = None
         """What the coordinator says once, and for good."""
@@ -276,7 +276,7 @@ class Member:
                 continue
 
     def _agrees(self, here: Callable[[], bool] = lambda: False) -> Doing[None]:
-        mine = Word(self.step, 1.0)
+        mine = Vote(self.step, 1.0)
         while True:
             view = self.newest
             stay = agreement.staying(self.view, view)
@@ -291,9 +291,9 @@ class Member:
                 continue
             self._standing, found = agreement.found(self._standing, view, self.step, words, sure, self._finished())
             self._job.counts[f"rounds {found.name.lower()}" if words else "rounds all here"] += 1
-            if found is Found.WHOLE:
+            if found is Outcome.WHOLE:
                 return
-            if found is Found.TOGETHER:
+            if found is Outcome.TOGETHER:
                 self._agreed = view, words
                 raise Regroup
 
@@ -306,7 +306,7 @@ class Member:
             yield from self._tells(server.id, change)
         mine = words[[m.rank for m in view.members].index(self.rank)]
         self.phase = "is ready"
-        yield from self._hears(view, Says("ready", mine, False), [m.rank for m in view.members], lambda: False)
+        yield from self._hears(view, Claims("ready", mine, False), [m.rank for m in view.members], lambda: False)
         self.view, self._owes = view, False
         self._follows()
         for unanswered in self.inflight:
@@ -332,7 +332,7 @@ class Member:
                 raise Ends(f"server {SERVER_BASE + server}: cannot go on with other members: {answer}")
             raise Newer
 
-    def _hears(self, view: View, says: Says, among: Sequence[int], here: Callable[[], bool]) -> Doing[list[Word]]:
+    def _hears(self, view: View, says: Claims, among: Sequence[int], here: Callable[[], bool]) -> Doing[list[Vote]]:
         """As ViewWords.tell and read."""
         want = tuple((name_of(view, says.what, rank), rank) for rank in among)
         own = name_of(view, says.what, self.rank)
@@ -349,7 +349,7 @@ class Member:
             rows = [row for row in kept.found if row is not None]
             if len(rows) == len(want) or (says.ends and here()):
                 self._said.add(own)
-                return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows] \
+                return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows] \
                     if len(rows) == len(want) else []
             if newer:
                 raise Newer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commlayer.demo.settings import CODEC, Settings, read_settings
+from commlayer.demo.settings import CODEC, DemoSettings, read_settings
 from commlayer.errors import CommError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def demo(
         raise typer.Exit(130) from None
 
 
-def _run(settings: Settings, path: Path | None) -> None:
+def _run(settings: DemoSettings, path: Path | None) -> None:
     from rich.console import Console
 
     from commlayer.demo import report

@@ -14,7 +14,7 @@ from commlayer.files import write_whole
 from commlayer.planner.model.learning import ALONE, ALONE_AMONG
 
 if TYPE_CHECKING:
-    from commlayer.autotune.measure.virtual_training import Task, Way
+    from commlayer.autotune.measure.virtual_training import TrainingTask, Variant
     from commlayer.planner.tables.learning import LearningTable
 
 CODECS = ("int4()", "topk(ratio={ratio})")
@@ -43,7 +43,7 @@ def run(
 
     count = 0
 
-    def tell(way: Way, loss: float, table: LearningTable | None) -> None:
+    def tell(way: Variant, loss: float, table: LearningTable | None) -> None:
         nonlocal count
         count += 1
         typer.echo(f"{count:3}  {said(way):56} loss {loss:.4g}")
@@ -80,11 +80,11 @@ def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
     return tuple(spellings)
 
 
-def maker(name: str) -> Callable[[int], Task]:
+def maker(name: str) -> Callable[[int], TrainingTask]:
     """The user's function, wrapped: it takes a seed and returns the checked task."""
     function = function_of(name, "task", WHAT)
 
-    def make(seed: int) -> Task:
+    def make(seed: int) -> TrainingTask:
         return _guarded(name, _fields(f"{name}: task({seed})", of_user(f"{name}: task({seed})", lambda: function(seed))))
 
     return make
@@ -105,9 +105,9 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
     return {field: made[field] for field in FIELDS}
 
 
-def _guarded(name: str, made: dict[str, Any]) -> Task:
+def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
-    from commlayer.autotune.measure.virtual_training import Task
+    from commlayer.autotune.measure.virtual_training import TrainingTask
 
     def of(field: str) -> Callable[..., Any]:
         return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))
@@ -118,10 +118,10 @@ def _guarded(name: str, made: dict[str, Any]) -> Task:
         while (batch := of_user(f"{name}: batches", lambda: next(feed, end))) is not end:
             yield batch
 
-    return Task(made["model"], of("optimizer"), batches, of("loss"), of("validation"))
+    return TrainingTask(made["model"], of("optimizer"), batches, of("loss"), of("validation"))
 
 
-def said(way: Way) -> str:
+def said(way: Variant) -> str:
     """The sync mode, for the console."""
     parts = [BY_ITSELF if way.workers == ALONE else way.codec, "updates" if way.codes == "updates" else "",
              f"every={way.every}" if way.every > 1 else "", 'overlap="round"' if way.overlap else "",

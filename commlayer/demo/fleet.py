@@ -19,7 +19,7 @@ from types import TracebackType
 import msgspec
 
 from commlayer.config import Config, child_environment
-from commlayer.demo.settings import Settings
+from commlayer.demo.settings import DemoSettings
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.records import Record, encode
 
@@ -34,7 +34,7 @@ TAIL_LINES = 3
 class Fleet:
     """The worker processes, from entering the context to leaving it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DemoSettings) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")
         self._settings = msgspec.structs.replace(settings, folder=self._folder.name)
         self._log = Path(self._folder.name, "torchrun.log")
@@ -126,7 +126,7 @@ def environment() -> dict[str, str]:
 
 # ---- events: one line of JSON each, on a worker's standard output
 
-class Began(Record, frozen=True, tag="began"):
+class RunBegan(Record, frozen=True, tag="began"):
     """The workers and servers of a run are up, and training starts."""
 
     run: int
@@ -163,14 +163,14 @@ class Progress(Record, frozen=True, tag="progress"):
         return self.exposed_s / self.train_s if self.train_s else 0.0
 
 
-class Ended(Record, frozen=True, tag="ended"):
+class RunEnded(Record, frozen=True, tag="ended"):
     """A run is over. Its last Progress holds the result."""
 
     run: int
     reached: bool
 
 
-Event = Began | Progress | Ended
+Event = RunBegan | Progress | RunEnded
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 

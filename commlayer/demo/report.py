@@ -18,8 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from commlayer.demo.fleet import Began, Ended, Event, Progress
-from commlayer.demo.settings import DENSE, Settings
+from commlayer.demo.fleet import Event, Progress, RunBegan, RunEnded
+from commlayer.demo.settings import DENSE, DemoSettings
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 
@@ -29,7 +29,7 @@ RUN_WIDTH = 16
 """Width of the first column, in characters."""
 
 
-def table(settings: Settings, results: Mapping[str, Any]) -> Table:
+def table(settings: DemoSettings, results: Mapping[str, Any]) -> Table:
     grid = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     grid.add_column("run", min_width=RUN_WIDTH)
     for name in (f"time to\n{settings.target:.1%}", *COLUMNS):
@@ -52,7 +52,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield NONE if row["speedup"] is None else f"{row['speedup']:.{2 if row['speedup'] < 100 else 0}f}x"
 
 
-def notes(settings: Settings, results: Mapping[str, Any], *, native: bool) -> str:
+def notes(settings: DemoSettings, results: Mapping[str, Any], *, native: bool) -> str:
     """Notes on the table: how the figures were measured, with every caveat."""
     n, summary = settings.workers, results["summary"]
     bound = results["rows"][1]
@@ -104,7 +104,7 @@ def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> f
     return turns * (nbytes / workers * 8 / bps + one_way_s)
 
 
-def results(settings: Settings, numel: int, ends: Sequence[Progress], reached: Sequence[bool]) -> dict[str, Any]:
+def results(settings: DemoSettings, numel: int, ends: Sequence[Progress], reached: Sequence[bool]) -> dict[str, Any]:
     """{"rows", "summary"}: the dense run, the same run at the ring's bound, and the compressed run."""
     dense, compressed = (
         _row(name, codec, end, whole)
@@ -147,19 +147,19 @@ PANEL_WIDTH = 80
 class DemoProgress:
     """The progress that workers have reported so far."""
 
-    settings: Settings
-    began: list[Began] = dataclasses.field(default_factory=list)
+    settings: DemoSettings
+    began: list[RunBegan] = dataclasses.field(default_factory=list)
     latest: list[Progress] = dataclasses.field(default_factory=list)
     """The latest report of each run."""
     reached: list[bool] = dataclasses.field(default_factory=list)
 
     def take(self, event: Event) -> None:
-        if isinstance(event, Began):
+        if isinstance(event, RunBegan):
             self.began.append(event)
             self.latest.append(Progress(event.run, 0, float("nan"), 0.0, 0.0, 0.0, 0))
         elif isinstance(event, Progress):
             self.latest[event.run] = event
-        elif isinstance(event, Ended):
+        elif isinstance(event, RunEnded):
             self.reached.append(event.reached)
 
     @property
@@ -208,7 +208,7 @@ def waiting(progress: DemoProgress) -> str:
     return f"starting {n} workers and {n} servers; each loads PyTorch"
 
 
-def link_text(settings: Settings) -> str:
+def link_text(settings: DemoSettings) -> str:
     return f"{rate(settings.bps)} up and down per host, round trip {span(settings.rtt_s)}"
 
 

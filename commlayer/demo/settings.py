@@ -16,7 +16,7 @@ LONGEST_RTT_S = 10.0
 MAX_WORKERS = 16
 
 
-class Settings(Record, frozen=True):
+class DemoSettings(Record, frozen=True):
     """The settings of one demo. Both runs share all of them except the codec."""
 
     workers: int
@@ -54,7 +54,7 @@ class Settings(Record, frozen=True):
         return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
 
 
-def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: float | None, quick: bool) -> Settings:
+def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: float | None, quick: bool) -> DemoSettings:
     """The checked settings. An error states in one line what was given and what is allowed."""
     if not 2 <= workers <= MAX_WORKERS:
         raise InvalidInput("E-CLI-OPTION",
@@ -65,7 +65,7 @@ def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: floa
         raise InvalidInput("E-CLI-OPTION", f"--target {target:g}: allowed is a test accuracy between 0 and 1, such as 0.97")
     if codec != CODEC:
         check_codec(codec)
-    return Settings(workers, parse_link(link), parse_rtt(rtt), codec, target,
+    return DemoSettings(workers, parse_link(link), parse_rtt(rtt), codec, target,
                     width=256 if quick else 1024, max_steps=100 if quick else 600)
 
 

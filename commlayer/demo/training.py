@@ -19,14 +19,14 @@ from torch import nn
 import commlayer
 from commlayer import native, records
 from commlayer.demo import fleet, problem
-from commlayer.demo.settings import DENSE, Settings
+from commlayer.demo.settings import DENSE, DemoSettings
 
 LOST = 130
 GRACE_S = 3.0
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
-def run(number: int, settings: Settings, data: problem.Digits) -> None:
+def run(number: int, settings: DemoSettings, data: problem.Digits) -> None:
     """Trains one run to the target. Its clock stops while rank 0 evaluates the test set."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = problem.mlp(settings.width, settings.seed)
@@ -41,7 +41,7 @@ def run(number: int, settings: Settings, data: problem.Digits) -> None:
         dist.barrier()
         if rank == 0:
             numel = sum(p.numel() for p in model.parameters())
-            fleet.report(fleet.Began(number, numel, native.core is not None))
+            fleet.report(fleet.RunBegan(number, numel, native.core is not None))
         train_s, accuracy, reached = 0.0, 0.0, False
         for step in range(1, settings.max_steps + 1):
             begin = time.perf_counter()
@@ -57,7 +57,7 @@ def run(number: int, settings: Settings, data: problem.Digits) -> None:
             if reached:
                 break
         if rank == 0:
-            fleet.report(fleet.Ended(number, reached))
+            fleet.report(fleet.RunEnded(number, reached))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: problem.Batch) -> float:
@@ -75,7 +75,7 @@ def shared(figure: float) -> float:
     return result.item()
 
 
-def warm_up(settings: Settings, data: problem.Digits) -> None:
+def warm_up(settings: DemoSettings, data: problem.Digits) -> None:
     """Runs torch's one-time initialisation, so that it does not count against the first run."""
     model = problem.mlp(settings.width, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
@@ -110,7 +110,7 @@ def end_when_told() -> None:
 
 
 def main() -> None:
-    settings = records.decode(sys.argv[1].encode(), Settings, "settings of the demo")
+    settings = records.decode(sys.argv[1].encode(), DemoSettings, "settings of the demo")
     code = 0
     try:
         end_when_told()

@@ -1,6 +1,6 @@
 """Two small training tasks for `commlayer tune`: digits, and a character model. All workers run in one process, through codecs.
 
-Losses are real. Seconds are computed for the workers and the link that `Cluster` describes, so a run is repeatable anywhere.
+Losses are real. Seconds are computed for the workers and the link of a `SimulatedCluster`, so a run is repeatable anywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commlayer.demo import problem
 from commlayer.records import Spec
 
 
-class Cluster(NamedTuple):
+class SimulatedCluster(NamedTuple):
     """The simulated workers and link, from which seconds are computed."""
 
     workers: int = 4
@@ -43,7 +43,7 @@ def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
     return batch
 
 
-class Task(NamedTuple):
+class TuningTask(NamedTuple):
     """A training task. The number of samples does not depend on the batch."""
 
     model: nn.Module
@@ -59,10 +59,10 @@ def digits(settings: dict[str, Any]) -> dict[str, float]:
     return train(digits_task(0), settings)
 
 
-def digits_task(seed: int) -> Task:
+def digits_task(seed: int) -> TuningTask:
     """The digits task. `seed` sets the split and the initial weights."""
     data = problem.digits(seed)
-    return Task(problem.mlp(64, seed), picker(*data.train), data.test, 12800, 0.12)
+    return TuningTask(problem.mlp(64, seed), picker(*data.train), data.test, 12800, 0.12)
 
 
 LETTERS, CONTEXT = 27, 6
@@ -86,7 +86,7 @@ def chars(settings: dict[str, Any]) -> dict[str, float]:
     return train(chars_task(0), settings)
 
 
-def chars_task(seed: int) -> Task:
+def chars_task(seed: int) -> TuningTask:
     """The characters task. `seed` sets the initial weights."""
     text = letters()
 
@@ -99,7 +99,7 @@ def chars_task(seed: int) -> Task:
     test, (x, y) = (x[held], y[held]), (x[~held], y[~held])
 
     torch.manual_seed(seed)
-    return Task(Letters(), picker(x, y), test, 25600, 0.5)
+    return TuningTask(Letters(), picker(x, y), test, 25600, 0.5)
 
 
 def letters() -> torch.Tensor:
@@ -112,13 +112,13 @@ def letters() -> torch.Tensor:
     return torch.tensor([string.ascii_lowercase.find(c) + 1 for c in " ".join(words)])
 
 
-def train(task: Task, settings: dict[str, Any], cluster: Cluster | None = None) -> dict[str, float]:
+def train(task: TuningTask, settings: dict[str, Any], cluster: SimulatedCluster | None = None) -> dict[str, float]:
     """Trains on a fixed number of samples; returns the test loss and the seconds the training would have taken.
 
     docs/how-to/wait-less.md describes local steps and late results ("local_steps", "stale").
     """
     torch.set_num_threads(1)  # a model this small gains nothing from more
-    cluster = cluster or Cluster()
+    cluster = cluster or SimulatedCluster()
     size = int(settings["batch"]) // cluster.workers
     generator = torch.Generator().manual_seed(0)
     parameters = list(task.model.parameters())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from commlayer.cluster import messages
 from commlayer.config import Config, check_plain_text, host_port, is_loopback, launcher_says, read_launch
 from commlayer.doctor import machine, network, nodes, security, server
-from commlayer.doctor.nodes import Node, Pair
+from commlayer.doctor.nodes import NodeFacts, Pair
 from commlayer.doctor.report import Check, Finding, of_error, warn
 from commlayer.errors import CommError, InvalidInput, RecordError
 from commlayer.transport import framing, own_address, tls
@@ -48,7 +48,7 @@ class Doctor:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.facts: dict[str, list[Any]] = {}
-        self.nodes: list[Node] = []
+        self.nodes: list[NodeFacts] = []
         self.pairs: list[Pair] = []
 
     def checks(self) -> Iterator[Check]:
@@ -165,7 +165,7 @@ class Doctor:
             return network.check_reachable(network.dial("master", host, number), expected=False)
         return [] if self.options.launched else network.check_port(network.probe_port("master", host, number))
 
-    def _compare_nodes(self) -> tuple[list[Node], list[Pair]]:
+    def _compare_nodes(self) -> tuple[list[NodeFacts], list[Pair]]:
         options = self.options
         (host, number), limit_s = options.master, options.config.join_deadline_s
         deadline = time.monotonic() + limit_s

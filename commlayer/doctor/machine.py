@@ -77,7 +77,7 @@ def check_folder(f: Folder) -> Iterator[Finding]:
         yield ok("disk", f"{f.what} {f.path}: {size(f.free_nbytes)} free")
 
 
-def check_journal(f: Journal, *, required: bool) -> Iterator[Finding]:
+def check_journal(f: JournalFacts, *, required: bool) -> Iterator[Finding]:
     """`required`: a server without space for its journal refuses to serve; otherwise it continues without a journal."""
     path = f.folder.path
     if f.folder.error:
@@ -250,7 +250,7 @@ class Folder(Record, frozen=True):
     error: str = ""
 
 
-class Journal(Record, frozen=True):
+class JournalFacts(Record, frozen=True):
     """A server's folder for its journal. `held`: a running server uses it. `left`: it holds a journal of an earlier run."""
 
     folder: Folder
@@ -324,7 +324,7 @@ def read_folder(what: str, path: Path) -> Folder:
     return Folder(what, str(path), disk.f_bavail * disk.f_frsize)
 
 
-def read_journal(path: Path) -> Journal:
+def read_journal(path: Path) -> JournalFacts:
     place, held = read_folder("journal in", path), False
     try:
         with (path / LOCK).open("rb") as lock:
@@ -335,7 +335,7 @@ def read_journal(path: Path) -> Journal:
         pass  # no server has used this folder
     except OSError as error:
         place = structs.replace(place, error=place.error or error.strerror or str(error))
-    return Journal(place, held, (path / NAME).exists())
+    return JournalFacts(place, held, (path / NAME).exists())
 
 
 def read_shared_memory(path: Path = Path("/dev/shm")) -> Shared:

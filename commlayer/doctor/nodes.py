@@ -33,7 +33,7 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 
 
-class Node(Record, frozen=True):
+class NodeFacts(Record, frozen=True):
     """A node's description of itself. `plan`: the hash of its plan file, empty for none.
 
     `clock`: for each of some barriers, the node's time when it arrived, and its time when it learned that all had arrived. On
@@ -90,12 +90,12 @@ def slowest(pairs: Sequence[Pair]) -> Pair:
     return min((pair for pair in pairs if not pair.error), key=lambda pair: min(pair.up_bps, pair.down_bps))
 
 
-def one_commlayer(nodes: Sequence[Node]) -> bool:
+def one_commlayer(nodes: Sequence[NodeFacts]) -> bool:
     """Whether all nodes speak the same protocol, which measuring links needs."""
     return len({_commlayer(node) for node in nodes}) == 1
 
 
-def check_alike(nodes: Sequence[Node]) -> Iterator[Finding]:
+def check_alike(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """Checks what must be equal on all ranks of a job: otherwise the job does not start."""
     differ = [
         (_differences(nodes, [_commlayer(node) for node in nodes]), "; links are not measured",
@@ -110,16 +110,16 @@ def check_alike(nodes: Sequence[Node]) -> Iterator[Finding]:
     yield from failed or [ok("nodes", f"the same versions{' and the same plan' if nodes[0].plan else ''} on all {len(nodes)}")]
 
 
-def _commlayer(node: Node) -> str:
+def _commlayer(node: NodeFacts) -> str:
     f = node.software
     return f"commlayer {f.commlayer} (control protocol {f.protocol}, wire format {f.wire})" if f else "another commlayer"
 
 
-def _python(node: Node) -> str:
+def _python(node: NodeFacts) -> str:
     return f"Python {node.software.python.rpartition('.')[0]}" if node.software else "another Python"
 
 
-def _differences(nodes: Sequence[Node], values: Sequence[str]) -> str:
+def _differences(nodes: Sequence[NodeFacts], values: Sequence[str]) -> str:
     """Lists differing values with their nodes, the rarest first. Empty if all are equal.
 
     >>> nodes = [Node(host, "") for host in "abcd"]
@@ -134,11 +134,11 @@ def _differences(nodes: Sequence[Node], values: Sequence[str]) -> str:
     return ", ".join([*(f"{what} on {_names(nodes, numbers)}" for what, numbers in few), f"{most} on {last}"])
 
 
-def _names(nodes: Sequence[Node], numbers: Sequence[int]) -> str:
+def _names(nodes: Sequence[NodeFacts], numbers: Sequence[int]) -> str:
     return " and ".join(f"node {number} ({nodes[number].host})" for number in numbers)
 
 
-def check_clocks(nodes: Sequence[Node], *, keys: bool) -> Iterator[Finding]:
+def check_clocks(nodes: Sequence[NodeFacts], *, keys: bool) -> Iterator[Finding]:
     """Compares clocks with the median one, so that the wrong ones are named. `keys`: certificates depend on the clocks."""
     if not all(node.clock for node in nodes):
         return
@@ -159,7 +159,7 @@ def check_clocks(nodes: Sequence[Node], *, keys: bool) -> Iterator[Finding]:
         yield warn("nodes", f"{seen}; log times will not match", remedy)
 
 
-def ahead(a: Node, b: Node) -> tuple[float, float]:
+def ahead(a: NodeFacts, b: NodeFacts) -> tuple[float, float]:
     """Seconds by which the clock of `a` exceeds that of `b`, and the error of that, by the barrier with the tightest bounds.
 
     >>> ahead(Node("a", "", clock=((100.0, 109.0), (110.0, 110.2))), Node("b", "", clock=((8.0, 8.2), (9.0, 9.2))))
@@ -174,7 +174,7 @@ UNEVEN = 4.0
 """A link this many times slower than the median alone sets the pace of collectives."""
 
 
-def check_links(nodes: Sequence[Node], pairs: Sequence[Pair]) -> Iterator[Finding]:
+def check_links(nodes: Sequence[NodeFacts], pairs: Sequence[Pair]) -> Iterator[Finding]:
     names = [f"{number} ({node.host})" for number, node in enumerate(nodes)]
     for pair in (pair for pair in pairs if pair.error):
         yield fail("nodes", f"node {names[pair.a]} to node {names[pair.b]} at {nodes[pair.b].address}: {pair.error}",
@@ -192,7 +192,7 @@ def check_links(nodes: Sequence[Node], pairs: Sequence[Pair]) -> Iterator[Findin
         yield ok("nodes", seen)
 
 
-def table(nodes: Sequence[Node], pairs: Sequence[Pair]) -> list[str]:
+def table(nodes: Sequence[NodeFacts], pairs: Sequence[Pair]) -> list[str]:
     """Rates in Mb/s from the node of each row to the node of each column, then the longest round trip."""
     flow: dict[tuple[int, int], str] = {}
     for pair in pairs:
@@ -231,7 +231,7 @@ CLOCK_READINGS = 4
 class Introduction(Record, frozen=True):
     """A node's first message to the others. `token`: the secret for links, sent by node 0 if the job has none."""
 
-    node: Node
+    node: NodeFacts
     token: str = ""
 
 
@@ -278,16 +278,16 @@ def launched_store(rank: int, world: int, limit_s: float) -> Rendezvous:
     return Rendezvous(dist.PrefixStore(JOB, store), rank)
 
 
-def describe_this_node(address: str, plan: str) -> Node:
+def describe_this_node(address: str, plan: str) -> NodeFacts:
     """`address`: to listen on, without a port. `plan`: the hash of the local plan file."""
     import torch
 
-    return Node(socket.gethostname(), address, machine.read_software(), str(torch.__version__), plan)
+    return NodeFacts(socket.gethostname(), address, machine.read_software(), str(torch.__version__), plan)
 
 
 def compare_nodes(
-    rendezvous: Rendezvous, nodes: int, node: Node, config: Config, until: float,
-) -> tuple[list[Node], list[Pair]]:
+    rendezvous: Rendezvous, nodes: int, node: NodeFacts, config: Config, until: float,
+) -> tuple[list[NodeFacts], list[Pair]]:
     """Runs the comparison. All nodes call it together, each with its number, and all return the same result.
 
     `until`: the deadline for the arrival of all nodes. Links are measured only between nodes with the same commlayer version,
@@ -318,7 +318,7 @@ def compare_nodes(
         stack.callback(to_peers.close)
         clock = tuple(_clock(lambda: share(b"", f"{JOB}, clocks")) for _ in range(CLOCK_READINGS))
         mine = msgspec.structs.replace(node, address=join_host(*listening), clock=clock)
-        all_nodes = [msgspec.json.decode(row, type=Node) for row in share(msgspec.json.encode(mine), JOB)]
+        all_nodes = [msgspec.json.decode(row, type=NodeFacts) for row in share(msgspec.json.encode(mine), JOB)]
         links: list[Pair] = []
         for index, pairs in enumerate(rounds(nodes)):
             links += [_pair(to_peers, a, b, all_nodes[b].address) for a, b in pairs if a == number]
@@ -355,7 +355,7 @@ def _pair(transport: StreamTransport, a: int, b: int, address: str) -> Pair:
     server = SERVER_BASE + b
     try:
         transport.dial(server, host_port(address), time.monotonic() + DIAL_S)
-        network = link_rates.Asking(_prober(transport, server))
+        network = link_rates.RequestNetwork(_prober(transport, server))
         round_trip_s = link_rates.round_trip(network, b, PATIENCE_S)
         up_bps = link_rates.rate(network, link_rates.UP, [b], round_trip_s, DIRECTION_S, PATIENCE_S)
         down_bps = link_rates.rate(network, link_rates.DOWN, [b], round_trip_s, DIRECTION_S, PATIENCE_S, expected_bps=up_bps)

@@ -32,7 +32,7 @@ FAR_S = 0.3
 SLOW_BPS = 2e6
 
 
-def check_server(f: Server, *, keys: bool) -> Iterator[Finding]:
+def check_server(f: ServerFacts, *, keys: bool) -> Iterator[Finding]:
     if f.silent:
         yield fail("server", f"{f.address} does not answer as a coordinator",
                    "start `commlayer serve` there (it prints this address), then run this again")
@@ -66,7 +66,7 @@ def check_server(f: Server, *, keys: bool) -> Iterator[Finding]:
     yield _full(f)
 
 
-def _carriers(f: Server) -> Iterator[Finding]:
+def _carriers(f: ServerFacts) -> Iterator[Finding]:
     """Checks the transport that gradients would use to each server."""
     for path in f.paths:
         if path.tcp is not None and path.tcp.answer == "open":
@@ -86,7 +86,7 @@ def _carriers(f: Server) -> Iterator[Finding]:
                        "use the same carrier setting on server and workers, or leave it out")
 
 
-def _clock(f: Server, keys: bool) -> Finding:
+def _clock(f: ServerFacts, keys: bool) -> Finding:
     off = abs(f.clock_s)
     side = "ahead of" if f.clock_s > 0 else "behind"
     if off - f.clock_error_s < CLOCK_S:
@@ -98,14 +98,14 @@ def _clock(f: Server, keys: bool) -> Finding:
     return warn("clock", f"{seen}; log times will not match", remedy)
 
 
-def _round_trip(f: Server) -> Finding:
+def _round_trip(f: ServerFacts) -> Finding:
     seen = f"{1e3 * f.round_trip_s:.3g} ms round trip to the server"
     if f.round_trip_s > FAR_S:
         return warn("latency", seen, "use a server nearer to all workers: each step waits for at least one round trip")
     return ok("latency", seen)
 
 
-def _full(f: Server) -> Finding:
+def _full(f: ServerFacts) -> Finding:
     lost = [side for side, why in (("to", f.full_up), ("from", f.full_down)) if why]
     if not lost:
         return ok("packets", "full-size packets pass both ways" if f.status and not f.status.begun
@@ -114,7 +114,7 @@ def _full(f: Server) -> Finding:
                 "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both ends")
 
 
-def check_link(f: Link) -> Iterator[Finding]:
+def check_link(f: LinkFacts) -> Iterator[Finding]:
     if f.error:
         yield warn("link", f"not measured: {f.error}", "start the job later, or use --no-bandwidth")
     elif min(f.up_bps, f.down_bps) < SLOW_BPS:
@@ -124,7 +124,7 @@ def check_link(f: Link) -> Iterator[Finding]:
         yield ok("link", f"{rate_text(f.up_bps)} up, {rate_text(f.down_bps)} down")
 
 
-def check_same_plan(mine: PlanFile | None, f: Server) -> Iterator[Finding]:
+def check_same_plan(mine: PlanFile | None, f: ServerFacts) -> Iterator[Finding]:
     """Checks that the local plan file equals the job's."""
     if mine and mine.digest and f.status and f.status.plan and f.status.plan != mine.digest:
         yield fail("plan", f"hash {mine.digest} here, {f.status.plan} at the server", "give all workers the same plan file")
@@ -173,7 +173,7 @@ class ServerPath(Record, frozen=True):
     """Checked only if a worker would need gRPC streams: "open", or why they fail."""
 
 
-class Server(Record, frozen=True):
+class ServerFacts(Record, frozen=True):
     """`error`: why the query failed (`silent`: no answer at all); other fields are then unset. `clock_s`: seconds by which this
     machine's clock exceeds the server's, with error `clock_error_s`."""
 
@@ -196,7 +196,7 @@ class Server(Record, frozen=True):
     silent: bool = False
 
 
-class Link(Record, frozen=True):
+class LinkFacts(Record, frozen=True):
     """The link of this machine to the server. `error`: why it was not measured."""
 
     up_bps: float = 0.0
@@ -211,9 +211,9 @@ def open_channel(config: Config) -> CoordinatorChannel:
     return CoordinatorChannel(config.join, config.token, keys)
 
 
-def query_server(config: Config, version: str, wire: int) -> Server:
+def query_server(config: Config, version: str, wire: int) -> ServerFacts:
     """`version` and `wire` are those of this machine."""
-    mine = Server(config.join, version=version, protocol=messages.PROTOCOL, wire=wire)
+    mine = ServerFacts(config.join, version=version, protocol=messages.PROTOCOL, wire=wire)
     try:
         link = open_channel(config)
     except (CommError, ValueError) as error:
@@ -285,16 +285,16 @@ def dial_tls(address: str, keys: Keys | None, protocol: str) -> Reached:
         return Reached("server", address, "open" if protocol == tls.CONTROL else str(error))
 
 
-def measure_link(config: Config, round_trip_s: float, budget_s: float) -> Link:
+def measure_link(config: Config, round_trip_s: float, budget_s: float) -> LinkFacts:
     """Measures both directions, each for half of `budget_s`, over the control connection, which is as fast as the data's."""
     try:
         with contextlib.closing(open_channel(config)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
-            network = link_rates.Asking(lambda _, up, down, done: _probe(channel, pool, up, down, done))
+            network = link_rates.RequestNetwork(lambda _, up, down, done: _probe(channel, pool, up, down, done))
             up_bps = link_rates.rate(network, link_rates.UP, [0], round_trip_s, budget_s / 2, CALL_S)
             down_bps = link_rates.rate(network, link_rates.DOWN, [0], round_trip_s, budget_s / 2, CALL_S, expected_bps=up_bps)
     except (CommError, ValueError) as error:
-        return Link(error=str(error))
-    return Link(up_bps, down_bps)
+        return LinkFacts(error=str(error))
+    return LinkFacts(up_bps, down_bps)
 
 
 def _probe(channel: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down: int,

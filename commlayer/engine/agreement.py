@@ -16,7 +16,7 @@ from typing import NamedTuple
 from commlayer.records import ServerInfo, View
 
 
-class Word(NamedTuple):
+class Vote(NamedTuple):
     """What a member sends during an epoch change."""
 
     step: int
@@ -24,7 +24,7 @@ class Word(NamedTuple):
     """The weight of its gradients in that step."""
 
 
-AWAY = Word(-2, 0.0)
+AWAY = Vote(-2, 0.0)
 """Sent to a joining member instead of "ready": members have left while nobody can join."""
 
 
@@ -33,7 +33,7 @@ def name_of(view: View, what: str, rank: int) -> str:
     return f"regroup{view.generation}/{what}/{rank}"
 
 
-class Standing(NamedTuple):
+class VoterState(NamedTuple):
     """What a member has sent and found so far."""
 
     told: tuple[int, int] = (0, 0)
@@ -44,21 +44,21 @@ class Standing(NamedTuple):
     """The epoch, and the step that the member has bound itself not to complete. A newer epoch cancels the bond: either no
     member has all such words, or all have. Otherwise other members could wait for this one without sending."""
 
-    def gone_over(self) -> Standing:
+    def gone_over(self) -> VoterState:
         """The state after an epoch change. The same step is repeated and may be aborted again."""
-        return Standing(self.told)
+        return VoterState(self.told)
 
 
-class Says(NamedTuple):
+class Claims(NamedTuple):
     """A word to all remaining members. The member then waits for their words under the same name."""
 
     what: str
-    word: Word
+    word: Vote
     ends: bool
     """Whether the wait ends as soon as this member has all data of its step."""
 
 
-class Found(enum.Enum):
+class Outcome(enum.Enum):
     WHOLE = enum.auto()
     """Another member has completed this member's step, so this member will complete it, too."""
     APART = enum.auto()
@@ -103,7 +103,7 @@ def missed(step: int, finished: Iterable[int]) -> bool:
     return any(exchanges <= step for exchanges in finished)
 
 
-def calls(standing: Standing, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
+def calls(standing: VoterState, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
     """Whether a member that waits in that step has to send its word."""
     if step == standing.whole:
         return False
@@ -112,11 +112,13 @@ def calls(standing: Standing, step: int, former: View, newest: View, finished: I
     return missed(step, finished) or (bool(other) and lets_in)
 
 
-def first(standing: Standing, view: View, mine: Word) -> Says:
-    return Says(f"step{_round(standing, view)}", mine, not _bound(standing, view, mine.step))
+def first(standing: VoterState, view: View, mine: Vote) -> Claims:
+    return Claims(f"step{_round(standing, view)}", mine, not _bound(standing, view, mine.step))
 
 
-def second(standing: Standing, view: View, mine: Word, words: Sequence[Word], *, here: bool) -> tuple[Standing, Says | None]:
+def second(
+    standing: VoterState, view: View, mine: Vote, words: Sequence[Vote], *, here: bool,
+) -> tuple[VoterState, Claims | None]:
     """`words`: the first words of all remaining members; empty if this member had all of the step before. `here`: whether it
     has all of it now. Returns no word if members are in different steps."""
     if words and not _alike(words, mine.step):
@@ -125,30 +127,30 @@ def second(standing: Standing, view: View, mine: Word, words: Sequence[Word], *,
     if words and not (here and not _bound(standing, view, mine.step)):
         standing = standing._replace(bound=(view.generation, mine.step))
     now = mine._replace(step=mine.step + (not _bound(standing, view, mine.step)))
-    return standing, Says(f"sure{_round(standing, view)}", now, not words)
+    return standing, Claims(f"sure{_round(standing, view)}", now, not words)
 
 
-def found(standing: Standing, view: View, step: int, words: Sequence[Word], sure: Sequence[Word], finished: Iterable[int]
-          ) -> tuple[Standing, Found]:
+def found(standing: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
+          ) -> tuple[VoterState, Outcome]:
     """The result of a round. `sure`: the second words; empty if there are none or this member does not wait for them."""
     if not words:
-        return standing._replace(whole=step), Found.WHOLE
+        return standing._replace(whole=step), Outcome.WHOLE
     standing = standing._replace(told=(view.generation, _round(standing, view) + 1))
     together = _alike(words, step)
     latest = max(*(word.step for word in words), -1, *finished)
     if step < latest or (together and any(word.step > step for word in sure)):
-        return standing._replace(whole=step), Found.WHOLE
-    return standing, Found.TOGETHER if together else Found.APART
+        return standing._replace(whole=step), Outcome.WHOLE
+    return standing, Outcome.TOGETHER if together else Outcome.APART
 
 
-def _round(standing: Standing, view: View) -> int:
+def _round(standing: VoterState, view: View) -> int:
     of, rounds = standing.told
     return rounds if of == view.generation else 0
 
 
-def _bound(standing: Standing, view: View, step: int) -> bool:
+def _bound(standing: VoterState, view: View, step: int) -> bool:
     return standing.bound == (view.generation, step)
 
 
-def _alike(words: Sequence[Word], step: int) -> bool:
+def _alike(words: Sequence[Vote], step: int) -> bool:
     return all(word.step == step for word in words)

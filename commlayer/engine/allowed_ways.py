@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import WAYS, Forbids
 from commlayer.engine.quiet_ddp import check_silenceable
 from commlayer.engine.sparse_averages import sparse_weights, stepped_lazily
@@ -20,24 +20,24 @@ SHARDED = "ZeroRedundancyOptimizer"
 """A name, because torch has the class only if torch.distributed is built, and importing it is slow."""
 
 
-def allowed_ways(connection: Connection) -> set[str]:
+def allowed_ways(connection: JobContext) -> set[str]:
     """The modes of `WAYS` that a planner may choose on this rank."""
     return {way for way, why in forbidden_ways(connection).items() if not why}
 
 
-def forbidden_ways(connection: Connection) -> dict[str, str]:
+def forbidden_ways(connection: JobContext) -> dict[str, str]:
     """For each of `WAYS`, why a planner may not choose it; "" if it may. Ranks may differ, so they exchange the results."""
     terms = connection.terms
     return {way: _asked_otherwise(connection, way) or terms.forbids(way) or terms.useless(way) for way in WAYS}
 
 
-def takes_fragments(connection: Connection) -> bool:
+def takes_fragments(connection: JobContext) -> bool:
     """Whether a planner may choose the number of fragments: the script did not set it, and members are fixed. If members may
     leave, an exchange must be complete before any part of it is applied."""
     return connection.terms.asked.fragments is None and connection.members is None
 
 
-def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
+def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
     """Modes that would run without any benefit."""
 
     def useless(way: str) -> str:
@@ -54,7 +54,7 @@ def useless_of(connection: Connection, scaler: Any, *, clips: bool) -> Forbids:
     return useless
 
 
-def _asked_otherwise(connection: Connection, way: str) -> str:
+def _asked_otherwise(connection: JobContext, way: str) -> str:
     """The script's arguments to attach() hold for every plan."""
     requested = connection.terms.asked
     if way == "forward" and (requested.updates or requested.overlap == "round"):

@@ -24,7 +24,7 @@ from torch import nn
 
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.hooks import uncompiled
-from commlayer.engine.optimizers import Held, closure_of, watch
+from commlayer.engine.optimizers import HeldParameters, closure_of, watch
 from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.optim.sparse import LazyOptimizer
@@ -50,12 +50,12 @@ class AverageUse:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
-        applied: Callable[[Collection[int]], None], anything: Callable[[int], bool], held: Held | None = None,
+        applied: Callable[[Collection[int]], None], anything: Callable[[int], bool], held: HeldParameters | None = None,
     ) -> None:
         """`cleared(number)` receives a tensor whose average was discarded, `applied(numbers)` those that an optimizer has
         applied. `anything(number)` returns whether that average had nonzero elements."""
         self._parameters, self._cleared, self._applied, self._anything = parameters, cleared, applied, anything
-        self._held = held or Held(parameters)
+        self._held = held or HeldParameters(parameters)
         self._open: dict[int, int] = {}
         """Tensors whose average's use is not known yet, with the version of `.grad` that holds the average."""
         self.touched: set[int] = set()
@@ -226,7 +226,7 @@ def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> Non
 #
 # Nothing is written before all workers have ended their backward pass (Worker.agreed).
 
-class Outstanding:
+class PartialStep:
     """Of one worker, from `Worker.complete` to `Worker.end`. Methods return the newly completed tensors."""
 
     def __init__(

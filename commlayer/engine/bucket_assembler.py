@@ -10,17 +10,17 @@ import torch
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Staging
 from commlayer.engine.optimizers import check_dense
-from commlayer.engine.paths.table import Routes
+from commlayer.engine.paths.table import Paths
 from commlayer.engine.step import Step
 from commlayer.errors import InvalidState
 from commlayer.records import Job
 
 
-class Intake:
+class BucketAssembler:
     """The bucket assembler of one worker, for the current step."""
 
     def __init__(
-        self, job: Job, buckets: Sequence[WorkerBucket], routes: Routes, staging: Staging, step: Step,
+        self, job: Job, buckets: Sequence[WorkerBucket], routes: Paths, staging: Staging, step: Step,
         opens: Callable[[], None],
     ) -> None:
         """`opens` is called before a step's first gradient."""

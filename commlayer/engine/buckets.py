@@ -37,7 +37,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 ALIGN = 64
 
 
-class Layout:
+class BucketLayout:
     """The layout of one bucket. It fits any memory that holds the bucket's elements in order."""
 
     def __init__(self, bucket: Bucket, job: Job) -> None:
@@ -99,7 +99,7 @@ MOST_NUMEL = 2**31 - 1
 
 
 class SparseResult:
-    def __init__(self, layout: Layout, idx: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, layout: BucketLayout, idx: torch.Tensor, values: torch.Tensor) -> None:
         self._layout, self._idx, self._values = layout, idx, values
         self._starts = [0, *accumulate(s.numel for s in layout.slices)]
         self._cuts: list[int] = torch.searchsorted(idx, torch.tensor(self._starts, dtype=torch.int32)).tolist()
@@ -146,7 +146,7 @@ def codec_of_results(codec: Any) -> OneRound | None:
 class CodedResult:
     """One result, kept until the bucket's next exchange."""
 
-    def __init__(self, codec: OneRound, layout: Layout, body: memoryview, numel: int) -> None:
+    def __init__(self, codec: OneRound, layout: BucketLayout, body: memoryview, numel: int) -> None:
         """Checks the body in full; raises CorruptFrame as `decode` would. Decoding it later cannot fail."""
         self._codec, self._layout, self._numel = codec, layout, numel
         self.body = body
@@ -195,7 +195,7 @@ class CodedResult:
 class SharedBuffers:
     """Of one bucket. `values` are in the bucket's own order, and the same on all ranks."""
 
-    def __init__(self, like: torch.Tensor, layout: Layout) -> None:
+    def __init__(self, like: torch.Tensor, layout: BucketLayout) -> None:
         """`like`: memory of the bucket's elements, whose type and device the values get."""
         self.values, self._own = torch.zeros_like(like), torch.zeros_like(like)
         self.layout, self._own_views = layout, layout.views(self._own)
@@ -280,7 +280,7 @@ TINY = 1e-30
 """Replaces a total weight of 0, which ends the step with an error."""
 
 
-class Entries(Protocol):
+class EntryResult(Protocol):
     """Sets how much codecs send: entries_sent.py."""
 
     def begin(self, step: int) -> None:
@@ -292,7 +292,7 @@ class Entries(Protocol):
         ...
 
 
-class BucketDebts:
+class ResidualLedger:
     """The residuals of a WorkerBucket."""
 
     codec: Codec
@@ -301,7 +301,7 @@ class BucketDebts:
     coders: list[tuple[tuple[int, int], State]]
     carry: torch.Tensor | None
     carried: torch.Tensor | None
-    entries: Entries | None
+    entries: EntryResult | None
     tail_y: torch.Tensor
     numel: int
     nslices: int
@@ -388,7 +388,7 @@ SMALL_NUMEL = 1 << 14
 """Mean elements per slice up to which one call per slice costs more than a second pass over the whole bucket."""
 
 
-class WorkerBucket(BucketDebts):
+class WorkerBucket(ResidualLedger):
     """Memory of a bucket: `x` (float32), followed by a tail of one `used` flag per slice and the weight.
 
     Collectives sum the tail with x; between nodes the frame header carries the same facts. With a CUDA model `x` is on the
@@ -429,7 +429,7 @@ class WorkerBucket(BucketDebts):
         self.means = self.served and self.buffer and of_means(codec)
         """Whether the server averages what workers hold, instead of summing their parts (Flag.MEAN)."""
         self.spec = planned.spec
-        self.layout = Layout(planned, job)
+        self.layout = BucketLayout(planned, job)
         self.numel, self.nslices = planned.numel, len(planned.slices)
         doubles = any(job.tensors[s.tensor].dtype == "float64" for s in planned.slices)
         dtype = torch.float64 if (self.dense and (doubles or self.buffer)) or self.means else torch.float32
@@ -473,7 +473,7 @@ class WorkerBucket(BucketDebts):
         """Element range and codec state of each encoder whose residuals this worker owns."""
         self.carry: torch.Tensor | None = None
         self.carried: torch.Tensor | None = None
-        self.entries: Entries | None = None
+        self.entries: EntryResult | None = None
         """Set if the sent ratio differs between steps."""
         self.codes = False
         """Whether the last exchange encoded something on this worker."""

@@ -21,8 +21,8 @@ from commlayer.cluster.collectives import all_or_none, gather, gather_bytes
 from commlayer.cluster.messages import named_at
 from commlayer.compressors import restore, snapshot
 from commlayer.engine import buckets
-from commlayer.engine.connection import Connection
-from commlayer.engine.step import Regroup
+from commlayer.engine.connection import JobContext
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, coded
@@ -34,7 +34,7 @@ _Files = dict[str, dict[str, torch.Tensor]]
 """By name, as in mine."""
 
 
-def worker_state(connection: Connection) -> dict[str, Any]:
+def worker_state(connection: JobContext) -> dict[str, Any]:
     """Codec state (residuals and the like) of every bucket that this worker codes, and the number of the next step."""
     worker = connection.worker
     if worker is None:
@@ -54,7 +54,7 @@ def worker_state(connection: Connection) -> dict[str, Any]:
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
-def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
+def restore_worker(connection: JobContext, state: dict[str, Any]) -> None:
     """Restores `worker_state`, under the plan of the save. The servers must be at the step of the save."""
     worker = connection.worker
     if worker is None:
@@ -70,7 +70,7 @@ def restore_worker(connection: Connection, state: dict[str, Any]) -> None:
     _restore(connection, worker, state)
 
 
-def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> None:
+def _restore(connection: JobContext, worker: Worker, state: dict[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
     worker.drain()
     for bucket in worker.coded:
@@ -86,13 +86,13 @@ def _restore(connection: Connection, worker: Worker, state: dict[str, Any]) -> N
     worker.total = float(state["tensors"].get("total", worker.total))
 
 
-def save(connection: Connection, directory: Path) -> None:
+def save(connection: JobContext, directory: Path) -> None:
     """See Session.save_residuals, and engine/py for the layout and order of files."""
     if connection.worker is not None:
         connection.anew(lambda: _save(connection, directory))
 
 
-def _save(connection: Connection, directory: Path) -> None:
+def _save(connection: JobContext, directory: Path) -> None:
     for act in connection.bring_in:
         act()
     worker, uplink = connection.worker, connection.uplink  # `bring_in` may have changed them
@@ -136,14 +136,14 @@ def _save(connection: Connection, directory: Path) -> None:
     keep_only(directory, number)
 
 
-def load(connection: Connection, directory: Path) -> None:
+def load(connection: JobContext, directory: Path) -> None:
     """See Session.load_residuals. Nothing is restored unless every rank has read its files of the same save. If a member leaves
     meanwhile, or fails to restore, the job ends on all ranks."""
     if connection.worker is None:
         return
     try:
         states, mark = _read(connection, directory)
-    except (CommError, Regroup) as error:
+    except (CommError, EpochChanged) as error:
         raise _not_loaded(connection, directory, error) from None
     try:
         _put(connection, states, mark)
@@ -151,9 +151,9 @@ def load(connection: Connection, directory: Path) -> None:
         raise _not_loaded(connection, directory, error) from error
 
 
-def _not_loaded(connection: Connection, directory: Path, error: Exception) -> CommError:
+def _not_loaded(connection: JobContext, directory: Path, error: Exception) -> CommError:
     """Ends the job on all ranks: a save holds state of all ranks, and some may have restored theirs already."""
-    if isinstance(error, Regroup) and isinstance(error.__cause__, Exception):
+    if isinstance(error, EpochChanged) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
     if (members := connection.members) is not None and members.pending(connection.waits.verdict_s):
@@ -171,14 +171,14 @@ def _not_loaded(connection: Connection, directory: Path, error: Exception) -> Co
     return final
 
 
-def _read(connection: Connection, directory: Path) -> tuple[_Files, Mark]:
+def _read(connection: JobContext, directory: Path) -> tuple[_Files, Mark]:
     """All ranks choose the same save, switch to its plan and read their files."""
     rank = connection.rank
     for act in connection.bring_in:
         act()
     with all_or_none(connection.groups, "load_residuals()"), reading(directory):
         mine = msgspec.json.encode(saves_of(directory, rank))
-    rows = [msgspec.json.decode(row, type=list[Held]) for row in gather_bytes(connection.groups, mine)]
+    rows = [msgspec.json.decode(row, type=list[SaveOnDisk]) for row in gather_bytes(connection.groups, mine)]
     for held in [held for held in rows[0] if not held.fault][:1]:
         _same(str(folder_of(directory, held.number)), "world", held.world, connection.world)
     newest = newest_save(directory, rows)
@@ -198,7 +198,7 @@ def _read(connection: Connection, directory: Path) -> tuple[_Files, Mark]:
     return states, mark
 
 
-def _put(connection: Connection, read: _Files, mark: Mark) -> None:
+def _put(connection: JobContext, read: _Files, mark: Mark) -> None:
     worker, uplink = connection.worker, connection.uplink
     assert worker is not None
     with all_or_none(connection.groups, "load_residuals()"):  # no rank may push before every server has its state back
@@ -210,7 +210,7 @@ def _put(connection: Connection, read: _Files, mark: Mark) -> None:
         _restore(connection, worker, {"step": mark.step, "plan": mark.plan, "tensors": read[f"rank-{connection.rank}"]})
 
 
-def _take_plan(connection: Connection, folder: Path) -> None:
+def _take_plan(connection: JobContext, folder: Path) -> None:
     """Switches to the plan of the save, unless the user named a plan: the saving run may have changed plans after its start."""
     if not connection.terms.auto:
         return
@@ -225,7 +225,7 @@ def _take_plan(connection: Connection, folder: Path) -> None:
         switch(connection, saved)
 
 
-def _servers_of(connection: Connection) -> list[int]:
+def _servers_of(connection: JobContext) -> list[int]:
     """The servers whose files this rank writes and reads. Each server belongs to one rank."""
     assert connection.plan is not None
     return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
@@ -240,7 +240,7 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _refuse_under_way(connection: Connection, what: str) -> None:
+def _refuse_under_way(connection: JobContext, what: str) -> None:
     if connection.local is not None and connection.local.under_way:
         raise InvalidInput("E-CHECKPOINT",
                            f"{what}: an exchange of local steps is under way, which all ranks must bring in together: call "
@@ -278,7 +278,7 @@ class Mark(Record, frozen=True):
     """The plan's digest."""
 
 
-class Held(Record, frozen=True):
+class SaveOnDisk(Record, frozen=True):
     """What one rank holds of a save."""
 
     number: int
@@ -368,16 +368,16 @@ def keep_only(directory: Path, number: int) -> None:
             remove(folder_of(directory, other))
 
 
-def saves_of(directory: Path, rank: int) -> list[Held]:
+def saves_of(directory: Path, rank: int) -> list[SaveOnDisk]:
     """What this rank holds of each save, newest first."""
     return [_look(directory, number, rank) for number in reversed(numbers(directory))]
 
 
-def _look(directory: Path, number: int, rank: int) -> Held:
-    folder, result = folder_of(directory, number), Held(number)
+def _look(directory: Path, number: int, rank: int) -> SaveOnDisk:
+    folder, result = folder_of(directory, number), SaveOnDisk(number)
     try:
         mark = mark_of(_path(folder, f"rank-{rank}"))
-        result = Held(number, mark.save, mark.step, mark.world)
+        result = SaveOnDisk(number, mark.save, mark.step, mark.world)
         for name in own_files(rank, mark.world, mark.servers)[1:]:
             same(_path(folder, name), mark)
         if rank == 0:
@@ -387,7 +387,7 @@ def _look(directory: Path, number: int, rank: int) -> Held:
     return result
 
 
-def newest_save(directory: Path, rows: list[list[Held]]) -> Held:
+def newest_save(directory: Path, rows: list[list[SaveOnDisk]]) -> SaveOnDisk:
     """The newest save that is complete on all ranks. `rows` has what each rank holds."""
     usable = [{(held.number, held.save, held.step) for held in row if not held.fault} for row in rows]
     for candidate in rows[0]:
@@ -396,14 +396,14 @@ def newest_save(directory: Path, rows: list[list[Held]]) -> Held:
     raise InvalidInput("E-CHECKPOINT", _why_none(directory, rows))
 
 
-def _why_none(directory: Path, rows: list[list[Held]]) -> str:
+def _why_none(directory: Path, rows: list[list[SaveOnDisk]]) -> str:
     number = max((held.number for row in rows for held in row), default=None)
     if number is None and _path(directory, "rank-0").exists():
         return f"{directory}: holds a save of an earlier version, whose residuals have other units: begin without it"
     if number is None:
         return (f"{directory}: holds no save; save_residuals() writes one there, and load_residuals() on every rank names the "
                 "same directory")
-    of_it = [next((held for held in row if held.number == number), Held(number, fault="nothing")) for row in rows]
+    of_it = [next((held for held in row if held.number == number), SaveOnDisk(number, fault="nothing")) for row in rows]
     faults = [f"rank {rank} has {held.fault}" for rank, held in enumerate(of_it) if held.fault == "nothing"]
     faults += [f"rank {rank}: {held.fault}" for rank, held in enumerate(of_it) if held.fault not in ("", "nothing")]
     where = folder_of(directory, number)

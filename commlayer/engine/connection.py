@@ -24,10 +24,10 @@ from commlayer.cluster.server_codecs import expected_nbytes
 from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import codec_of
 from commlayer.engine.local_steps import LocalSteps
-from commlayer.engine.optimizers import Stepped
+from commlayer.engine.optimizers import OptimizerMemory
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.plan_handover import hand_over
-from commlayer.engine.step import Counters, FaultVerdict, Regroup, Waiting, WaitNotices
+from commlayer.engine.step import Counters, EpochChanged, RootCause, Waiting, WaitNotices
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, cause_of
 from commlayer.observe import StalePlan
@@ -38,7 +38,7 @@ log = logging.getLogger("commlayer")
 T = TypeVar("T")
 
 
-class Waits(NamedTuple):
+class WaitsFor(NamedTuple):
     """How long this rank waits for other ranks around an error or at the end, in seconds."""
 
     notice_s: float = 0.0
@@ -91,13 +91,13 @@ class Changes(Protocol):
         ...
 
 
-class Giving(Protocol):
+class StateGiver(Protocol):
     """What `replica.py` implements."""
 
-    def given(self, made: Connection, plan: Plan) -> bytes: ...
+    def given(self, made: JobContext, plan: Plan) -> bytes: ...
 
 
-class Joined(NamedTuple):
+class JoinedState(NamedTuple):
     """State that a joining rank receives and applies later."""
 
     local: Mapping[str, torch.Tensor]
@@ -108,7 +108,7 @@ class Joined(NamedTuple):
     """The values that `followers` returned on the rank that sent this state."""
 
 
-class Connection:
+class JobContext:
     """State shared by a session's components. `worker` is None if there are no other ranks to average with.
 
     =====================================  ====================================================================
@@ -151,7 +151,7 @@ class Connection:
         self.embedded: list[EmbeddedServer] = []
         self.plan: Plan | None = None
         self.worker: Worker | None = None
-        self.waits = Waits()
+        self.waits = WaitsFor()
         self.terms = PlanTerms()
         """What its plans must respect."""
         self.local: LocalSteps | None = None
@@ -159,11 +159,11 @@ class Connection:
         self.matched: bool | None = None
         """Whether all ranks average with norm matching. None until the ranks have agreed."""
 
-        self.replica: Giving | None = None
+        self.replica: StateGiver | None = None
         """Makes the state that a joining rank receives from this one. None if no rank can join."""
         self.followers: dict[str, Callable[[], str]] = {}
         """By name: script objects, such as a sampler, whose state a joining rank needs as a string."""
-        self.joined: Joined | None = None
+        self.joined: JoinedState | None = None
         """The state that this rank received when it joined a running job."""
         self.fresh = False
         """Whether this rank has joined a running job and not finished its first step."""
@@ -199,7 +199,7 @@ class Connection:
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
         """Called on all ranks between the same two steps: before the switch, once all ranks can switch, and after it."""
-        self.stepped: Stepped | None = None
+        self.stepped: OptimizerMemory | None = None
         """How the optimizer transforms gradients, if an optimizer was given."""
         self.after_regroup: list[Callable[[], None]] = []
         """Called on all remaining ranks in the same step after members have left."""
@@ -209,7 +209,7 @@ class Connection:
         """Called on all ranks between the same two steps before a save, a load and an orderly end: completes pending
         exchanges."""
 
-        self._verdict = FaultVerdict()
+        self._verdict = RootCause()
         self._notices: WaitNotices | None = None
         self._owner = os.getpid()
         self._closed = False
@@ -250,7 +250,7 @@ class Connection:
         self.fresh = False
         if self.joined is not None:
             self.joined.restore()
-            self.joined = Joined({}, lambda: None, self.joined.followed)  # the rest is as large as model and optimizer
+            self.joined = JoinedState({}, lambda: None, self.joined.followed)  # the rest is as large as model and optimizer
         site_process_group.release()
 
     def stats(self) -> dict[str, float]:
@@ -306,7 +306,7 @@ class Connection:
         dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
         assert self.worker is not None
         if self.worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
-            raise Regroup from error
+            raise EpochChanged from error
         self.worker.latch(error)
         self.worker.check()
 
@@ -319,13 +319,13 @@ class Connection:
         while True:
             try:
                 return act()
-            except Regroup:
+            except EpochChanged:
                 assert self.members is not None
             except Exception as error:
                 comm_error = error if isinstance(error, CommError) else error.__cause__
                 if self.members is None or not isinstance(comm_error, CommError):
                     raise
-                with contextlib.suppress(Regroup):
+                with contextlib.suppress(EpochChanged):
                     self.broke(comm_error)
             self.members.between()
 

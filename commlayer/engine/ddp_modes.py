@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.cluster.process_groups import PendingCollective, torch_errors
 from commlayer.engine.allowed_ways import useless_of
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.guards import StepGuard
 from commlayer.engine.hooks import Hooks, OptimizerHooks, uncompiled
 from commlayer.engine.observers import Observers
-from commlayer.engine.optimizers import Stepped
-from commlayer.engine.plan_choice import Asked, Forbids
+from commlayer.engine.optimizers import OptimizerMemory
+from commlayer.engine.plan_choice import Forbids, RequestedModes
 from commlayer.engine.quiet_ddp import QuietDDP
-from commlayer.engine.step import Regroup
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.step_loop import StepLoop
 from commlayer.errors import CommError
 from commlayer.optim import Outer
@@ -38,7 +38,8 @@ class DDPWays:
     """The sync modes of one DDP module that was passed to attach() with its optimizer."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, optimizer: Any, *, asked: Asked, forbids: Forbids, outer: Outer, deadline_s: float,
+        self, ddp: DistributedDataParallel, optimizer: Any, *, asked: RequestedModes, forbids: Forbids, outer: Outer,
+        deadline_s: float,
     ) -> None:
         self.asked, self.forbids = asked, forbids
         self._ddp, self._optimizer, self._outer, self._deadline_s = ddp, optimizer, outer, deadline_s
@@ -46,13 +47,13 @@ class DDPWays:
         self._hooks: Hooks | None = None
 
     def schedule(
-        self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], observers: Observers,
+        self, connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], observers: Observers,
         guard: StepGuard | None,
     ) -> ExchangeSchedule:
         """`named`: the parameters by number."""
         self._connection, self._names = connection, [name for name, _ in named]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
-        connection.stepped = Stepped(self._parameters, self._optimizer, self._outer)
+        connection.stepped = OptimizerMemory(self._parameters, self._optimizer, self._outer)
         connection.terms.useless = useless_of(connection, None, clips=False)
         return ExchangeSchedule(
             self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self._outer, connection=connection,
@@ -99,7 +100,7 @@ class DDPWays:
         try:
             connection.groups.allreduce(sums).wait(time.monotonic() + self._deadline_s, connection.worker.now.failed)
         except CommError as error:
-            with contextlib.suppress(Regroup):  # the remaining ranks average them at the next exchange
+            with contextlib.suppress(EpochChanged):  # the remaining ranks average them at the next exchange
                 connection.broke(error)
             return
         for buffer, mean in zip(buffers, (sums / connection.groups.world).split([b.numel() for b in buffers]), strict=True):
@@ -118,11 +119,11 @@ class DDPBuffers:
     """The broadcast for one module. All ranks create it together."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, connection: Connection, deadline_s: float, local: Callable[[], bool],
+        self, ddp: DistributedDataParallel, connection: JobContext, deadline_s: float, local: Callable[[], bool],
     ) -> None:
         """`local`: whether the plan takes local steps now, which average buffers instead."""
         assert connection.groups is not None
-        self._connection: Connection | None = connection
+        self._connection: JobContext | None = connection
         self._deadline_s, self._local = deadline_s, local
         self._ranks = connection.groups.members.ranks
         # A separate group, because late results use the other groups meanwhile.

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from commlayer.cluster.collectives import gather
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.guards import StepGuard
 from commlayer.engine.hooks import Around, OptimizerHooks
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.engine.observers import Observers
 from commlayer.engine.plan_handover import owe
 from commlayer.engine.replica import align
-from commlayer.engine.step import Regroup
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.optim import Outer
@@ -41,7 +41,7 @@ class ExchangeSchedule:
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        hooks: OptimizerHooks, outer: Outer, connection: Connection, observers: Observers, deadline_s: float,
+        hooks: OptimizerHooks, outer: Outer, connection: JobContext, observers: Observers, deadline_s: float,
         guard: StepGuard | None = None, optimizer: Any = None, share: Callable[[], None] = _nothing,
     ) -> None:
         """`model`: the module whose forward passes follow exchanges. `share` is called at each exchange, on all ranks."""
@@ -57,7 +57,7 @@ class ExchangeSchedule:
             guard.local_step = self._local_step
         self.merged: Callable[..., None] | None = None
         """See LocalSteps."""
-        self._lengths = ToldLengths(connection, outer, deadline_s)
+        self._lengths = UpdateNorms(connection, outer, deadline_s)
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
         connection.catch_up.append(self._if_due)
@@ -216,7 +216,7 @@ class ExchangeSchedule:
         if self._connection.fresh:
             self._connection.begun()
         self._share()
-        with contextlib.suppress(Regroup):  # observers restart with the remaining ranks
+        with contextlib.suppress(EpochChanged):  # observers restart with the remaining ranks
             for observer in self._observers:
                 observer.after_exchange()
         if local is self.local and not local.under_way and local.every > 1:
@@ -254,7 +254,7 @@ class ExchangeSchedule:
 
     def _drained(self) -> None:
         self._share()
-        with contextlib.suppress(Regroup):
+        with contextlib.suppress(EpochChanged):
             for observer in self._observers:
                 observer.after_drain()
 
@@ -266,10 +266,10 @@ class ExchangeSchedule:
 # when it begins an exchange, and others may arrive as late as the exchange allows. By then they have sent theirs, so a rank
 # waits for no more than a row's transfer.
 
-class ToldLengths:
+class UpdateNorms:
     """For one attached model, under successive plans. All ranks begin exchanges in the same order."""
 
-    def __init__(self, connection: Connection, outer: Outer, deadline_s: float) -> None:
+    def __init__(self, connection: JobContext, outer: Outer, deadline_s: float) -> None:
         self._connection, self._outer, self._deadline_s = connection, outer, deadline_s
         self._rows = None if connection.rows is None else connection.rows.rows("lengths of changes")
         self._error: CommError | None = None
@@ -290,7 +290,7 @@ class ToldLengths:
             connection.rows.allow(self._deadline_s * every)
             return connection.matched
         except CommError as error:
-            with contextlib.suppress(Regroup):  # then norms are not exchanged under this plan
+            with contextlib.suppress(EpochChanged):  # then norms are not exchanged under this plan
                 connection.broke(error)
             return False
 
@@ -315,7 +315,7 @@ class ToldLengths:
                 raise error
             return self._rows.read(self._deadline_s, self._failed)
         except CommError as failure:
-            with contextlib.suppress(Regroup):
+            with contextlib.suppress(EpochChanged):
                 self._connection.broke(failure)
             return []
 
@@ -339,7 +339,7 @@ class ToldLengths:
             except CommError as error:
                 try:
                     connection.broke(error)
-                except Regroup:
+                except EpochChanged:
                     assert connection.members is not None
                     connection.members.go()
         if differing:

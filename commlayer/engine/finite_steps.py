@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commlayer.engine.buckets import all_finite
-from commlayer.engine.connection import Connection
-from commlayer.engine.optimizers import Held, closure_of, watch
-from commlayer.engine.step import Regroup
+from commlayer.engine.connection import JobContext
+from commlayer.engine.optimizers import HeldParameters, closure_of, watch
+from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError
 
 MOST = 5
@@ -29,7 +29,7 @@ REMEDY = "look at the data and the learning rate, and go on from the last checkp
 class FiniteSteps:
     """The check of one attached model."""
 
-    def __init__(self, connection: Connection, parameters: Sequence[nn.Parameter], held: Held) -> None:
+    def __init__(self, connection: JobContext, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
         """`parameters`: the averaged parameters, by number. `held`: which of them optimizers hold."""
         self._connection, self._parameters, self._held = connection, parameters, held
         assert connection.rows is not None
@@ -140,7 +140,7 @@ class FiniteSteps:
             guilty = [rank for rank, number in enumerate(numbers) if number >= 0]
             first = next((number for number in numbers if number >= 0), -1)
         except CommError as error:
-            with contextlib.suppress(Regroup):
+            with contextlib.suppress(EpochChanged):
                 connection.broke(error)
         if not guilty:
             return "no single rank, but of their compressed sum,"

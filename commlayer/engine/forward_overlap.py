@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from commlayer.engine.averages import Outstanding
+from commlayer.engine.averages import PartialStep
 from commlayer.engine.gradient_mark import GradientMark, Marks
 from commlayer.engine.hooks import Around, ModuleHook, OptimizerHooks, gradient_held, hooked_behind_adding, weight_held
 from commlayer.engine.optimizers import closure_of
@@ -53,7 +53,7 @@ class ForwardOverlap:
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
         self._lock = threading.RLock()
-        self._out: Outstanding | None = None
+        self._out: PartialStep | None = None
         self._buffers: Sequence[torch.Tensor] = ()
         self._later: dict[int, Group] = {}
         """Parameters not updated yet, with the hyperparameters of their step."""
@@ -121,7 +121,7 @@ class ForwardOverlap:
             # Buffers go as detached aliases, which are not deferred: the exchange reads and writes them.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
             self._loop.hand_in(tensors)
-            self._out = Outstanding(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
+            self._out = PartialStep(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
             self._buffers = buffers
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = mark.fresh()

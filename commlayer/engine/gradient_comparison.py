@@ -23,7 +23,7 @@ GOLDEN = 0.6180339887498949
 """Golden ratio: its multiples modulo 1 cover all parts of a model evenly, wherever the sequence stops."""
 
 
-class Piece(NamedTuple):
+class SampledPiece(NamedTuple):
     """Elements start to stop of a bucket, with their residuals before the step (None if residuals are of no use)."""
 
     bucket: WorkerBucket
@@ -42,7 +42,7 @@ def watched(worker: Worker) -> list[WorkerBucket]:
             if lossy(b.planned) and not b.buffer and not b.late and exchanges_gradients(b.planned)]
 
 
-def piece(buckets: list[WorkerBucket], number: int, most: int) -> Piece:
+def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
     """The `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on all
     ranks."""
     at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
@@ -53,10 +53,10 @@ def piece(buckets: list[WorkerBucket], number: int, most: int) -> Piece:
     start = max(0, min(at, bucket.numel - most))
     stop = min(bucket.numel, start + most)
     residual = _kept(bucket)
-    return Piece(bucket, start, stop, None if residual is None else residual[start:stop].clone())
+    return SampledPiece(bucket, start, stop, None if residual is None else residual[start:stop].clone())
 
 
-def exact(worker: Worker, of: Piece) -> torch.Tensor:
+def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
     """This rank's gradients of the piece as they enter the sum: weighted, and without loss scale."""
     bucket = of.bucket
     gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
@@ -72,7 +72,7 @@ def exact(worker: Worker, of: Piece) -> torch.Tensor:
     return gradients.mul_(worker.units.factor(bucket))
 
 
-def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
     """What this node sent and kept, computed from the residuals before and after. All ranks of a node call it.
 
     Not finite if the step cannot be compared.
@@ -90,7 +90,7 @@ def here(worker: Worker, of: Piece, mine: torch.Tensor, groups: Groups, deadline
     return dots(mine, mine + of.owing.to(mine.device) - after, after)
 
 
-def everywhere(of: Piece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
     """Called by all ranks together: compares the received sum with the exact sum, which an all-reduce computes in place in
     `mine`."""
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.engine.gradient_mark import GradientMark
-from commlayer.engine.optimizers import Held, closure_of, job_of, parameters_of, watch
+from commlayer.engine.optimizers import HeldParameters, closure_of, job_of, parameters_of, watch
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner.model.gradients_only import gradients_of
 from commlayer.records import Job, TensorInfo
@@ -285,7 +285,7 @@ def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:
     return next((name for name, p in named if p is parameter), "a parameter")
 
 
-class Found(NamedTuple):
+class StrayGradients(NamedTuple):
     """The tensors to average."""
 
     named: list[tuple[str, torch.Tensor]]
@@ -296,7 +296,7 @@ class Found(NamedTuple):
     """The same with buffers; a plan may be made for either."""
 
 
-def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> Found:
+def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> StrayGradients:
     """`seen`: all parameters in DDP's order, which is the same on all ranks. ValueError if some cannot be averaged."""
     # DDP's order is ready order; a Job is in registration order, which is about the reverse.
     parameters = [*seen][::-1]
@@ -311,7 +311,7 @@ def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> Found:
     for name, p in named:
         check_parameter(name, p)
     check_dtypes(job)
-    return Found(named, job, full_job)
+    return StrayGradients(named, job, full_job)
 
 
 # ---- checks before every optimizer step that the gradients it applies were averaged
@@ -344,7 +344,7 @@ class StepGuard:
         self._attached, self._latch, self._remedy = attached, latch, remedy
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
-        self._held = Held(self._parameters)
+        self._held = HeldParameters(self._parameters)
         self._checked = False
         """Whether `check` was called since the last step."""
         self._exchanges = 0

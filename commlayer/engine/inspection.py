@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observers
-from commlayer.engine.step import Lap
+from commlayer.engine.step import StepTiming
 from commlayer.engine.trace import STEPS, trace
 from commlayer.observe import StalePlan
 from commlayer.records import Plan
@@ -18,7 +18,7 @@ class Inspected(Protocol):
     """What an Inspection needs of its session."""
 
     @property
-    def connection(self) -> Connection: ...
+    def connection(self) -> JobContext: ...
 
     @property
     def observers(self) -> Observers: ...
@@ -38,7 +38,7 @@ class Inspection:
         return self.connection.plan
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> JobContext:
         return self._inspected.connection
 
     @property
@@ -100,7 +100,7 @@ class Inspection:
         """Events that call for another plan, as records. Rank 0 has all of them."""
         return list(self.connection.events)
 
-    def laps(self) -> list[Lap]:
+    def laps(self) -> list[StepTiming]:
         """The computing time of this worker in each step since the last call, without waits for other ranks."""
         worker = self.connection.worker
         return [] if worker is None else worker.stopwatch.take()

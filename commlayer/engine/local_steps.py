@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors.feedback import ResidualSlice, residual_on
-from commlayer.engine.step import Regroup
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidState
 from commlayer.observe import Recorder
@@ -414,7 +414,7 @@ class LocalSteps:
                     self._tell(worker, sent)
                 worker.wait(deadline_s, sent.turn)
                 return worker
-            except Regroup:
+            except EpochChanged:
                 worker, again = self._regroup(), True
                 worker.scale = worker.rate = 1.0
 

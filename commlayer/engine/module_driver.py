@@ -17,13 +17,13 @@ from commlayer.config import Config
 from commlayer.engine.allowed_ways import useless_of
 from commlayer.engine.averages import targets_of
 from commlayer.engine.buckets import agree
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.forward_overlap import ForwardOverlap
 from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
 from commlayer.engine.hooks import Hooks, OptimizerHooks
 from commlayer.engine.observers import Observers
-from commlayer.engine.optimizers import Stepped, buffers_of, parameters_of
+from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_of
 from commlayer.engine.quiet_ddp import QuietDDP
 from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
 from commlayer.engine.step_loop import StepLoop
@@ -35,7 +35,7 @@ from commlayer.optim import Outer
 
 class ModuleDriver:
     def __init__(
-        self, model: nn.Module, connection: Connection, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
+        self, model: nn.Module, connection: JobContext, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
         """`ddp`: keeps a DistributedDataParallel module around this one from reducing. `clips`: the optimizer's step begins
@@ -76,7 +76,7 @@ class ModuleDriver:
         if connection.worker is None:
             self._alone = self._counting(optimizer)
         else:
-            connection.stepped = Stepped(self._parameters, optimizer, outer)
+            connection.stepped = OptimizerMemory(self._parameters, optimizer, outer)
             connection.terms.useless = useless_of(connection, scaler, clips=clips)
             connection.after_switch.append(self._enter)
             connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.errors import InvalidInput
 from commlayer.observe import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
 
 
-class Place(IntEnum):
+class ObserverOrder(IntEnum):
     """The order: first those that may change the plan, then those that watch what runs under it."""
 
     AUTO_PLAN = 0
@@ -50,7 +50,7 @@ def _never() -> bool:
 class Observer(NamedTuple):
     """One observer and its callbacks. A CommError that it raises is latched in the worker."""
 
-    place: Place
+    place: ObserverOrder
     who: Any
     after_step: Callable[[], None] = _nothing
     """Averages are written, before the optimizer's step. With overlap="forward": after it, before the next step's first
@@ -78,7 +78,7 @@ class Observers:
     def remove(self, who: Any) -> None:
         self._all = [each for each in self._all if each.who is not who]
 
-    def at(self, place: Place) -> list[Any]:
+    def at(self, place: ObserverOrder) -> list[Any]:
         return [each.who for each in self._all if each.place is place]
 
     def __iter__(self) -> Iterator[Observer]:
@@ -95,7 +95,7 @@ class Observers:
 REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or take plan="auto"'
 
 
-class State(Record, frozen=True):
+class StaleState(Record, frozen=True):
     """Knowledge about the watched plan."""
 
     plan: Plan | None = None
@@ -105,14 +105,14 @@ class State(Record, frozen=True):
     """Seconds of the latest steps under the plan; the check uses their median."""
 
 
-def decide(state: State, plan: Plan | None, step: int, step_s: float) -> tuple[State, StalePlan | None]:
+def decide(state: StaleState, plan: Plan | None, step: int, step_s: float) -> tuple[StaleState, StalePlan | None]:
     """Runs after step number `step`. `plan`: the requested plan in use; None if commlayer chooses the plan.
 
     A plan's first step is not compared, because part of it ran under another plan. After a report, the reported time becomes
     the expected one, so that the report is not repeated."""
     if plan is not state.plan:
         check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
-        return State(plan, check), None
+        return StaleState(plan, check), None
     if state.check is None:
         return state, None
     recent = (*state.recent[-2:], step_s)
@@ -122,7 +122,7 @@ def decide(state: State, plan: Plan | None, step: int, step_s: float) -> tuple[S
     return structs.replace(state, recent=recent, check=check), stale
 
 
-def watch_of(connection: Connection) -> StalePlanWatch | None:
+def watch_of(connection: JobContext) -> StalePlanWatch | None:
     """On rank 0 only. It watches each plan that has a prediction, one after the other."""
     return StalePlanWatch(connection) if connection.rank == 0 and connection.worker is not None else None
 
@@ -130,8 +130,8 @@ def watch_of(connection: Connection) -> StalePlanWatch | None:
 class StalePlanWatch:
     """Called after each step. Warm-up steps are not compared: they send more than the prediction includes."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._state, self._ended = connection, State(), 0.0
+    def __init__(self, connection: JobContext) -> None:
+        self._connection, self._state, self._ended = connection, StaleState(), 0.0
 
     def __call__(self) -> None:
         connection = self._connection

@@ -69,7 +69,7 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
     return end
 
 
-class Held:
+class HeldParameters:
     """Which of a model's parameters optimizers hold, by number. While any watch exists, also which of them are in a step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -205,7 +205,7 @@ def _spelled(value: Any) -> str:
 
 # ---- digests of an optimizer's state, and its effect on weights: what a change of sync mode needs to know of it
 
-class Stepped:
+class OptimizerMemory:
     """For one model's parameters, by number."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: Outer) -> None:
@@ -296,7 +296,7 @@ ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Piece(NamedTuple):
+class DigestPiece(NamedTuple):
     """Elements [start, stop) of a tensor, by its number."""
 
     tensor: int
@@ -304,13 +304,13 @@ class Piece(NamedTuple):
     stop: int
 
 
-def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> list[Piece]:
+def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> list[DigestPiece]:
     """All elements of all tensors. A tensor whose elements are not contiguous is read as a whole."""
     parts = []
     for number, tensor in enumerate(tensors):
         most = max(1, most_nbytes // tensor.element_size()) if tensor.is_contiguous() else max(1, tensor.numel())
         edges = [*range(0, tensor.numel(), most), tensor.numel()]
-        parts += [Piece(number, start, stop) for start, stop in pairwise(edges)]
+        parts += [DigestPiece(number, start, stop) for start, stop in pairwise(edges)]
     return parts
 
 
@@ -330,7 +330,7 @@ class Digests:
         self._crcs = [0] * len(self._tensors)
         self._sums = torch.zeros(len(self._tensors) if self.by_sums else 0, dtype=torch.int64, device=self._device)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: DigestPiece) -> None:
         """Pieces of a tensor must come in order."""
         tensor = self._tensors[piece.tensor].detach()
         flat = tensor.contiguous().view(-1)[piece.start : piece.stop]

@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 
 from commlayer.cluster.collectives import Groups, gather, gather_bytes
 from commlayer.config import Config
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import steps_between
 from commlayer.engine.optimizers import (
     Digests,
-    Held,
+    HeldParameters,
     differences,
     digest,
     pieces,
@@ -59,7 +59,8 @@ SHARDED = "consolidate_state_dict"
 
 
 def drift_of(
-    connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config, held: Held,
+    connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+        held: HeldParameters,
 ) -> ParameterDrift | None:
     """None if there are no other ranks to compare with."""
     if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
@@ -85,7 +86,8 @@ class ParameterDrift:
     """All ranks call it where their parameters must be equal: after a step's exchange, before the optimizer's step."""
 
     def __init__(
-        self, connection: Connection, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config, held: Held,
+        self, connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+        held: HeldParameters,
     ) -> None:
         """`held`: for the averaged parameters."""
         self._connection, self._optimizer, self._answer = connection, optimizer, config.drift

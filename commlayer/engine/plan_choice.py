@@ -151,7 +151,7 @@ def plan_in(data: bytes) -> Plan:
     return records.decode(data, Plan, "plan of rank 0")
 
 
-class Offer:
+class OfferedPlan:
     """The result of make() on rank 0, made before it is shared, so that ranks can exchange its size together with other data.
     If make() fails, its error is shared."""
 
@@ -181,7 +181,7 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
     """
     if groups is None:
         return make()
-    offer = Offer(make, groups.rank)
+    offer = OfferedPlan(make, groups.rank)
     return offer.taken(groups.members.tell(offer.data, wait_s, "start")[0] if wait_s else groups.share_bytes(offer.data))
 
 
@@ -210,7 +210,7 @@ def check_plan(
 
 class PlanTerms:
     def __init__(self) -> None:
-        self.asked = Asked()
+        self.asked = RequestedModes()
         """The sync mode that the user requested in attach(); it holds for every plan."""
         self.forbids: Forbids = lambda _: ""
         """Why a plan cannot use a sync mode here: see allowed_ways.py."""
@@ -305,7 +305,7 @@ Forbids = Callable[[str], str]
 """For one of `WAYS`, the reason why this rank cannot use it; "" if it can."""
 
 
-class Asked(NamedTuple):
+class RequestedModes(NamedTuple):
     """The arguments of attach(), the same on all ranks. None: as the plan defines. They hold for every plan of the job."""
 
     every: int | None = None
@@ -330,7 +330,7 @@ class Asked(NamedTuple):
         return f"every={self.every or 'as planned'}{more}"
 
 
-def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> Asked:
+def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> RequestedModes:
     """ValueError, of one line, for values that no plan can have."""
     if every is not None and not _whole(every):
         raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
@@ -354,7 +354,7 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
                            "is exchanged every H / fragments steps")
     if exact is not None and not isinstance(exact, bool):
         raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, allowed: True or False")
-    request = Asked(every, codes, overlap, fragments, exact)
+    request = RequestedModes(every, codes, overlap, fragments, exact)
     if exact and (request.updates or overlap == "round"):
         raise InvalidInput("E-SYNC-MODE",
                            f"{request}: each rank steps on its own gradients then; allowed: exact=True without every, "
@@ -366,7 +366,7 @@ def _whole(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def stepping(plan: Plan, asked: Asked) -> Plan:
+def stepping(plan: Plan, asked: RequestedModes) -> Plan:
     """The plan with attach()'s arguments in it. ValueError if they conflict."""
     if asked.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",

@@ -45,10 +45,10 @@ from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
-from commlayer.engine.agreement import AWAY, Found, Says, Standing, Word, new_in
-from commlayer.engine.connection import Connection
+from commlayer.engine.agreement import AWAY, Claims, Outcome, Vote, VoterState, new_in
+from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import Forbids
-from commlayer.engine.step import Regroup
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Plan, View, plan_of
@@ -64,7 +64,7 @@ LOOK_S = 0.5
 """Seconds between two checks of a waiting member: for a newer view, and for all results of its step."""
 
 
-class Newer(Exception):
+class NewerEpoch(Exception):
     """There is a newer view than the one to which this rank is switching."""
 
 
@@ -72,7 +72,7 @@ def never() -> bool:
     return False
 
 
-class ViewWords:
+class EpochMessages:
     """The messages of one rank. `newest` is set from the heartbeat thread."""
 
     def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
@@ -81,8 +81,8 @@ class ViewWords:
         self._said: set[str] = set()
         """Names of the messages that this rank has sent; these do not change."""
 
-    def tell(self, view: View, what: str, mine: int, word: Word, until: float, *, among: Sequence[int] = (),
-             here: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Word]:
+    def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
+             here: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
         """Sends a message, and returns those of `among` (all of the view if empty), in the view's order.
 
         Returns none if all results of the step are `here` before the messages. Raises Newer if there is another view before.
@@ -95,7 +95,7 @@ class ViewWords:
         rows = self.read(view, names, until, step=word.step, put=put, here=here,
                          waits=(mine, limit_s))
         self._said.add(own)
-        return [Word(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
+        return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
 
     def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
              put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
@@ -116,14 +116,14 @@ class ViewWords:
                     continue
                 if self.newest is view and not self.hears_of(view):
                     raise
-                raise Newer from None
+                raise NewerEpoch from None
             put, give_up = (), math.inf
             if None not in rows:
                 return [row for row in rows if row is not None]
             if here():
                 return []
             if newer:
-                raise Newer
+                raise NewerEpoch
             if time.monotonic() >= until:
                 late = [peer_name(rank) for (_, rank), row in zip(want, rows, strict=True) if row is None]
                 raise DeadlineExceeded("has not come to the step in which members of the job change, before the deadline",
@@ -136,7 +136,7 @@ class ViewWords:
         except CommError:
             if not self.hears_of(view):
                 raise
-            raise Newer from None
+            raise NewerEpoch from None
 
     def hears_of(self, view: View) -> bool:
         """Whether a newer view arrives: the coordinator makes it when it declares a member dead."""
@@ -162,10 +162,10 @@ WINDOW = 64
 """Parts; 10 MB in total."""
 
 
-class Relay:
+class StateRelay:
     """For one view. Each member calls `give`, `take` or `watch`, once."""
 
-    def __init__(self, words: ViewWords, view: View, mine: int, word: Word, limit_s: float, judged_s: float) -> None:
+    def __init__(self, words: EpochMessages, view: View, mine: int, word: Vote, limit_s: float, judged_s: float) -> None:
         """`limit_s`: longest wait for others; `judged_s`: additional time for the verdict on those that are missing by then."""
         self._words, self._view, self._mine, self._word = words, view, mine, word
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
@@ -234,15 +234,15 @@ class Relay:
         return time.monotonic() + self._deadline_s
 
 
-class Regrouping:
+class MembershipChange:
     """One rank's part. `offer` runs on the heartbeat thread; everything else on the thread that waits for a step."""
 
-    def __init__(self, made: Connection, config: Config, home: str) -> None:
+    def __init__(self, made: JobContext, config: Config, home: str) -> None:
         self._made, self._config, self._home = made, config, home
         assert made.uplink is not None
-        self._words = ViewWords(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
-        self._stands = Standing()
-        self._agreed: tuple[View, list[Word]] | None = None
+        self._words = EpochMessages(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
+        self._stands = VoterState()
+        self._agreed: tuple[View, list[Vote]] | None = None
         made.uplink.subscribe_epochs(self.offer)
 
     def offer(self, view: View) -> None:
@@ -300,7 +300,7 @@ class Regrouping:
                         raise CommError("others have the step whole that was abandoned here", step=old.step)
                     self._go_over(old, plan or old.plan)
                     return
-                except (Newer, Regroup):
+                except (NewerEpoch, EpochChanged):
                     continue
         except Exception as error:
             old.now.error = error
@@ -336,7 +336,7 @@ class Regrouping:
         # Under local steps, slow members arrive later.
         local = worker.plan.local_steps
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
-        mine = Word(worker.step, worker.weight)
+        mine = Vote(worker.step, worker.weight)
         while True:
             view = self._newest
             stay = agreement.staying(self._view, view)
@@ -344,20 +344,20 @@ class Regrouping:
                 words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, here, local)
                 self._stands, vote = agreement.second(self._stands, view, mine, words, here=here())
                 confirmed = self._hear(view, vote, until, stay, here, local) if vote is not None else []
-            except Newer:
+            except NewerEpoch:
                 continue
             self._stands, outcome = agreement.found(self._stands, view, worker.step, words, confirmed, self._finished())
-            if outcome is Found.WHOLE:
+            if outcome is Outcome.WHOLE:
                 return
-            if outcome is Found.TOGETHER and not self._made.lets_in and new_in(view, self._view):
+            if outcome is Outcome.TOGETHER and not self._made.lets_in and new_in(view, self._view):
                 self._send_away(view)
-            elif outcome is Found.TOGETHER:
+            elif outcome is Outcome.TOGETHER:
                 self._agreed = view, words
-                raise Regroup
+                raise EpochChanged
 
     def _send_away(self, view: View) -> None:
         """Sends joining workers away and waits for the view without them. They leave, or are declared dead once silent."""
-        with contextlib.suppress(Newer):
+        with contextlib.suppress(NewerEpoch):
             for name in ("ready", "left"):  # they never send the second, so this waits for the newer view
                 self._tell(view, name, AWAY, time.monotonic() + self._patience_s)
 
@@ -366,14 +366,14 @@ class Regrouping:
         """Includes time for a verdict: if one member fails here, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
-    def _hear(self, view: View, says: Says, until: float, among: Sequence[int], here: Callable[[], bool], local_steps: int
-              ) -> list[Word]:
+    def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], here: Callable[[], bool], local_steps: int
+              ) -> list[Vote]:
         """`local_steps`: the others may need as long to get here as for an outer step."""
         limit_s = self._config.deadline_s * local_steps
         return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
                                 here=here if says.ends else never, limit_s=limit_s)
 
-    def _tell(self, view: View, what: str, word: Word, until: float) -> list[Word]:
+    def _tell(self, view: View, what: str, word: Vote, until: float) -> list[Vote]:
         return self._words.tell(view, what, self._made.id, word, until, limit_s=self._config.deadline_s)
 
     # ---- to the new view
@@ -397,7 +397,7 @@ class Regrouping:
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = Relay(self._words, view, made.id, mine, self._config.deadline_s, judged_s(self._config))
+            relay = StateRelay(self._words, view, made.id, mine, self._config.deadline_s, judged_s(self._config))
             if relay.giver == made.id:
                 relay.give(made.given(plan))
             else:
@@ -427,7 +427,7 @@ class Regrouping:
         except CommError:
             if not self._words.hears_of(change.view):
                 raise
-            raise Newer from None
+            raise NewerEpoch from None
 
     def _say(self, former: View, view: View, took_s: float) -> None:
         made, current = self._made, {m.rank for m in view.members}
@@ -442,7 +442,7 @@ class Regrouping:
                  f"had come to this step{lost}; this is rank {made.rank} of {made.world} now")
 
 
-def new_world(made: Connection, config: Config, home: str, view: View) -> None:
+def new_world(made: JobContext, config: Config, home: str, view: View) -> None:
     """Makes the process group of torch.distributed for the members of that view."""
     ids = [m.rank for m in view.members]
     former = made.groups

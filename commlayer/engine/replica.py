@@ -24,11 +24,11 @@ from commlayer.cluster.epoch_change import wire_generation
 from commlayer.cluster.process_groups import Members
 from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config, judged_s, reconnect_window_s
-from commlayer.engine.agreement import AWAY, Word
+from commlayer.engine.agreement import AWAY, Vote
 from commlayer.engine.buckets import agreed
-from commlayer.engine.connection import Connection, Joined
+from commlayer.engine.connection import JobContext, JoinedState
 from commlayer.engine.optimizers import buffers_of, parameters_of
-from commlayer.engine.regroup import Newer, Regrouping, Relay, ViewWords, new_world
+from commlayer.engine.regroup import EpochMessages, MembershipChange, NewerEpoch, StateRelay, new_world
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.records import MALFORMED, Job, Plan, Record, View
 from commlayer.transport.crc import crc32c
@@ -40,7 +40,7 @@ PIECE_NBYTES = 16 << 20
 """Bytes per broadcast; each has its own deadline."""
 
 
-class Given(Record, frozen=True):
+class GivenState(Record, frozen=True):
     """Header before the bytes of the tensors."""
 
     error: str = ""
@@ -67,10 +67,10 @@ class Given(Record, frozen=True):
     """States of its followers: Connection.followers."""
 
 
-class Taken(NamedTuple):
+class TakenState(NamedTuple):
     """The state that is now installed."""
 
-    told: Given
+    told: GivenState
     plan: Plan
     local: dict[str, torch.Tensor]
     """Needed when local steps begin."""
@@ -86,13 +86,13 @@ class Replica:
 
     # ---- sender
 
-    def given(self, made: Connection, plan: Plan) -> bytes:
+    def given(self, made: JobContext, plan: Plan) -> bytes:
         """The encoded state; or the error, if it cannot be read."""
         tensors: dict[str, torch.Tensor] = {}
         try:
             worker = made.worker
             assert worker is not None
-            head_record = Given(
+            head_record = GivenState(
                 plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=made.passes,
                 carried=made.carried, matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
                 optimizer=type(self._optimizer).__name__,
@@ -111,18 +111,18 @@ class Replica:
             tensors |= {} if made.local is None else made.local.snapshot()
             head = msgspec.msgpack.encode(head_record)
         except Exception as error:  # the optimizer's code may raise anything; the others continue to train
-            head = msgspec.msgpack.encode(Given(error=f"{type(error).__name__}: {error}".splitlines()[0]))
+            head = msgspec.msgpack.encode(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))
             tensors = {}
         copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         return len(head).to_bytes(8, "little") + head + safetensors.torch.save(copies)
 
     # ---- receiver
 
-    def take(self, data: bytes, check: Callable[[Plan], None]) -> Taken:
+    def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
         """Installs the state. ValueError if it does not fit."""
         size = int.from_bytes(data[:8], "little")
         try:
-            transfer = msgspec.msgpack.decode(data[8 : 8 + size], type=Given)
+            transfer = msgspec.msgpack.decode(data[8 : 8 + size], type=GivenState)
             tensors = safetensors.torch.load(data[8 + size :])
         except (*MALFORMED, ValueError) as error:
             raise CorruptFrame(f"what the others gave is malformed: {error}".splitlines()[0]) from None
@@ -151,7 +151,7 @@ class Replica:
             self._scaler.load_state_dict(_whole(transfer.scaler, tensors))
         for name, tensor in targets.items():
             tensor.data.copy_(tensors[name])
-        return Taken(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
 
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
@@ -226,7 +226,7 @@ log = logging.getLogger("commlayer")
 
 
 def enter(
-    made: Connection, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
+    made: JobContext, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
     check: Callable[..., None],
 ) -> None:
     """Returns as a member, in the step in which all others are. `check`: ValueError for a plan that cannot run with that many
@@ -236,7 +236,7 @@ def enter(
     made.on_close.append(made.rows.close)
     made.uplink = link = Uplink(config)
     link.join(config.join, request)
-    words = ViewWords(link.view, made.waits.notice_s, reconnect_window_s(config))
+    words = EpochMessages(link.view, made.waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:
         words.newest = view
@@ -249,7 +249,7 @@ def enter(
         try:
             _check_givers(view, made.id, link)
             try:
-                ready = words.tell(view, "ready", made.id, Word(-1, 1.0), time.monotonic() + config.deadline_s)
+                ready = words.tell(view, "ready", made.id, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
                 # Their plan defines how long an exchange takes; the coordinator reports members that have died.
                 log.warning("waits for the others still, %.0f s so far: under local steps it is let in at an exchange that is "
@@ -262,21 +262,22 @@ def enter(
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
             fits = functools.partial(check, workers=len(view.members))
-            given, plan, local, restore = Relay(words, view, made.id, Word(-1, 1.0), config.deadline_s, judged_s(config)).take(
+            relay = StateRelay(words, view, made.id, Vote(-1, 1.0), config.deadline_s, judged_s(config))
+            given, plan, local, restore = relay.take(
                 functools.partial(replica.take, check=fits))
             break
-        except Newer:
+        except NewerEpoch:
             continue
     made.uplink.switch_view(view)
     new_world(made, config, home, view)
     made.plan, made.terms.auto, made.matched = plan, given.automatic, given.matched
-    made.joined, made.fresh = Joined(local, restore, dict(given.followed)), True
+    made.joined, made.fresh = JoinedState(local, restore, dict(given.followed)), True
     made.passes = given.passes - int(plan.steps_locally)  # local steps count at the end of their backward pass
     made.entered = given.carried
     worker = made.worker_for(plan, job, device, wire_generation(view))
     worker.step, worker.counters.exchanges = given.step, given.counted
     worker.units.regroup(sum(word.weight for word in ready))
-    made.members = Regrouping(made, config, home)
+    made.members = MembershipChange(made, config, home)
     made.follow(worker)
     made.say(f"joined the running job as worker {made.id}, with weights, buffers and optimizer's state of its workers, "
              f"{time.monotonic() - begin:.1f} s after it had come; this is rank {made.rank} of {made.world}, in step "

@@ -52,10 +52,10 @@ from commlayer.config import (
     verdict_s,
 )
 from commlayer.engine import optimizers, plan_choice
-from commlayer.engine.connection import Connection, Waits
+from commlayer.engine.connection import JobContext, WaitsFor
 from commlayer.engine.interrupted import print_one_line
-from commlayer.engine.plan_choice import Asked, Forbids, agreed_plan, check_plan, from_rank_0, stepping
-from commlayer.engine.regroup import Regrouping, forbidding, unfit
+from commlayer.engine.plan_choice import Forbids, RequestedModes, agreed_plan, check_plan, from_rank_0, stepping
+from commlayer.engine.regroup import MembershipChange, forbidding, unfit
 from commlayer.engine.replica import Replica, enter
 from commlayer.engine.replica import align as align_tensors
 from commlayer.errors import Coded, CommError, InvalidInput, coded
@@ -69,9 +69,10 @@ from commlayer.transport.key_folder import Keys
 
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    forbids: Forbids = lambda _: "", asked: Asked = Asked(), whole: Job | None = None, must: Mapping[str, str] | None = None,
+    forbids: Forbids = lambda _: "", asked: RequestedModes = RequestedModes(), whole: Job | None = None,
+    must: Mapping[str, str] | None = None,
     settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
-) -> Connection:
+) -> JobContext:
     """Joins the job that the environment names; all ranks call it together, inside `start`.
 
     `must`: further values that must be the same on all ranks. `settings`: of optimizers, which may differ with drift="warn".
@@ -84,14 +85,14 @@ def connect(
     # Server child processes get the same limit.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
-    made = Connection()
+    made = JobContext()
     made.logs = met.logs
     made.terms.asked, made.terms.forbids = asked, forbids
     made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
     made.terms.optimizer, made.terms.max_loss = optimizer, config.max_loss
     made.terms.loss, made.terms.learning = config.loss, config.learning
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
-    made.waits = Waits(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
+    made.waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     elastic = False
     if met.members is not None:
         made.rank = made.id = met.members.rank
@@ -145,7 +146,7 @@ def connect(
         _join(made, job, _placed(config, met.address, made), per_node, outbound_only=not met.reachable, elastic=elastic,
               must_match=compared(must, config) if elastic else {})
         if elastic:
-            made.members = Regrouping(made, config, met.launch.home)
+            made.members = MembershipChange(made, config, met.launch.home)
         made.follow(made.worker_for(made.plan, job, device))
         made.log(f"begins with plan {records.digest(made.plan)}: {in_words(made.plan)}")
     except BaseException:
@@ -163,7 +164,8 @@ def _of(plan: Plan, whole: Job | None) -> Plan:
 
 
 def _enter(
-    made: Connection, job: Job, device: torch.device, met: Met, config: Config, forbids: Forbids, replica: Replica | None,
+    made: JobContext, job: Job, device: torch.device, met: Rendezvous, config: Config, forbids: Forbids,
+    replica: Replica | None,
     must_match: Mapping[str, str],
 ) -> None:
     """Joins a running job."""
@@ -183,7 +185,7 @@ def _enter(
 
 
 def _join(
-    made: Connection, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
+    made: JobContext, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
     must_match: Mapping[str, str],
 ) -> None:
     """Starts the embedded servers if none were named, then registers with the coordinator and connects."""
@@ -200,7 +202,7 @@ def _join(
     ), config)
 
 
-def _placed(config: Config, address: str, made: Connection) -> Config:
+def _placed(config: Config, address: str, made: JobContext) -> Config:
     """Servers on loopback serve one machine only. If ranks run on several machines, this node's servers listen on `address`."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
@@ -210,7 +212,7 @@ def _placed(config: Config, address: str, made: Connection) -> Config:
     return msgspec.structs.replace(config, bind=address)
 
 
-def _start_embedded(made: Connection, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
+def _start_embedded(made: JobContext, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
     """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting `servers` says.
 
     Returns the coordinator's address and the job's secret, which rank 0 makes and the group shares."""
@@ -416,7 +418,7 @@ HEARD_S = 5.0
 """Seconds for which a failing rank stays, so that the others can read the reason: the store may be in its process."""
 
 
-class Arrival(NamedTuple):
+class RankRow(NamedTuple):
     host: str
     """In a home, the name in its certificate."""
     machine: str
@@ -433,7 +435,7 @@ class Arrival(NamedTuple):
     error: str = ""
 
 
-class Met(NamedTuple):
+class Rendezvous(NamedTuple):
     """The result. `members` is None if there are no other ranks."""
 
     members: Members | None
@@ -472,15 +474,15 @@ class Start:
                 self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
                 _stay(members)
 
-    def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Met:
+    def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Rendezvous:
         """Exchanges rows; all ranks call it together. ValueError, the same on all, if they were not started alike. With
         drift="warn", optimizer `settings` may differ."""
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
-            return Met(None, launch, here=launch.local_world)
+            return Rendezvous(None, launch, here=launch.local_world)
         if launch.joins >= 0:  # the others have met; the coordinator compares
-            return Met(members, launch, here=launch.local_world, reachable=False, logs=launch.local_rank == 0)
+            return Rendezvous(members, launch, here=launch.local_world, reachable=False, logs=launch.local_rank == 0)
         address = own_address.address_to(master()) if master() else own_address.default_address()
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
         mine = _here(name, agent=launch.agent, address=address,
@@ -502,7 +504,7 @@ class Start:
             use_interface(own_address.interface_of(address))  # for Gloo's groups, which carry small rows
         local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
-        return Met(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
+        return Rendezvous(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
                    logs=rows[members.rank] is mates[0])
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
@@ -515,13 +517,13 @@ class Start:
         members = Members(self._group)
         return members if members.world > 1 else None
 
-    def _tell(self, members: Members | None, config: Config, mine: Arrival) -> list[Arrival]:
+    def _tell(self, members: Members | None, config: Config, mine: RankRow) -> list[RankRow]:
         self._told = True
         if members is None:
             return [mine]
         rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
         # Another version may send more fields.
-        return [Arrival(**{k: v for k, v in json.loads(data).items() if k in Arrival._fields}) for data in rows]
+        return [RankRow(**{k: v for k, v in json.loads(data).items() if k in RankRow._fields}) for data in rows]
 
 
 def group_of(process_group: Any) -> Any:
@@ -568,7 +570,7 @@ def plan_kind(plan: Any) -> str:
     return str(plan)
 
 
-def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bool = True) -> str:
+def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:
     """Why these ranks cannot train together, in a line; empty if they can."""
     if wrong := [r for r, row in enumerate(rows) if row.error]:
         return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
@@ -596,18 +598,18 @@ def problem_of(rows: Sequence[Arrival], ranks: Sequence[int], *, own_servers: bo
     return ""
 
 
-def differing(rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+def differing(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
     """How the ranks' optimizers differ, in a line; empty if they do not."""
     differences = optimizers.differences([row.settings for row in rows])
     return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
 
 
-def _by_value(values: Sequence[str], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+def _by_value(values: Sequence[str], rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
     return ", ".join(f"{value} on {_who([r for r, v in enumerate(values) if v == value], rows, ranks)}"
                      for value in dict.fromkeys(values))
 
 
-def ranks_per_node(rows: Sequence[Arrival]) -> tuple[int, str]:
+def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
     """Number of consecutive ranks that are on one node, and a line for the log on the layout.
 
     Ranks with the same machine and agent are on one node. If nodes have unequal numbers of ranks, or ranks are dealt
@@ -629,8 +631,8 @@ def _stay(members: Members | None) -> None:
             members.tell(b"", HEARD_S, "start")
 
 
-def _here(name: str = "", **told: Any) -> Arrival:
-    return Arrival(name or socket.gethostname(), own_address.machine(), **told)
+def _here(name: str = "", **told: Any) -> RankRow:
+    return RankRow(name or socket.gethostname(), own_address.machine(), **told)
 
 
 def _versions() -> dict[str, str]:
@@ -640,7 +642,7 @@ def _versions() -> dict[str, str]:
             "version of Python": ".".join(platform.python_version_tuple()[:2])}
 
 
-def _own_address(mine: Arrival, rows: Iterable[Arrival]) -> str:
+def _own_address(mine: RankRow, rows: Iterable[RankRow]) -> str:
     """On the machine of the rendezvous, its own name may lead to loopback. Then the address toward another machine counts."""
     ways = [mine.address, *(own_address.address_to(row.address) for row in rows if not _local(row.address))]
     return next((address for address in ways if not _local(address)), "")
@@ -650,7 +652,7 @@ def _local(address: str) -> bool:
     return not address or is_loopback(address)
 
 
-def _who(chosen: Sequence[int], rows: Sequence[Arrival], ranks: Sequence[int]) -> str:
+def _who(chosen: Sequence[int], rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
     hosts = list(dict.fromkeys(rows[r].host for r in chosen))
     return f"rank {_numbers(chosen, ranks)} ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
 

@@ -62,7 +62,7 @@ class Counters:
         return dataclasses.asdict(self)
 
 
-class Regroup(Exception):
+class EpochChanged(Exception):
     """The members of the job change: the current step is abandoned and repeated by the remaining members."""
 
 
@@ -282,7 +282,7 @@ LAPS_KEPT = 256
 """Most laps that wait for `take`; older ones are dropped."""
 
 
-class Lap(NamedTuple):
+class StepTiming(NamedTuple):
     """A step, counted from 0, and its seconds from the end of the previous averaging to the end of its backward pass."""
 
     step: int
@@ -316,7 +316,7 @@ class Stopwatch:
             self._laps.append((step, self._begin, self._now(), self._skipped_s))
             self._begin = None
 
-    def take(self) -> list[Lap]:
+    def take(self) -> list[StepTiming]:
         """The completed laps that were not taken before."""
         laps = []
         while self._laps:
@@ -328,7 +328,7 @@ class Stopwatch:
             else:
                 seconds = cast(float, end) - cast(float, begin)
             self._laps.popleft()
-            laps.append(Lap(step, max(0.0, seconds - skipped_s)))
+            laps.append(StepTiming(step, max(0.0, seconds - skipped_s)))
         return laps
 
     def _now(self) -> float | torch.cuda.Event:
@@ -360,7 +360,7 @@ def broken_off(buckets: Sequence[WorkerBucket], *, here: bool) -> str:
 
 # ---- finds the peer that caused an error, once the coordinator has had time to report it
 
-class FaultVerdict:
+class RootCause:
     """The first death that the coordinator reported, or the coordinator's own silence."""
 
     def __init__(self) -> None:

@@ -23,14 +23,14 @@ from commlayer.autotune.plan.driver import auto_of
 from commlayer.autotune.quality.driver import guard_of
 from commlayer.config import Config
 from commlayer.engine.averages import AverageUse, hand_out
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.finite_steps import FiniteSteps
 from commlayer.engine.guards import StepGuard
-from commlayer.engine.observers import Observer, Observers, Place, watch_of
-from commlayer.engine.optimizers import Held, learning_rate, loss_scale
+from commlayer.engine.observers import Observer, ObserverOrder, Observers, watch_of
+from commlayer.engine.optimizers import HeldParameters, learning_rate, loss_scale
 from commlayer.engine.parameter_drift import drift_of
-from commlayer.engine.step import Regroup
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.trace import trace_once
 from commlayer.engine.uneven_inputs import UnevenInputs
 from commlayer.engine.worker import Worker
@@ -41,7 +41,7 @@ class StepLoop:
     """Without other workers, callers use only `drain`, `weigh`, `report` and `detach`."""
 
     def __init__(
-        self, connection: Connection, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
+        self, connection: JobContext, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
         guard: StepGuard | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
@@ -54,7 +54,7 @@ class StepLoop:
         self._batch, self.deadline_s = config.batch, config.deadline_s
         self._use: AverageUse | None = None
         self._finite: FiniteSteps | None = None
-        held = Held(parameters)
+        held = HeldParameters(parameters)
         if connection.worker is not None:
             if connection.rows is not None:
                 self._finite = FiniteSteps(connection, parameters, held)  # its hooks must run first
@@ -68,23 +68,23 @@ class StepLoop:
             connection.after_regroup.append(self._look_again)
         self._config = config
         self._decide()
-        trace_once(connection, observers, config.trace, planning=bool(observers.at(Place.AUTO_PLAN)))
+        trace_once(connection, observers, config.trace, planning=bool(observers.at(ObserverOrder.AUTO_PLAN)))
         if (drift := drift_of(connection, compared, optimizer, config, held)) is not None:
-            observers.add(Observer(Place.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
+            observers.add(Observer(ObserverOrder.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     def _decide(self) -> None:
         """Adds the observers that make decisions during training."""
         connection, observers = self.connection, self.observers
         if (auto := auto_of(connection)) is not None:
-            observers.add(Observer(Place.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
+            observers.add(Observer(ObserverOrder.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
                                    after_drain=auto.after_drain))
         self._guard = guard_of(connection, self._config)
         if self._guard is not None:
-            observers.add(Observer(Place.ACCURACY, self._guard, self._guard.after_step,
+            observers.add(Observer(ObserverOrder.ACCURACY, self._guard, self._guard.after_step,
                                    before_commit=self._guard.compare_if_due,
                                    looks=self._guard.has_work))
         if (watch := watch_of(connection)) is not None:
-            observers.add(Observer(Place.STALE_PLAN, watch, watch))
+            observers.add(Observer(ObserverOrder.STALE_PLAN, watch, watch))
 
     @property
     def worker(self) -> Worker:
@@ -133,8 +133,8 @@ class StepLoop:
             return False
         if self._finite is not None:
             self._finite.counted()
-        with contextlib.suppress(Regroup):
-            for drift in self.observers.at(Place.PARAMETER_DRIFT):
+        with contextlib.suppress(EpochChanged):
+            for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
                 drift.start()
         return True
 
@@ -147,7 +147,7 @@ class StepLoop:
         """A plan has come into force. `starts`: tensors to compare instead of weights that differ by design, by name."""
         if self._use is not None and self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
-        for drift in self.observers.at(Place.PARAMETER_DRIFT):
+        for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.compare([starts.get(name, tensor) for name, tensor in self._compared])
 
     def average(
@@ -166,7 +166,7 @@ class StepLoop:
             self._passed()
             if self.connection.fresh:
                 self.connection.begun()
-        with contextlib.suppress(Regroup):  # the step is complete; the remaining members run the next one
+        with contextlib.suppress(EpochChanged):  # the step is complete; the remaining members run the next one
             for observer in self.observers if self._all_active() else ():
                 observer.before_commit()
         into = targets()
@@ -223,19 +223,19 @@ class StepLoop:
             try:
                 end()
                 return
-            except Regroup:
+            except EpochChanged:
                 assert self.connection.members is not None
                 self.connection.members.go()
                 self._units(self.worker)
 
     def _look_again(self) -> None:
         """The members have changed: restarts observers that measure, or that have exchanged messages with other ranks."""
-        for place in (Place.AUTO_PLAN, Place.ACCURACY, Place.TRACE, Place.STALE_PLAN):
+        for place in (ObserverOrder.AUTO_PLAN, ObserverOrder.ACCURACY, ObserverOrder.TRACE, ObserverOrder.STALE_PLAN):
             for observer in self.observers.at(place):
                 self.observers.remove(observer)
-                if place in (Place.AUTO_PLAN, Place.TRACE):
+                if place in (ObserverOrder.AUTO_PLAN, ObserverOrder.TRACE):
                     observer.end()
-        for drift in self.observers.at(Place.PARAMETER_DRIFT):
+        for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.begin_again()
         self._decide()
 
@@ -269,7 +269,7 @@ class StepLoop:
             begin = time.perf_counter()
             try:
                 observer.after_step()
-            except Regroup:
+            except EpochChanged:
                 return  # observers are restarted with the remaining members in the next step
             if between:
                 self.worker.stopwatch.start()  # observer time does not count as compute

@@ -11,9 +11,9 @@ from commlayer import records
 from commlayer.cluster.collectives import Groups, all_or_none, gather
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.buckets import trim
-from commlayer.engine.connection import Connection
-from commlayer.engine.plan_choice import Offer, bytes_of, check_plan, in_updates, plan_in, stepping
-from commlayer.engine.step import Regroup
+from commlayer.engine.connection import JobContext
+from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, in_updates, plan_in, stepping
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Member, Plan, plan_of
@@ -27,11 +27,11 @@ class _Told(Exception):
         self.error, self.plan = error, plan
 
 
-class _Entered(Regroup):
+class _Entered(EpochChanged):
     """Members have gone, and the remaining ones have switched to the plan."""
 
 
-def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
+def switch(made: JobContext, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
     """Switches to another plan between two steps. All ranks call it together; rank 0's plan counts, others may pass None.
 
     Codecs restart, but the new plan pays out old residuals. On servers that holds for elements that stay on their server, in
@@ -56,7 +56,7 @@ def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, aske
             if asked:
                 return
             raise
-        except Regroup:
+        except EpochChanged:
             if not asked:
                 raise
             assert made.members is not None
@@ -64,7 +64,7 @@ def switch(made: Connection, plan: Plan | None, *, by_itself: bool = False, aske
             plan, again = _of_those_left(plan, before, made.uplink.view.members), True
 
 
-def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
+def _all_go_over(made: JobContext, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
     """One attempt. `again`: rank 0 may be another worker than before, and without a plan."""
     assert made.groups is not None
     assert made.uplink is not None
@@ -82,7 +82,7 @@ def _all_go_over(made: Connection, plan: Plan | None, *, by_itself: bool, again:
     except _Told as broken:
         try:
             made.broke(broken.error)
-        except Regroup:
+        except EpochChanged:
             assert made.members is not None
             made.members.between(broken.plan)
             for hook in made.after_switch:
@@ -100,9 +100,9 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
 
 
 def _go_over(
-    made: Connection, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
+    made: JobContext, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
-    offer = Offer(lambda: bytes_of(stepping(_given(plan), made.terms.asked)), made.rank)
+    offer = OfferedPlan(lambda: bytes_of(stepping(_given(plan), made.terms.asked)), made.rank)
     stands = _stand_alike(made, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
     note = ""
@@ -124,7 +124,7 @@ def _go_over(
     for act in made.before_switch:
         act()
     if made.worker is not old:
-        raise Regroup  # members were lost in an exchange of these callbacks
+        raise EpochChanged  # members were lost in an exchange of these callbacks
     new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
     sent, undone = False, old.undone()
     try:
@@ -164,7 +164,7 @@ class _Stand(NamedTuple):
     matched: int
 
 
-def _stand_alike(made: Connection, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
+def _stand_alike(made: JobContext, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server in flight."""
     local, stepped = made.local, made.stepped
     with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:

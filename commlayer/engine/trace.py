@@ -19,8 +19,8 @@ import torch
 from msgspec import structs
 
 from commlayer.cluster.collectives import gather_bytes
-from commlayer.engine.connection import Connection
-from commlayer.engine.observers import Observer, Observers, Place
+from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
@@ -43,7 +43,7 @@ APART = 1.05
 """Distance between the drawn steps, in lengths of the longest step, predicted or measured."""
 
 
-def trace_once(connection: Connection, observers: Observers, file: str, *, planning: bool) -> None:
+def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
     """Starts when the plan is final. `planning`: commlayer is searching for one."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
@@ -51,7 +51,7 @@ def trace_once(connection: Connection, observers: Observers, file: str, *, plann
         Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
 
-def trace(connection: Connection, observers: Observers, path: Path, steps: int) -> None:
+def trace(connection: JobContext, observers: Observers, path: Path, steps: int) -> None:
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
     if why := _untraceable(connection):
@@ -59,7 +59,7 @@ def trace(connection: Connection, observers: Observers, path: Path, steps: int) 
     Tracer(connection, observers, path, steps, planning=False, warm=0)
 
 
-def _untraceable(connection: Connection) -> str:
+def _untraceable(connection: JobContext) -> str:
     """Why a trace would record nothing here; "" if it would."""
     if connection.worker is None:
         return "this process trains alone"
@@ -72,7 +72,7 @@ class Tracer:
     """Runs from its construction until the file is written."""
 
     def __init__(
-        self, connection: Connection, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
+        self, connection: JobContext, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
     ) -> None:
         self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
         self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
@@ -83,7 +83,7 @@ class Tracer:
         """The last recorded step. Only steps in which all ranks have a batch are kept (uneven_inputs.py)."""
         self._recording: Worker | None = None
         self._plan: Plan | None = None
-        observers.add(Observer(Place.TRACE, self, self._after_step))
+        observers.add(Observer(ObserverOrder.TRACE, self, self._after_step))
         connection.on_close.append(self._ended)
         self._look()
 
@@ -100,7 +100,7 @@ class Tracer:
             self._connection.broke(error)
 
     def _ended(self) -> None:
-        if self in self._observers.at(Place.TRACE) and self._connection.rank == 0:
+        if self in self._observers.at(ObserverOrder.TRACE) and self._connection.rank == 0:
             log.warning("no trace in %s: the job ended after %d steps, before %d were recorded", self._path,
                         self._done, self._wanted)
 
@@ -159,12 +159,12 @@ class Tracer:
         log.info("%d steps are traced in %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
 
 
-def gather_steps(connection: Connection, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
+def gather_steps(connection: JobContext, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
     rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)))
     return [msgspec.msgpack.decode(zlib.decompress(row), type=list[RecordedStep]) for row in rows]
 
 
-def write(connection: Connection, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
+def write(connection: JobContext, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
     plan = connection.plan
     assert plan is not None
     nodes = connection.world // plan.ranks_per_node
@@ -179,13 +179,13 @@ def write(connection: Connection, path: Path, ranks: Sequence[Sequence[RecordedS
     return comparison
 
 
-def _name(connection: Connection, plan: Plan) -> str:
+def _name(connection: JobContext, plan: Plan) -> str:
     """The plan's digest as its reader knows it: that of a file from `plan make`, or the one in the log."""
     basis = connection.terms.basis
     return digest(plan if connection.terms.auto or basis is None else basis.plan)
 
 
-def _predicted(connection: Connection, nodes: int) -> tuple[Prediction | None, str]:
+def _predicted(connection: JobContext, nodes: int) -> tuple[Prediction | None, str]:
     if connection.terms.basis is None:
         return None, "nothing is predicted: what the plan was made from is not known here"
     try:

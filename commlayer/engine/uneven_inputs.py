@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from commlayer.cluster.collectives import Rows
-from commlayer.engine.connection import Connection
-from commlayer.engine.observers import Observers, Place
+from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import align, share_optimizer
 from commlayer.errors import CommError, InvalidInput
@@ -35,7 +35,7 @@ class UnevenInputs:
     """For one attached plain module. Sends nothing outside of session.join()."""
 
     def __init__(
-        self, model: nn.Module, connection: Connection, optimizer: Any, scaler: Any, observers: Observers, deadline_s: float,
+        self, model: nn.Module, connection: JobContext, optimizer: Any, scaler: Any, observers: Observers, deadline_s: float,
     ) -> None:
         self._model, self._connection, self._optimizer, self._scaler = model, connection, optimizer, scaler
         self._observers, self._deadline_s = observers, deadline_s
@@ -188,7 +188,7 @@ class UnevenInputs:
             self._connection.broke(error)
         if state and self._scaler is not None and groups.rank != source:
             self._scaler.load_state_dict(state)
-        for drift in self._observers.at(Place.PARAMETER_DRIFT):
+        for drift in self._observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.loaded()  # compares everything before the next step
 
 

@@ -25,13 +25,13 @@ from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
 from commlayer.compressors.tensors import give_back
-from commlayer.engine.bucket_assembler import Intake
+from commlayer.engine.bucket_assembler import BucketAssembler
 from commlayer.engine.buckets import WorkerBucket, whole
 from commlayer.engine.entries_sent import allot_entries
 from commlayer.engine.lanes import Staging, device_buckets
 from commlayer.engine.late_results import LateResults
-from commlayer.engine.paths.path import Route
-from commlayer.engine.paths.table import Routes, routes_of
+from commlayer.engine.paths.path import BucketPath
+from commlayer.engine.paths.table import Paths, routes_of
 from commlayer.engine.step import Counters, Step, Stopwatch, Units, broken_off
 from commlayer.errors import CommError, InvalidInput, PeerLost, StepAbandoned
 from commlayer.observe import Recorder
@@ -66,7 +66,7 @@ UNEQUAL = ("ranks have made unequal numbers of backward passes (a loader that is
            "optimizer such as LBFGS that goes by its rank's own loss): give all the same number")
 
 
-class Ended:
+class FinishedPeers:
     """The finished peers, as one worker knows them. The training thread writes its exchange, and the heartbeat thread the
     finished peers. Each thread writes before it reads, so at least one of them finds a missed exchange."""
 
@@ -168,7 +168,7 @@ class Unapplied:
     turns: list[list[WorkerBucket]]
     _by_tensor: list[list[tuple[WorkerBucket, int]]]
     _in_time: list[WorkerBucket]
-    _routes: Routes
+    _routes: Paths
     settle: Callable[[], None] = staticmethod(_no_watch)
     """Makes the watcher of averages report those that the script has cleared: see `cleared`."""
     intact = True
@@ -308,11 +308,11 @@ class Worker(Unapplied):
         self._routes = routes_of(
             self.turns, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
         self.stalled = self._routes.stalled
-        self._intake = Intake(job, self.buckets, self._routes, staging, self.now, self._open)
+        self._intake = BucketAssembler(job, self.buckets, self._routes, staging, self.now, self._open)
         self._by_tensor = self._intake.by_tensor
         self.places: Mapping[int, int] = {}
         """By tensor, its place in the forward pass, where one was observed."""
-        self.ended = Ended()
+        self.ended = FinishedPeers()
         self.patience: Callable[[], float] = _at_once
         """Seconds to wait beyond the deadline of a step, while the coordinator may still decide which worker is lost."""
         self.waiting_since = 0.0
@@ -324,7 +324,7 @@ class Worker(Unapplied):
         """Waits for what the last step still lacks. Set where steps are taken bucket by bucket."""
         self.unpaid: list[ResidualSlice] = []
         """Residuals of an earlier plan in a unit other than this plan's: see plan_handover.py."""
-        self._finished: list[Route] = []
+        self._finished: list[BucketPath] = []
         self._deadline_s = 0.0
         self.stopwatch = Stopwatch(device)
         self._reset()

@@ -20,7 +20,7 @@ from commlayer.planner.pricing.path_cost import Prices
 BUDGET_S = 0.2
 
 
-def measured(rank: int, per_node: int, budget_s: float) -> calibration.Grouped:
+def measured(rank: int, per_node: int, budget_s: float) -> calibration.CollectiveCosts:
     groups = Groups(per_node, 30.0, torch.device("cpu"))
     try:
         return calibration.measure_collectives(groups, budget_s)

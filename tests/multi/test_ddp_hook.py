@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
-from commlayer.engine.observers import Observer, Place
+from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.errors import code_of
 
 WORLD = 2
@@ -148,7 +148,7 @@ def watched(run: Run) -> Any:
         wrapped(torch.ones(2, 12)).sum().backward()
         if step == 0:
             worker = session.inspect.connection.worker
-            session.inspect.observers.add(Observer(Place.OTHER, run, functools.partial(worker.stopwatch.stop, -1)))
+            session.inspect.observers.add(Observer(ObserverOrder.OTHER, run, functools.partial(worker.stopwatch.stop, -1)))
     return [lap.step for lap in session.inspect.laps() if lap.step >= 0]
 
 

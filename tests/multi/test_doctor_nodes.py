@@ -19,7 +19,7 @@ from commlayer.config import Config
 from commlayer.doctor import checks
 from commlayer.doctor import nodes as comparison
 from commlayer.doctor.machine import Software
-from commlayer.doctor.nodes import Node
+from commlayer.doctor.nodes import NodeFacts
 from commlayer.records import Bucket, Plan, Slice
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +27,9 @@ LIMIT_S = 100.0
 HERE = Software("0.1.0", 1, 4, "3.11.7", "avx2")
 
 
-def nodes(*others: dict[str, Any], count: int = 2) -> list[Node]:
+def nodes(*others: dict[str, Any], count: int = 2) -> list[NodeFacts]:
     """So many alike, the last of them with these fields."""
-    made = [Node(host, "", HERE, "2.13.0+cpu", "abc", ((100.0, 100.5), (101.0, 101.01))) for host in "abcde"[:count]]
+    made = [NodeFacts(host, "", HERE, "2.13.0+cpu", "abc", ((100.0, 100.5), (101.0, 101.01))) for host in "abcde"[:count]]
     first = count - len(others)
     return made[:first] + [msgspec.structs.replace(node, **own) for node, own in zip(made[first:], others, strict=True)]
 
@@ -44,7 +44,7 @@ def at(*clock: tuple[float, float]) -> dict[str, Any]:
 
 B = "node 1 \\(b\\)"
 A = "node 0 \\(a\\)"
-ALIKE: list[tuple[list[Node], list[tuple[str, str, str]]]] = [
+ALIKE: list[tuple[list[NodeFacts], list[tuple[str, str, str]]]] = [
     (nodes(), [("ok", "the same versions and the same plan on all 2", "")]),
     (nodes({"plan": ""}, {"plan": ""}), [("ok", "the same versions on all 2", "")]),
     (nodes(but(commlayer="0.2.0")),
@@ -60,7 +60,7 @@ ALIKE: list[tuple[list[Node], list[tuple[str, str, str]]]] = [
     (nodes({"plan": "xyz"}, {"plan": ""}, count=5),
      [("fail", "xyz on node 3 \\(d\\), no plan on node 4 \\(e\\), plan with hash abc on the 3 others$", "same plan file")]),
 ]
-CLOCKS: list[tuple[list[Node], bool, list[tuple[str, str]]]] = [
+CLOCKS: list[tuple[list[NodeFacts], bool, list[tuple[str, str]]]] = [
     (nodes(), False, [("ok", f"within 0.01 s of that of {A}")]),
     (nodes(at((107.0, 107.5), (108.0, 108.01))), False, [("warn", f"{B} 7 s ahead of {A}")]),
     (nodes(at((92.0, 92.5), (93.0, 93.01))), False, [("warn", f"{A} 8 s ahead of {B}")]),

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of
 from commlayer.engine.buckets import WorkerBucket
-from commlayer.engine.paths.node import Shards, in_node
+from commlayer.engine.paths.node import ShardedInNode, in_node
 from commlayer.records import Bucket, Slice
 
 RANKS = 4
@@ -52,7 +52,7 @@ def through(rank: int, numel: int, owners: list[int]) -> dict[str, Any]:
                         bucket.read_result()
             seen.append(torch.cat([bucket.y for bucket in buckets]).clone())
         return {"seen": seen, "weights": [b.weight for b in buckets], "used": [b.used for b in buckets],
-                "shards": [isinstance(one, Shards) for one in ones]}
+                "shards": [isinstance(one, ShardedInNode) for one in ones]}
     finally:
         groups.close()
 

@@ -12,7 +12,17 @@ from support.rank_pool import pool
 
 from commlayer.autotune.measure import link_rates
 from commlayer.autotune.plan import link_probes
-from commlayer.autotune.plan.link_probes import BUSY, DRAINED, LONGEST_S, OPENING, TOLD_BPS, Seen, probed, sustained, turns_of
+from commlayer.autotune.plan.link_probes import (
+    BUSY,
+    DRAINED,
+    LONGEST_S,
+    OPENING,
+    TOLD_BPS,
+    SeenTraffic,
+    probed,
+    sustained,
+    turns_of,
+)
 from commlayer.autotune.plan.measuring import held_up
 from commlayer.observe import Direction, Rates, RecordedStep, Throughput
 from commlayer.observe.link_monitor import PAYLOAD
@@ -25,17 +35,17 @@ TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
 
 
 @pytest.mark.parametrize(("seen", "steps_s", "round_trip_s", "wanted"), [
-    (Seen(BUSILY, 2.0), 2.0, 0.08, TOLD),
+    (SeenTraffic(BUSILY, 2.0), 2.0, 0.08, TOLD),
     (None, 2.0, 0.08, (0.0, 0.0)),
-    (Seen(SELDOM, 2.0), 2.0, 0.08, (0.0, 0.0)),
-    (Seen(SELDOM, 8.0), 2.0, 0.08, TOLD),  # the script did something else, too
-    (Seen(Throughput(Direction(1e5, BUSY), SELDOM.down), 2.0), 2.0, 0.08, (TOLD[0], 0.0)),
-    (Seen(Throughput(Direction(TOLD_BPS, 1.0), BUSILY.down), 2.0), 2.0, 0.08, (0.0, TOLD[1])),  # it may be processors
-    (Seen(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
-    (Seen(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),
+    (SeenTraffic(SELDOM, 2.0), 2.0, 0.08, (0.0, 0.0)),
+    (SeenTraffic(SELDOM, 8.0), 2.0, 0.08, TOLD),  # the script did something else, too
+    (SeenTraffic(Throughput(Direction(1e5, BUSY), SELDOM.down), 2.0), 2.0, 0.08, (TOLD[0], 0.0)),
+    (SeenTraffic(Throughput(Direction(TOLD_BPS, 1.0), BUSILY.down), 2.0), 2.0, 0.08, (0.0, TOLD[1])),  # it may be processors
+    (SeenTraffic(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
+    (SeenTraffic(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),
 ])
 def test_what_went_on_for_much_of_the_steps_is_what_the_link_carries(
-    seen: Seen | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
+    seen: SeenTraffic | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
 ) -> None:
     assert sustained(seen, steps_s, round_trip_s) == pytest.approx(wanted)
 
@@ -69,8 +79,8 @@ class Pings:
     def ask(self, server: int, way: int, nbytes: int) -> None:
         self.clock += next(self.answers)
 
-    def next(self, patience_s: float) -> link_rates.Arrival:
-        return link_rates.Arrival(0, 0, 1, self.clock)
+    def next(self, patience_s: float) -> link_rates.ChunkArrival:
+        return link_rates.ChunkArrival(0, 0, 1, self.clock)
 
     def now(self) -> float:
         return self.clock
@@ -106,7 +116,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
                 probe(server, up_nbytes, down_nbytes, done)
 
             patch.setattr(made.uplink, "probe", ask)
-            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, Seen(case[run.rank], 60.0), 60.0)
+            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0)
             made.groups.barrier()
         results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})
     return results

@@ -20,7 +20,7 @@ import commlayer
 from commlayer import planner
 from commlayer.config import read_launch
 from commlayer.engine.optimizers import job_of
-from commlayer.engine.start import Arrival, problem_of, ranks_per_node
+from commlayer.engine.start import RankRow, problem_of, ranks_per_node
 from commlayer.errors import RecordError
 
 WORLD = 3
@@ -101,7 +101,7 @@ ALIKE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "wrapper": (ddp_on_one, (), r"wrapper: DistributedDataParallel on rank 0 \(\w+\), none on rank 1-2.*E-RANKS-DIFFER"),
     "sync": (a_mistake_on_one, (), r"(rank 2 \(\w+\): )?sync: got 'never'.*E-SYNC-MODE"),
     "Python": (another_python, (), r"version of Python: 3.\d+ on rank 0, 2 \(\w+\), 3.99 on rank 1.*E-RANKS-DIFFER"),
-    "protocol": (another_version, (), r"protocol of commlayer: 1 on rank 0, 2 \(\w+\), 2 on rank 1.*E-RANKS-DIFFER"),
+    "protocol": (another_version, (), r"protocol of commlayer: \d+ on rank 0, 2 \(\w+\), \d+ on rank 1.*E-RANKS-DIFFER"),
 }
 
 
@@ -148,7 +148,7 @@ def test_who_has_no_group_yet_and_reaches_nobody_does_not_try_again(
     assert not torch.distributed.is_initialized()
 
 
-HOSTS = [Arrival("a", "a", insecure=True, address="10.0.0.1"), Arrival("b", "b", insecure=True, address="10.0.0.2")]
+HOSTS = [RankRow("a", "a", insecure=True, address="10.0.0.1"), RankRow("b", "b", insecure=True, address="10.0.0.2")]
 
 
 @pytest.mark.parametrize(("rows", "line"), [
@@ -161,7 +161,7 @@ HOSTS = [Arrival("a", "a", insecure=True, address="10.0.0.1"), Arrival("b", "b",
     ([row._replace(address="127.0.0.1") for row in HOSTS], r"bind: .* 2 machines, .*MASTER_ADDR.*E-ADDRESS"),
     ([HOSTS[0]._replace(address="127.0.0.1"), HOSTS[1]], ""),
 ])
-def test_several_machines_talk_in_plain_text_only_where_all_were_told_so(rows: list[Arrival], line: str) -> None:
+def test_several_machines_talk_in_plain_text_only_where_all_were_told_so(rows: list[RankRow], line: str) -> None:
     assert re.match(line + ("" if line else "$"), problem_of(rows, range(len(rows))))
     assert problem_of(rows, range(len(rows)), own_servers=False) == "", "`join` says where plain text may go"
 
@@ -172,7 +172,7 @@ def test_several_machines_talk_in_plain_text_only_where_all_were_told_so(rows: l
 ])
 def test_a_node_is_what_shares_a_machine_and_an_agent(machines: str, agents: list[int], expected: int) -> None:
     """A negative number: it does not come out even, and that is said."""
-    per_node, note = ranks_per_node([Arrival(m, m, agent) for m, agent in zip(machines, agents, strict=True)])
+    per_node, note = ranks_per_node([RankRow(m, m, agent) for m, agent in zip(machines, agents, strict=True)])
     assert per_node == abs(expected)
     assert bool(note) == (expected < 0)
     assert not note or f"planned as nodes of {per_node}" in note

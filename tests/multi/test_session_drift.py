@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.config import read_config
-from commlayer.engine.observers import Place
+from commlayer.engine.observers import ObserverOrder
 from commlayer.engine.optimizers import EXACT_BITS, Digests, job_of, pieces
 from commlayer.engine.parameter_drift import LEAST, spacing
 from commlayer.errors import RecordError, code_of
@@ -180,7 +180,7 @@ def test_one_step_left_out_is_told_and_ends_nothing() -> None:
 def watched(rank: int, drift_steps: int) -> int:
     model = mlp()
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, drift_steps=drift_steps)) as session:
-        return len(session.inspect.observers.at(Place.PARAMETER_DRIFT))
+        return len(session.inspect.observers.at(ObserverOrder.PARAMETER_DRIFT))
 
 
 def test_zero_turns_it_off() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 import commlayer
 from commlayer.engine import trace
-from commlayer.engine.connection import Connection
-from commlayer.engine.observers import Observers, Place
+from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import code_of
 from commlayer.observe import read_comparison
@@ -54,7 +54,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            if not session.inspect.observers.at(Place.TRACE):
+            if not session.inspect.observers.at(ObserverOrder.TRACE):
                 return done + 1
     return 0
 
@@ -123,7 +123,7 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     file = str(tmp_path / "t.json")
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
-    connection = Connection()
+    connection = JobContext()
     trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
     connection.close()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]

@@ -14,7 +14,7 @@ from torch import nn
 
 import commlayer
 from commlayer.engine import observers
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.plan_choice import with_server_nodes
 from commlayer.observe import StalePlan
@@ -27,7 +27,7 @@ from commlayer.records import Plan
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""
-BEGIN = observers.State()
+BEGIN = observers.StaleState()
 
 
 def planned(predicted_s: float) -> Plan:
@@ -35,8 +35,8 @@ def planned(predicted_s: float) -> Plan:
 
 
 def after(
-    steps: list[tuple[Plan | None, float]], state: observers.State = BEGIN, *, first: int = 1,
-) -> tuple[observers.State, list[StalePlan]]:
+    steps: list[tuple[Plan | None, float]], state: observers.StaleState = BEGIN, *, first: int = 1,
+) -> tuple[observers.StaleState, list[StalePlan]]:
     """The state behind these steps, and what was said."""
     said = []
     for number, (requested, seconds) in enumerate(steps, first):
@@ -81,7 +81,7 @@ def test_another_plan_begins_anew() -> None:
 @pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
 def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
-    made = Connection()
+    made = JobContext()
     made.plan = planned(predicted_s)
     watch = observers.StalePlanWatch(made)
     for _ in range(PATIENCE + 1):

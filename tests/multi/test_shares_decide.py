@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
-from commlayer.autotune.shares.state import Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
+from commlayer.autotune.shares.state import Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
 from commlayer.balance.profile import WorkerProfile, initial_shares
 from commlayer.errors import CommError
@@ -66,7 +66,7 @@ def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, from
     assert (decision.step, decision.from_step) == (5, from_step)
     assert decision.shares[0] > decision.shares[1] > decision.shares[2]
     assert state.announced == (decision,)
-    assert Say(decision) in actions
+    assert ShareEvent(decision) in actions
 
 
 def test_the_loader_that_draws_farthest_ahead_counts() -> None:
@@ -108,7 +108,7 @@ def test_a_time_that_is_none_is_noted_and_left_out(time_s: float) -> None:
     rows = rows_of(state)
     rows[1] = rows[1]._replace(compute_s=time_s)
     _, actions = decide.decide(state, rows, 1)
-    notes = [action.event for action in actions if isinstance(action, Say) and isinstance(action.event, Note)]
+    notes = [action.event for action in actions if isinstance(action, ShareEvent) and isinstance(action.event, Note)]
     assert [note.text.split(":")[0] for note in notes if "measured time" in note.text] == ["worker 1"]
 
 
@@ -116,7 +116,7 @@ def test_an_outcome_comes_with_what_a_whole_step_took() -> None:
     state, events = begun(), []
     for step in range(8):
         state, actions = heard(state, step, step_s=0.25)
-        events += [action.event for action in actions if isinstance(action, Say)]
+        events += [action.event for action in actions if isinstance(action, ShareEvent)]
     outcomes = [event for event in events if isinstance(event, Outcome)]
     assert outcomes
     assert {outcome.whole_s for outcome in outcomes} == {0.25}
@@ -131,7 +131,7 @@ def test_two_times_of_one_share_make_a_jump_seen_in_one_row() -> None:
         rows = rows_of(state)
         rows[0] = rows[0]._replace(compute_s=4 * rows[0].compute_s, before_s=before_s)
         _, actions = decide.decide(decide.told(state, 6), rows, 7)
-        said = [action.event.text for action in actions if isinstance(action, Say) and isinstance(action.event, Note)]
+        said = [action.event.text for action in actions if isinstance(action, ShareEvent) and isinstance(action.event, Note)]
         assert any(told in text for text in said)
 
 

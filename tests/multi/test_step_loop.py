@@ -10,10 +10,10 @@ from support.attached import Run, Setting, coordinators, mlp, play
 from support.rank_pool import pool, quick
 
 import commlayer
-from commlayer.engine.observers import Observer, Observers, Place
+from commlayer.engine.observers import Observer, ObserverOrder, Observers
 
 WORLD = 2
-PLACES = (Place.AUTO_PLAN, Place.TRACE, Place.OTHER)
+PLACES = (ObserverOrder.AUTO_PLAN, ObserverOrder.TRACE, ObserverOrder.OTHER)
 
 
 def watched(run: Run) -> list[tuple[str, int, int]]:
@@ -24,7 +24,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     wrapped(torch.ones(2, 12)).sum().backward()
     seen: list[tuple[str, int, int]] = []
 
-    def note(moment: str, place: Place) -> None:
+    def note(moment: str, place: ObserverOrder) -> None:
         seen.append((moment, place, session.inspect.connection.exchanges))
 
     observers = session.inspect.observers
@@ -52,7 +52,7 @@ def compared(rank: int, fails: bool) -> tuple[list[float], str]:
             raise ValueError("it does not compare")
 
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
-        session.inspect.observers.add(Observer(Place.OTHER, broken, before_commit=broken))
+        session.inspect.observers.add(Observer(ObserverOrder.OTHER, broken, before_commit=broken))
         try:
             model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
         except ValueError as raised:
@@ -73,17 +73,17 @@ def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
     def first() -> None:
         called.append("first")
         observers.remove(first)
-        observers.add(Observer(Place.AUTO_PLAN, later, later))
+        observers.add(Observer(ObserverOrder.AUTO_PLAN, later, later))
 
     def later() -> None:
         called.append("later")
 
-    observers.add(Observer(Place.TRACE, first, first))
+    observers.add(Observer(ObserverOrder.TRACE, first, first))
     for _ in range(2):
         for observer in observers:
             observer.after_step()
     assert called == ["first", "later"]
-    assert [observers.at(place) for place in (Place.AUTO_PLAN, Place.TRACE)] == [[later], []]
+    assert [observers.at(place) for place in (ObserverOrder.AUTO_PLAN, ObserverOrder.TRACE)] == [[later], []]
 
 
 def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:

@@ -21,8 +21,8 @@ from support.ways import plan as plan_for
 import commlayer.engine.switch as by_itself
 from commlayer.autotune.plan import loss_limits, plan_search
 from commlayer.cli import plan_tables
-from commlayer.engine.connection import Connection
-from commlayer.engine.plan_choice import Asked, stepping
+from commlayer.engine.connection import JobContext
+from commlayer.engine.plan_choice import RequestedModes, stepping
 from commlayer.planner import default_plan
 from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.model.fragments import fragments_of
@@ -245,18 +245,18 @@ class _Changes:
 
 
 def test_auto_chooses_fragments_only_where_nobody_may_leave_and_the_script_has_not() -> None:
-    connection = Connection()
+    connection = JobContext()
     assert loss_limits.limits_of(connection).policy.fragments
-    connection.terms.asked = Asked(fragments=2)
+    connection.terms.asked = RequestedModes(fragments=2)
     assert not loss_limits.limits_of(connection).policy.fragments
-    connection.terms.asked, connection.members = Asked(), _Changes()  # type: ignore[assignment]
+    connection.terms.asked, connection.members = RequestedModes(), _Changes()  # type: ignore[assignment]
     assert not loss_limits.limits_of(connection).policy.fragments
 
 
 def test_a_prediction_is_not_kept_where_the_script_asks_for_other_fragments() -> None:
     whole = structs.replace(rounds(SMALL, 8, 1), step_s=1.0, steps=1.5, steps_high=2.0)
-    assert stepping(whole, Asked()) == whole
-    laid = stepping(whole, Asked(fragments=4))
+    assert stepping(whole, RequestedModes()) == whole
+    laid = stepping(whole, RequestedModes(fragments=4))
     assert (laid.fragments, laid.step_s, laid.steps_high) == (4, 0.0, 0.0)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.worker import Ended
+from commlayer.engine.worker import FinishedPeers
 
 WORLD, STEPS = 2, 3
 FAR_S = 300.0
@@ -107,7 +107,7 @@ def test_equal_numbers_end_without_a_word(how: str) -> None:
 
 
 def test_only_who_is_in_an_exchange_that_another_does_not_make_waits_in_vain() -> None:
-    ended = Ended()
+    ended = FinishedPeers()
     assert ended.begin(11) is None
     assert ended.hear("worker 2", 12) is None, "it has done its part of this one"
     ended.over()
@@ -117,7 +117,7 @@ def test_only_who_is_in_an_exchange_that_another_does_not_make_waits_in_vain() -
     assert (error.code, error.peer) == ("E-UNEQUAL-PASSES", "worker 2")
     assert "after 12 " in error.what
     assert "exchange 13" in error.what
-    late = Ended()
+    late = FinishedPeers()
     assert late.begin(12) is None
     assert str(late.hear("worker 2", 12)) == str(error), "whichever comes first"
 

@@ -23,10 +23,10 @@ from commlayer.cluster.messages import Overdue
 from commlayer.cluster.site_process_group import RelayedGroup, WorldStore
 from commlayer.cluster.sites import PendingWait, WaitTracker
 from commlayer.engine import regroup, start
-from commlayer.engine.agreement import Word
-from commlayer.engine.connection import Waits
-from commlayer.engine.regroup import Newer, Regrouping, Relay, ViewWords
-from commlayer.engine.step import Regroup
+from commlayer.engine.agreement import Vote
+from commlayer.engine.connection import WaitsFor
+from commlayer.engine.regroup import EpochMessages, MembershipChange, NewerEpoch, StateRelay
+from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError, PeerLost
 from commlayer.records import Member, Plan, View
 
@@ -299,25 +299,25 @@ def test_under_local_steps_others_may_be_longer_to_the_step_and_no_longer_behind
     class Words:
         newest = view
 
-        def tell(self, view: View, what: str, mine: int, word: Word, until: float, **how: Any) -> list[Word]:
+        def tell(self, view: View, what: str, mine: int, word: Vote, until: float, **how: Any) -> list[Vote]:
             said[what] = how["limit_s"], until - time.monotonic()
             if what == "ready" and act == "go over":
-                raise Newer
+                raise NewerEpoch
             return [word, word]
 
     plan = SimpleNamespace(local_steps=8)
-    made = SimpleNamespace(id=0, waits=Waits(3.0, 13.0), plan=plan, lets_in=True, uplink=SimpleNamespace(
+    made = SimpleNamespace(id=0, waits=WaitsFor(3.0, 13.0), plan=plan, lets_in=True, uplink=SimpleNamespace(
         view=view, subscribe_epochs=lambda _: None, finished=lambda _: -1))
     worker = SimpleNamespace(step=7, weight=1.0, plan=plan, intact=True, unheard=lambda: ())
-    one = Regrouping(made, quick(reconnect_s=60.0, deadline_s=600.0), "home")  # type: ignore[arg-type]
+    one = MembershipChange(made, quick(reconnect_s=60.0, deadline_s=600.0), "home")  # type: ignore[arg-type]
     one._words = Words()  # type: ignore[assignment]
     if act == "agree":
-        with pytest.raises(Regroup):
+        with pytest.raises(EpochChanged):
             one._agree(worker)  # type: ignore[arg-type]
     elif act == "go over":
-        one._agreed = view, [Word(7, 1.0)] * 2
+        one._agreed = view, [Vote(7, 1.0)] * 2
         monkeypatch.setattr(regroup, "plan_of", lambda *_: Plan("job", (), local_steps=8))
-        with pytest.raises(Newer):
+        with pytest.raises(NewerEpoch):
             one._go_over(worker, plan)  # type: ignore[arg-type]
     else:
         one._send_away(view)
@@ -354,7 +354,7 @@ def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch
 
     monkeypatch.setattr(site_process_group, "kv_client", Desk)
     view = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
-    relay = Relay(ViewWords(view, 0.0), view, 7, Word(1, 1.0), 20.0, 5.0)
+    relay = StateRelay(EpochMessages(view, 0.0), view, 7, Vote(1, 1.0), 20.0, 5.0)
     assert relay.take(bytes) == b"data"
     assert said == [(7, 20.0)] * 4
 

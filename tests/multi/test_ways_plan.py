@@ -16,7 +16,7 @@ from support.rank_pool import Servers, pool
 import commlayer
 from commlayer import plan_file, records
 from commlayer.engine.optimizers import job_of
-from commlayer.engine.plan_choice import Asked, read_ways, stepping, ways_of
+from commlayer.engine.plan_choice import RequestedModes, read_ways, stepping, ways_of
 from commlayer.errors import RecordError
 from commlayer.planner import default_plan, diff, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
@@ -49,14 +49,14 @@ def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[s
 
 
 @pytest.mark.parametrize(("planned", "asked", "said"), [
-    ({"local_steps": 8}, Asked(every=4), r"every=4\b.* 8 local.*E-SYNC-PLAN"),
-    ({"codes": "updates"}, Asked(codes="gradients"), "codes='gradients'.* updates.*E-SYNC-PLAN"),
-    ({"local_steps": 8}, Asked(codes="gradients"), "codes='gradients'.* 8 local.*E-SYNC-PLAN"),
-    ({"overlap": "forward"}, Asked(every=4, overlap="round"), "overlap='round'.*overlap='forward'.*E-SYNC-PLAN"),
-    ({"local_steps": 4, "fragments": 2}, Asked(fragments=1), r"fragments: got 1\b.*every=4\b.* 2\b.*E-SYNC-FRAGMENTS"),
-    ({"stale": True}, Asked(codes="updates"), "late.* updates.*E-SYNC-MODE"),
+    ({"local_steps": 8}, RequestedModes(every=4), r"every=4\b.* 8 local.*E-SYNC-PLAN"),
+    ({"codes": "updates"}, RequestedModes(codes="gradients"), "codes='gradients'.* updates.*E-SYNC-PLAN"),
+    ({"local_steps": 8}, RequestedModes(codes="gradients"), "codes='gradients'.* 8 local.*E-SYNC-PLAN"),
+    ({"overlap": "forward"}, RequestedModes(every=4, overlap="round"), "overlap='round'.*overlap='forward'.*E-SYNC-PLAN"),
+    ({"local_steps": 4, "fragments": 2}, RequestedModes(fragments=1), r"fragments: got 1\b.*every=4\b.* 2\b.*E-SYNC-FRAGMENTS"),
+    ({"stale": True}, RequestedModes(codes="updates"), "late.* updates.*E-SYNC-MODE"),
 ])
-def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: Asked, said: str) -> None:
+def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: RequestedModes, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         stepping(plan(**planned), asked)
     assert "\n" not in str(caught.value)

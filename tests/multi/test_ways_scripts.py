@@ -14,7 +14,7 @@ from support.rank_pool import Servers, pool
 from support.ways import WORLD, Training, plan
 
 from commlayer.engine.allowed_ways import allowed_ways
-from commlayer.engine.observers import Observer, Place
+from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.engine.switch import switch as go_over
 
 _ranks = rank_pool.ranks_first(WORLD)
@@ -61,7 +61,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
             gone.append(ways.pop(0))
             go_over(made, plan(made.worker.job, gone[-1]) if rank == 0 else None)
 
-    training.session._driver.observers.add(Observer(Place.AUTO_PLAN, None, after_step=propose, after_exchange=propose))
+    training.session._driver.observers.add(Observer(ObserverOrder.AUTO_PLAN, None, after_step=propose, after_exchange=propose))
     while training.step < STEPS:
         training.train(1)
         if training.step % 7 == 0:

@@ -18,7 +18,7 @@ from support.rank_pool import pool
 from torch import nn
 
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measure.calibration import Grouped
+from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.plan import link_probes
 from commlayer.autotune.plan.step_reports import StepReports
 from commlayer.cluster.collectives import RowChannel
@@ -65,7 +65,7 @@ def train(run: Run) -> dict[str, Any]:
     line, sent, decided, digests = Line(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, whatever_steps_take():
         patch.setattr(link_probes, "counters_of", lambda _interface: line.counters)
-        patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: Grouped(DEAR, DEAR))
+        patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(DEAR, DEAR))
         model = mlp()
         wrapped = run.wrap(model)
         session, optimizer = run.sessions[0], torch.optim.SGD(model.parameters(), lr=0.05)

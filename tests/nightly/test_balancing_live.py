@@ -20,7 +20,7 @@ from commlayer.autotune.shares.driver import Controller
 from commlayer.autotune.shares.state import latest
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
 from commlayer.engine.observers import row_spacing
-from commlayer.engine.step import Lap
+from commlayer.engine.step import StepTiming
 from commlayer.errors import InvalidInput
 
 WORLD = 3
@@ -197,13 +197,13 @@ class Slowed:
     """A session whose steps are measured as ever, but told as if its rank took so long for each."""
 
     def __init__(self, session: Any, seconds: float) -> None:
-        self._session, self._seconds, self.measured = session, seconds, list[Lap]()
+        self._session, self._seconds, self.measured = session, seconds, list[StepTiming]()
 
     @property
     def inspect(self) -> Slowed:
         return self
 
-    def laps(self) -> list[Lap]:
+    def laps(self) -> list[StepTiming]:
         laps = self._session.inspect.laps()
         self.measured += laps
         return [lap._replace(seconds=self._seconds) for lap in laps]

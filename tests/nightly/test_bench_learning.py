@@ -21,7 +21,7 @@ from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
 from commlayer.autotune.measure import virtual_training as learning_steps
-from commlayer.autotune.measure.virtual_training import Task, outer_of
+from commlayer.autotune.measure.virtual_training import TrainingTask, outer_of
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 
@@ -77,7 +77,7 @@ def virtual(way: Way, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return 0.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(learning_run.Task, "validation", look)
+        patch.setattr(learning_run.TrainingTask, "validation", look)
         train(structs.replace(way, rate=RATE), steps=STEPS, looks=1)
     return found
 
@@ -112,7 +112,7 @@ def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
         train(structs.replace(way, outer="none"))
 
 
-def numbered(seed: int) -> Task:
+def numbered(seed: int) -> TrainingTask:
     """One line through numbers that all workers together draw in order."""
     torch.manual_seed(seed)
     model = nn.Linear(1, 1)
@@ -123,7 +123,7 @@ def numbered(seed: int) -> Task:
     def batches(rank: int, world: int) -> Iterator[float]:
         return (float(n % 3) for n in itertools.count(rank, world))
 
-    return Task(model, lambda model: torch.optim.SGD(model.parameters(), 1e-2), batches, loss,
+    return TrainingTask(model, lambda model: torch.optim.SGD(model.parameters(), 1e-2), batches, loss,
                 lambda model: float(model.weight.detach()))
 
 
@@ -137,7 +137,7 @@ def test_a_worker_with_several_batches_learns_of_all_of_them(fields: dict[str, A
 
 
 def test_batches_that_end_within_a_step_are_said() -> None:
-    def few(seed: int) -> Task:
+    def few(seed: int) -> TrainingTask:
         return numbered(seed)._replace(batches=lambda rank, world: iter([1.0] * 7))
 
     with pytest.raises(ValueError, match=r"rank 0\b.*after 1\b.*E-USER-CODE"):

@@ -16,7 +16,7 @@ from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS
 from commlayer.autotune.plan.driver import AutoPlan
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler
-from commlayer.engine.observers import Place
+from commlayer.engine.observers import ObserverOrder
 from commlayer.observe import link_monitor
 
 WORLD, BATCH = 2, 24
@@ -57,7 +57,7 @@ def balanced(run: Run) -> dict[str, Any]:
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
         auto: AutoPlan
-        (auto,) = session.inspect.observers.at(Place.AUTO_PLAN)
+        (auto,) = session.inspect.observers.at(ObserverOrder.AUTO_PLAN)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:

@@ -134,7 +134,7 @@ def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
 
 
 def test_a_journal_that_a_server_holds_or_has_left_is_told(tmp_path: Path) -> None:
-    def seen() -> machine.Journal:
+    def seen() -> machine.JournalFacts:
         return machine.read_journal(tmp_path / "job")
 
     first = seen()

@@ -24,8 +24,8 @@ from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
 from commlayer.engine import gradient_comparison, plan_choice
-from commlayer.engine.connection import Connection
-from commlayer.engine.observers import Place
+from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import ObserverOrder
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.plan_choice import unsuited
 from commlayer.planner import default_plan
@@ -286,7 +286,7 @@ def equal_magnitudes(run: Run, usual: bool) -> Any:
                          ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 20)
     commlayer.switch(session, asked)
     connection.terms.auto = True  # as if it had found that plan itself
-    for observer in list(session._driver.observers.at(Place.AUTO_PLAN)):
+    for observer in list(session._driver.observers.at(ObserverOrder.AUTO_PLAN)):
         session._driver.observers.remove(observer)
     for step in range(80):
         optimizer.zero_grad()
@@ -366,7 +366,7 @@ def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, s
 
 
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
-    connection = Connection()
+    connection = JobContext()
     cluster = cluster_from_line("2xrtx3060@100/20Mb")
     assert loss_limits.codecs(connection) == list(DEFAULT_CODECS)
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))

@@ -53,7 +53,7 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
 
     import commlayer
     from commlayer.compressors import parse, wrap
-    from commlayer.engine.observers import Observer, Place
+    from commlayer.engine.observers import Observer, ObserverOrder
     from commlayer.engine.switch import switch as go_over
 
     home = int(os.environ["RANK"])
@@ -81,7 +81,7 @@ def main(what: str, codec: str, deaths: str, directory: str) -> None:
             if what == "by itself" and made.exchanges in (4, 8):
                 go_over(made, other(), by_itself=True)
 
-        session._driver.observers.add(Observer(Place.OTHER, after_step, after_step, after_drain=after_step))
+        session._driver.observers.add(Observer(ObserverOrder.OTHER, after_step, after_step, after_drain=after_step))
         for step in range(STEPS):
             if step == death.step:
                 death.arm(made, directory)

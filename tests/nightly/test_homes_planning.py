@@ -20,7 +20,7 @@ HOMES, VICTIM, AT = 3, 2, 5 * EVERY
 
 def main() -> None:
     import commlayer
-    from commlayer.engine.observers import Place
+    from commlayer.engine.observers import ObserverOrder
 
     home = int(os.environ["RANK"])
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def main() -> None:
             time.sleep(SLEEP_S)
             loss.backward()
             optimizer.step()
-        for auto in session.inspect.observers.at(Place.AUTO_PLAN):
+        for auto in session.inspect.observers.at(ObserverOrder.AUTO_PLAN):
             verdicts += [(found.measured_s, found.priced_s) for found in auto.settle(30.0)]
         round_s = statistics.median(after - before for before, after in itertools.pairwise(times[AT // EVERY + 2 :]))
         print(json.dumps({"verdicts": verdicts, "round_s": round_s, "said": session.inspect.decisions()}), flush=True)

@@ -19,7 +19,7 @@ from support.rank_pool import pool
 from torch import nn
 
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measure.calibration import Grouped
+from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.model.cluster import Line
 
@@ -33,7 +33,7 @@ COMPUTING_S = 0.03
 def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if slow:
-            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: Grouped(Line(1.0), Line(1.0)))
+            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
         model = mlp(width=128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.wrap(model, optimizer=optimizer, exact=exact)

@@ -20,9 +20,9 @@ import commlayer
 from commlayer.autotune.plan.actions import RecordSteps
 from commlayer.autotune.plan.candidate import ReplanVerdict
 from commlayer.autotune.plan.driver import AutoPlan
-from commlayer.autotune.plan.facts import Fact, StepOver
-from commlayer.engine.connection import Connection
-from commlayer.engine.observers import Observer, Place
+from commlayer.autotune.plan.facts import Fact, StepDone
+from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.observe import Recorder
 
 WORLD = 2
@@ -39,7 +39,7 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
     def after_step() -> None:
         told.append(made.passed_s)
 
-    session.inspect.observers.add(Observer(Place.OTHER, None, after_step=after_step, looks=lambda: len(times) % 3 == 2))
+    session.inspect.observers.add(Observer(ObserverOrder.OTHER, None, after_step=after_step, looks=lambda: len(times) % 3 == 2))
     for step in range(9):
         x, y = data(run.rank, step)
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     run.sessions.append(session)
     made = session.inspect.connection
     auto = AutoPlan(made, made.worker.job, probe_s=0.2, keep=True)
-    session.inspect.observers.add(Observer(Place.AUTO_PLAN, auto, after_exchange=auto.after_exchange))
+    session.inspect.observers.add(Observer(ObserverOrder.AUTO_PLAN, auto, after_exchange=auto.after_exchange))
     times = []
     for step in range((FIRST_PLANNING + 2) * EVERY):
         if step % EVERY == 0:
@@ -98,7 +98,7 @@ def test_under_local_steps_a_step_is_one_step_and_computes_what_it_computes(over
 
 def test_a_step_in_which_planning_ends_is_recorded_for_nobody() -> None:
     """Members have changed in it, and planning begins again with those who are left."""
-    connection, recorder = Connection(), Recorder()
+    connection, recorder = JobContext(), Recorder()
     connection.plan = START
     connection.worker = SimpleNamespace(recorder=recorder)  # type: ignore[assignment]
     before = AutoPlan(connection, JOB)
@@ -124,7 +124,7 @@ class Clock:
 
 def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step ends behind its backward pass, is looked at 0.03 s into the next one, and one look takes 5 s."""
-    clock, seconds, connection = Clock(), list[float](), Connection()
+    clock, seconds, connection = Clock(), list[float](), JobContext()
     monkeypatch.setattr("commlayer.autotune.plan.driver.time", SimpleNamespace(
         perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
     monkeypatch.setattr("commlayer.engine.connection.time", clock)
@@ -133,7 +133,7 @@ def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None
     auto = AutoPlan(connection, JOB)
 
     def feed(fact: Fact) -> None:
-        assert isinstance(fact, StepOver)
+        assert isinstance(fact, StepDone)
         seconds.append(fact.seconds)
         clock.now += 5.0 if len(seconds) == 3 else 0.0
 

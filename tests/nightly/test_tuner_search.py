@@ -338,8 +338,8 @@ def test_proxies_step_locally_and_use_late_results() -> None:
 def test_local_steps_of_a_worker_alone_are_steps(steps: int) -> None:
     task, data = problem.mlp(8, 0), problem.digits(0)
     found = [
-        tuning_tasks.train(tuning_tasks.Task(deepcopy(task), tuning_tasks.picker(*data.train), data.test, 640, 0.1),
-                           {"codec": DENSE, "batch": 32, "local_steps": n}, tuning_tasks.Cluster(workers=1))
+        tuning_tasks.train(tuning_tasks.TuningTask(deepcopy(task), tuning_tasks.picker(*data.train), data.test, 640, 0.1),
+                           {"codec": DENSE, "batch": 32, "local_steps": n}, tuning_tasks.SimulatedCluster(workers=1))
         for n in (1, steps)
     ]
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlayer.engine import agreement
-from commlayer.engine.agreement import Found, Standing, Word
+from commlayer.engine.agreement import Outcome, Vote, VoterState
 from commlayer.records import Member, ServerInfo, View
 
 
@@ -17,25 +17,25 @@ def view(generation: int, *ranks: int, servers: int = 0) -> View:
 BEFORE, AFTER, LAST = view(1, 0, 1, 2, 3), view(2, 0, 1, 2), view(3, 0, 1)
 
 
-def words(*steps: int) -> list[Word]:
-    return [Word(step, 1.0) for step in steps]
+def words(*steps: int) -> list[Vote]:
+    return [Vote(step, 1.0) for step in steps]
 
 
 @pytest.mark.parametrize(("said", "sure", "finished", "found"), [
-    (words(5, 5, 5), words(5, 5, 5), [-1], Found.TOGETHER),
-    (words(5, 5, 5), words(5, 6, 5), [-1], Found.WHOLE),
-    (words(5, 6, 5), [], [-1], Found.WHOLE),
-    (words(5, 4, 5), [], [-1], Found.APART),
-    (words(5, 5, 5), words(5, 5, 5), [6], Found.WHOLE),
-    ([], [], [-1], Found.WHOLE),
+    (words(5, 5, 5), words(5, 5, 5), [-1], Outcome.TOGETHER),
+    (words(5, 5, 5), words(5, 6, 5), [-1], Outcome.WHOLE),
+    (words(5, 6, 5), [], [-1], Outcome.WHOLE),
+    (words(5, 4, 5), [], [-1], Outcome.APART),
+    (words(5, 5, 5), words(5, 5, 5), [6], Outcome.WHOLE),
+    ([], [], [-1], Outcome.WHOLE),
 ])
-def test_what_words_come_to(said: list[Word], sure: list[Word], finished: list[int], found: Found) -> None:
-    after, what = agreement.found(Standing(), AFTER, 5, said, sure, finished)
+def test_what_words_come_to(said: list[Vote], sure: list[Vote], finished: list[int], found: Outcome) -> None:
+    after, what = agreement.found(VoterState(), AFTER, 5, said, sure, finished)
     assert what is found
-    assert after.whole == (5 if found is Found.WHOLE else -1)
+    assert after.whole == (5 if found is Outcome.WHOLE else -1)
     assert after.told == ((2, 1) if said else (0, 0))
-    assert agreement.first(after, AFTER, Word(5, 1.0)).what == ("step1" if said else "step0")
-    assert agreement.first(after, LAST, Word(5, 1.0)).what == "step0"
+    assert agreement.first(after, AFTER, Vote(5, 1.0)).what == ("step1" if said else "step0")
+    assert agreement.first(after, LAST, Vote(5, 1.0)).what == "step0"
 
 
 @pytest.mark.parametrize(("said", "here", "what", "step", "ends"), [
@@ -44,32 +44,32 @@ def test_what_words_come_to(said: list[Word], sure: list[Word], finished: list[i
     ([], True, "sure0", 6, True),
     (words(5, 4, 5), False, None, 0, False),
 ])
-def test_what_is_said_for_good(said: list[Word], here: bool, what: str | None, step: int, ends: bool) -> None:
-    _, says = agreement.second(Standing(), AFTER, Word(5, 1.0), said, here=here)
-    assert (says and (says.what, says.word, says.ends)) == (what and (what, Word(step, 1.0), ends))
+def test_what_is_said_for_good(said: list[Vote], here: bool, what: str | None, step: int, ends: bool) -> None:
+    _, says = agreement.second(VoterState(), AFTER, Vote(5, 1.0), said, here=here)
+    assert (says and (says.what, says.word, says.ends)) == (what and (what, Vote(step, 1.0), ends))
 
 
 def test_for_good_is_for_one_view() -> None:
     """Behind it others may wait for this member where they say nothing, and then it has to go on once it has its step whole."""
-    bound, _ = agreement.second(Standing(), AFTER, Word(5, 1.0), words(5, 5, 5), here=False)
-    assert not agreement.first(bound, AFTER, Word(5, 1.0)).ends
-    assert agreement.first(bound, LAST, Word(5, 1.0)).ends
-    _, says = agreement.second(bound, LAST, Word(5, 1.0), [], here=True)
+    bound, _ = agreement.second(VoterState(), AFTER, Vote(5, 1.0), words(5, 5, 5), here=False)
+    assert not agreement.first(bound, AFTER, Vote(5, 1.0)).ends
+    assert agreement.first(bound, LAST, Vote(5, 1.0)).ends
+    _, says = agreement.second(bound, LAST, Vote(5, 1.0), [], here=True)
     assert says is not None
     assert says.word.step == 6
 
 
 @pytest.mark.parametrize(("standing", "newest", "finished", "lets_in", "calls"), [
-    (Standing(), AFTER, [-1], True, True),
-    (Standing(whole=5), AFTER, [-1], True, False),
-    (Standing(), AFTER, [6], True, False),
-    (Standing(), view(2, 0, 1, 2, 3, 4), [], True, True),
-    (Standing(), view(2, 0, 1, 2, 3, 4), [], False, False),
-    (Standing(), view(3, 0, 1, 2, 3), [], True, True),
-    (Standing(), BEFORE, [], True, False),
+    (VoterState(), AFTER, [-1], True, True),
+    (VoterState(whole=5), AFTER, [-1], True, False),
+    (VoterState(), AFTER, [6], True, False),
+    (VoterState(), view(2, 0, 1, 2, 3, 4), [], True, True),
+    (VoterState(), view(2, 0, 1, 2, 3, 4), [], False, False),
+    (VoterState(), view(3, 0, 1, 2, 3), [], True, True),
+    (VoterState(), BEFORE, [], True, False),
 ])
 def test_who_has_to_say_where_it_stands(
-        standing: Standing, newest: View, finished: list[int], lets_in: bool, calls: bool) -> None:
+        standing: VoterState, newest: View, finished: list[int], lets_in: bool, calls: bool) -> None:
     assert agreement.calls(standing, 5, BEFORE, newest, finished, lets_in=lets_in) == calls
 
 

@@ -21,8 +21,8 @@ from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Heartbeat, Overdue
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import DataServer, SumServer
-from commlayer.engine.connection import Connection
-from commlayer.engine.regroup import Regrouping
+from commlayer.engine.connection import JobContext
+from commlayer.engine.regroup import MembershipChange
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -233,8 +233,8 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
 
 
 def test_behind_its_deadline_a_worker_waits_for_the_verdict() -> None:
-    made = Connection()
+    made = JobContext()
     made.uplink = SimpleNamespace(view=None, subscribe_epochs=lambda _: None)  # type: ignore[assignment]
     config = quick(reconnect_s=60.0, dead_after_s=10.0, heartbeat_s=1.0, deadline_s=600.0)
     three_heartbeats_s = 3.0
-    assert Regrouping(made, config, "home").patience() == 60.0 + 10.0 + three_heartbeats_s
+    assert MembershipChange(made, config, "home").patience() == 60.0 + 10.0 + three_heartbeats_s

@@ -15,7 +15,7 @@ from commlayer.cluster import epoch_change
 from commlayer.cluster.membership import State
 from commlayer.cluster.summation import BucketSum
 from commlayer.engine import agreement
-from commlayer.engine.agreement import Found, Standing, Word
+from commlayer.engine.agreement import Outcome, Vote, VoterState
 from commlayer.records import View
 
 LEAST = 150
@@ -36,13 +36,15 @@ def test_those_who_are_left_go_on_alike_whoever_dies_when() -> None:
 FOUND, REGROUPED = agreement.found, epoch_change.next_view
 
 
-def from_ones_own_step(standing: Standing, view: View, step: int, words: list[Word], *said: Any) -> tuple[Standing, Found]:
+def from_ones_own_step(
+    standing: VoterState, view: View, step: int, words: list[Vote], *said: Any,
+) -> tuple[VoterState, Outcome]:
     after, found = FOUND(standing, view, step, words, *said)
-    return after, Found.TOGETHER if words else found
+    return after, Outcome.TOGETHER if words else found
 
 
-def at_once(standing: Standing, view: View, step: int, words: list[Word], sure: list[Word], finished: Any
-            ) -> tuple[Standing, Found]:
+def at_once(standing: VoterState, view: View, step: int, words: list[Vote], sure: list[Vote], finished: Any
+            ) -> tuple[VoterState, Outcome]:
     """On first words, which may be old."""
     return FOUND(standing, view, step, words, [], finished)
 

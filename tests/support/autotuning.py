@@ -11,22 +11,22 @@ import pytest
 from msgspec import structs
 
 from commlayer.autotune.plan import decide_rank0
-from commlayer.autotune.plan.actions import Action, Measure, Say, StartPlanning, Switch, Tell, TellPace, Word
+from commlayer.autotune.plan.actions import Action, LogLine, Measure, Request, ShareReport, ShareStepTime, StartPlanning, Switch
 from commlayer.autotune.plan.candidate import Candidate
 from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
 from commlayer.autotune.plan.facts import (
-    Due,
+    ActivePlan,
+    Events,
     Fact,
-    Heard,
-    InForce,
-    Meanwhile,
-    Measured,
-    PaceTold,
-    Planned,
-    Refused,
-    StepOver,
+    MeasuringDone,
+    PlanningDone,
+    ReportDue,
+    ReportsRead,
+    StepDone,
     StepReport,
-    Switched,
+    StepTimes,
+    SwitchDone,
+    SwitchRefused,
 )
 from commlayer.planner import builtin, default_plan
 from commlayer.planner.model.cluster import Basis, Cluster, Link, PlanInputs
@@ -68,7 +68,7 @@ def candidate(
 
 
 def row(
-    step_s: float = 1.0, word: Word = Word.NOTHING, plan_s: float = 0.0, bps: float = 0.0, share: float = 0.0,
+    step_s: float = 1.0, word: Request = Request.NOTHING, plan_s: float = 0.0, bps: float = 0.0, share: float = 0.0,
     waited_s: float | None = None,
 ) -> StepReport:
     """A rank's, whose link carried the same both ways, and which waited for just that unless something else is said."""
@@ -78,7 +78,7 @@ def row(
 class Rank:
     """One rank's state, and what it did last."""
 
-    def __init__(self, rank: int = 0, in_force: InForce = InForce(START), **setting: Any) -> None:
+    def __init__(self, rank: int = 0, in_force: ActivePlan = ActivePlan(START), **setting: Any) -> None:
         self.state = begin(rank, **setting)
         self.in_force, self.now = in_force, 0.0
         self.told_s = 0.0
@@ -95,43 +95,43 @@ class Rank:
     def step(self, seconds: float = 1.0, *news: Any, times: int = 1) -> list[Action]:
         """What is done behind the last of so many steps."""
         for _ in range(times):
-            actions = self.feed(StepOver(self.state.step + 1, seconds, Meanwhile(self.in_force, news), self.waited_s))
-            if pick(actions, TellPace):
-                actions = [*actions, *self.feed(PaceTold(self.told_s, self.told_waited * self.told_s))]
+            actions = self.feed(StepDone(self.state.step + 1, seconds, Events(self.in_force, news), self.waited_s))
+            if pick(actions, ShareStepTime):
+                actions = [*actions, *self.feed(StepTimes(self.told_s, self.told_waited * self.told_s))]
             news = ()
         return actions
 
     def hear(self, *rows: StepReport) -> list[Action]:
-        return self.feed(Heard(rows))
+        return self.feed(ReportsRead(rows))
 
-    def word(self) -> Word:
+    def word(self) -> Request:
         """What it would tell the others now."""
-        (tell,) = self.feed(Due())
-        assert isinstance(tell, Tell)
+        (tell,) = self.feed(ReportDue())
+        assert isinstance(tell, ShareReport)
         return tell.word
 
     def switched(self, plan: Plan) -> list[Action]:
         """It has gone over to that plan."""
-        actions = self.feed(Switched(plan, self.in_force.plan))
-        self.in_force = InForce(plan, basis_of(plan), (0.3, 0.1))
+        actions = self.feed(SwitchDone(plan, self.in_force.plan))
+        self.in_force = ActivePlan(plan, basis_of(plan), (0.3, 0.1))
         return actions
 
     def refused(self, why: str) -> list[Action]:
-        return self.feed(Refused(why))
+        return self.feed(SwitchRefused(why))
 
 
 def planning(step_s: float = 1.0, **setting: Any) -> tuple[Rank, StartPlanning]:
     """Rank 0 behind the first measuring, and what its thread plans."""
     rank = Rank(**setting)
     assert rank.step(step_s, times=FIRST_PLANNING) == [Measure()]
-    (order,) = pick(rank.feed(Measured(LINKS, step_s)), StartPlanning)
+    (order,) = pick(rank.feed(MeasuringDone(LINKS, step_s)), StartPlanning)
     return rank, order
 
 
 def proposing(found: Candidate, step_s: float = 1.0) -> Rank:
     """Rank 0 that has found a plan worth a change."""
     rank, order = planning(step_s)
-    rank.step(step_s, Planned(order, found))
+    rank.step(step_s, PlanningDone(order, found))
     return rank
 
 
@@ -144,8 +144,8 @@ def trying(found: Candidate, step_s: float = 1.0) -> Rank:
 
 def over(rank: Rank) -> Candidate:
     """All hear rank 0's word, and go over to its plan: which."""
-    assert rank.word() == Word.SWITCH
-    (switch,) = rank.hear(row(word=Word.SWITCH), row())
+    assert rank.word() == Request.SWITCH
+    (switch,) = rank.hear(row(word=Request.SWITCH), row())
     assert isinstance(switch, Switch)
     assert switch.candidate is not None
     rank.switched(switch.candidate.runnable)
@@ -157,7 +157,7 @@ def pick(actions: list[Action], kind: Any) -> list[Any]:
 
 
 def said(actions: list[Action]) -> str:
-    return " | ".join(action.text for action in pick(actions, Say))
+    return " | ".join(action.text for action in pick(actions, LogLine))
 
 
 

@@ -168,7 +168,7 @@ def waits_at(directory: str | Path) -> Path:
     return Path(directory) / "a home waits"
 
 
-def whole(directory: Path, world: int) -> checkpoint.Held:
+def whole(directory: Path, world: int) -> checkpoint.SaveOnDisk:
     """The one save that lies there."""
     held = [checkpoint.saves_of(directory, rank) for rank in range(world)]
     assert [len(row) for row in held] == [1] * world

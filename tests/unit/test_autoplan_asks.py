@@ -15,9 +15,9 @@ from support.autotuning import (
     trying,
 )
 
-from commlayer.autotune.plan.actions import StartPlanning, Word
+from commlayer.autotune.plan.actions import Request, StartPlanning
 from commlayer.autotune.plan.decide_rank0 import SHARES_WORTH, TO_WIN, TRIED, to_win
-from commlayer.autotune.plan.facts import Meanwhile, Measured, Planned, SharesMoved
+from commlayer.autotune.plan.facts import Events, MeasuringDone, PlanningDone, SharesMoved
 from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
 from commlayer.observe.prediction_check import PATIENCE
 
@@ -26,23 +26,23 @@ BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""
 
 
-@pytest.mark.parametrize(("part", "word"), [(SHARES_WORTH, Word.MEASURE), (SHARES_WORTH - 1e-9, Word.NOTHING)])
-def test_work_is_measured_again_where_enough_of_it_has_moved(part: float, word: Word) -> None:
+@pytest.mark.parametrize(("part", "word"), [(SHARES_WORTH, Request.MEASURE), (SHARES_WORTH - 1e-9, Request.NOTHING)])
+def test_work_is_measured_again_where_enough_of_it_has_moved(part: float, word: Request) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, SharesMoved(part))
     assert rank.word() == word
-    assert rank.word() == Word.NOTHING, "it asks once"
+    assert rank.word() == Request.NOTHING, "it asks once"
 
 
 def test_it_asks_for_one_thing_at_a_time() -> None:
     rank, order = planning()
     rank.step(1.0, SharesMoved(1.0))
     rank.now = 1e6
-    assert rank.word() == Word.NOTHING, "a thread plans"
-    rank.step(1.0, Planned(order, candidate(plan_of(0.5))))
-    assert [rank.word() for _ in range(2)] == [Word.SWITCH] * 2, "until all have heard it"
+    assert rank.word() == Request.NOTHING, "a thread plans"
+    rank.step(1.0, PlanningDone(order, candidate(plan_of(0.5))))
+    assert [rank.word() for _ in range(2)] == [Request.SWITCH] * 2, "until all have heard it"
     over(rank)
-    assert [rank.word() for _ in range(2)] == [Word.MEASURE, Word.NOTHING]
+    assert [rank.word() for _ in range(2)] == [Request.MEASURE, Request.NOTHING]
 
 
 def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> None:
@@ -52,18 +52,18 @@ def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> No
 
 
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "word"), [
-    (FIRST_S, True, 0.2, Word.PROBE), (FIRST_S - 1e-9, True, 0.2, Word.NOTHING), (DOUBTED_S, False, 0.2, Word.PROBE),
-    (DOUBTED_S - 1e-9, False, 0.2, Word.NOTHING),
-    (1e6, True, 0.4 * TO_WIN, Word.NOTHING),  # whatever a probe found, too little would follow from it
+    (FIRST_S, True, 0.2, Request.PROBE), (FIRST_S - 1e-9, True, 0.2, Request.NOTHING), (DOUBTED_S, False, 0.2, Request.PROBE),
+    (DOUBTED_S - 1e-9, False, 0.2, Request.NOTHING),
+    (1e6, True, 0.4 * TO_WIN, Request.NOTHING),  # whatever a probe found, too little would follow from it
 ])
 def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
-    after_s: float, slower: bool, waited_s: float, word: Word,
+    after_s: float, slower: bool, waited_s: float, word: Request,
 ) -> None:
     rank = trying(candidate(plan_of(0.5)))
     told(rank, 0.5, waited_s)
     if slower:
-        (order,) = pick(rank.feed(Measured(tuple(type(link)(1e7, 1e7) for link in LINKS), 1.0)), StartPlanning)
-        rank.feed(Meanwhile(rank.in_force, (Planned(order, None, "no reason"),)))
+        (order,) = pick(rank.feed(MeasuringDone(tuple(type(link)(1e7, 1e7) for link in LINKS), 1.0)), StartPlanning)
+        rank.feed(Events(rank.in_force, (PlanningDone(order, None, "no reason"),)))
     rank.now = after_s
     assert rank.word() == word
 
@@ -75,9 +75,9 @@ def test_a_hint_is_followed_by_a_probe_when_faster_links_could_have_won_what_it_
     watch = rank.state.links.watch
     assert watch.faster
     rank.now = EXPECTED_S / to_win(rank.state.lead, watch) - 1e-6
-    assert rank.word() == Word.NOTHING
+    assert rank.word() == Request.NOTHING
     rank.now += 2e-6
-    assert rank.word() == Word.PROBE
+    assert rank.word() == Request.PROBE
 
 
 @pytest.mark.parametrize(("step_s", "waited_s", "steps", "win"), [
@@ -94,20 +94,20 @@ def test_links_can_win_what_steps_wait_and_what_compressing_loses(
     assert to_win(lead, rank.state.links.watch) == pytest.approx(win)
 
 
-@pytest.mark.parametrize(("waited_s", "word"), [(0.5 * TO_WIN, Word.NOTHING), (2 * TO_WIN, Word.MEASURE)])
-def test_slow_steps_are_measured_again_only_where_a_plan_could_win_something(waited_s: float, word: Word) -> None:
+@pytest.mark.parametrize(("waited_s", "word"), [(0.5 * TO_WIN, Request.NOTHING), (2 * TO_WIN, Request.MEASURE)])
+def test_slow_steps_are_measured_again_only_where_a_plan_could_win_something(waited_s: float, word: Request) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, times=BY_PACE)
     told(rank, 1.0, waited_s)
     rank.step(1.0, times=PATIENCE + 1)
     assert rank.word() == word
-    assert rank.word() == Word.NOTHING
+    assert rank.word() == Request.NOTHING
 
 
 def test_other_ranks_look_for_nothing() -> None:
     rank = Rank(1)
     rank.step(1.0, times=8)
-    assert not pick(rank.feed(Measured(LINKS, 1.0)), StartPlanning)
+    assert not pick(rank.feed(MeasuringDone(LINKS, 1.0)), StartPlanning)
     rank.step(9.0, SharesMoved(1.0), times=50)
     rank.now = 1e6
-    assert rank.word() == Word.NOTHING
+    assert rank.word() == Request.NOTHING

@@ -9,7 +9,7 @@ from support.autotuning import JOB, LINKS, Rank, candidate, pick, plan_of, said,
 
 from commlayer.autotune.plan.actions import StartPlanning
 from commlayer.autotune.plan.decide_rank0 import MULTIPLIER_RISE, TRIED
-from commlayer.autotune.plan.facts import Meanwhile, Planned, StepOver
+from commlayer.autotune.plan.facts import Events, PlanningDone, StepDone
 from commlayer.autotune.plan.replan import harder_by
 from commlayer.compressors import parse
 from commlayer.engine import plan_choice
@@ -24,7 +24,7 @@ BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""
 
 def harder(rank: Rank, times: float) -> list[Any]:
-    return rank.feed(StepOver(rank.state.step + 1, 0.5, Meanwhile(rank.in_force, (), times)))
+    return rank.feed(StepDone(rank.state.step + 1, 0.5, Events(rank.in_force, (), times)))
 
 
 def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> None:
@@ -36,7 +36,7 @@ def test_a_model_of_which_codecs_lose_more_than_usual_is_planned_for_anew() -> N
     (order,) = pick(actions, StartPlanning)
     assert order == StartPlanning(rank.in_force.plan, rank.in_force.plan, LINKS, 0.5), "with the links as they are known"
     assert "2.00 times" in said(actions)
-    rank.step(0.5, Planned(order, None, "no reason"))
+    rank.step(0.5, PlanningDone(order, None, "no reason"))
     rank.step(0.5, times=BY_PACE)
     assert not pick(harder(rank, 2.0 * MULTIPLIER_RISE), StartPlanning), "that is known"
     assert pick(harder(rank, 2.1 * MULTIPLIER_RISE), StartPlanning)

@@ -11,30 +11,30 @@ from commlayer.autotune.plan.actions import (
     COLLECTIVE,
     Action,
     AwaitPlan,
-    Hear,
     Measure,
     Probe,
+    ReadReports,
+    ShareReport,
+    ShareStepTime,
     StartPlanning,
     Switch,
-    Tell,
-    TellPace,
 )
 from commlayer.autotune.plan.facts import (
-    Awaited,
-    Due,
+    ActivePlan,
+    Events,
     Fact,
-    Heard,
-    InForce,
-    Meanwhile,
-    Measured,
-    PaceTold,
-    Planned,
-    Probed,
-    Refused,
+    MeasuringDone,
+    PlanningDone,
+    ProbeDone,
+    ReportDue,
+    ReportsRead,
     SharesMoved,
-    StepOver,
+    StepDone,
     StepReport,
-    Switched,
+    StepTimes,
+    SwitchDone,
+    SwitchRefused,
+    WaitDone,
 )
 from commlayer.autotune.plan.state import Proposing
 from commlayer.planner.model.cluster import Link
@@ -97,48 +97,49 @@ class Together:
     def act(self, actions: list[Action]) -> None:
         """What all ranks do together, and what they hear of it."""
         first = actions[0]
-        if isinstance(first, TellPace):
+        if isinstance(first, ShareStepTime):
             pace_s = sorted(self.seconds)[len(self.ranks) // 2]
-            self.all(PaceTold(pace_s, pace_s))
+            self.all(StepTimes(pace_s, pace_s))
         elif isinstance(first, Measure):
-            self.all(Measured(self.links, 1.0))
-        elif isinstance(first, Hear):
+            self.all(MeasuringDone(self.links, 1.0))
+        elif isinstance(first, ReadReports):
             rows, self.rows = self.rows, ()
-            self.all(Heard(rows))
-            self.all(Due())
-        elif isinstance(first, Tell):
-            told = [action for action in actions if isinstance(action, Tell)]
+            self.all(ReportsRead(rows))
+            self.all(ReportDue())
+        elif isinstance(first, ShareReport):
+            told = [action for action in actions if isinstance(action, ShareReport)]
             self.rows = tuple(row(seconds, each.word, each.plan_s, bps=self.bps, share=0.9)
                               for each, seconds in zip(told, self.seconds, strict=True))
             if all(seconds > each.slow_s for seconds, each in zip(self.seconds, told, strict=True)):
                 rows, self.rows = self.rows, ()
-                self.all(Heard(rows))
+                self.all(ReportsRead(rows))
         elif isinstance(first, Probe):
-            self.all(Probed(self.links, 0.5, first.plan_s, first.step_s))
+            self.all(ProbeDone(self.links, 0.5, first.plan_s, first.step_s))
         elif isinstance(first, AwaitPlan):
             self.planned(self.found)
             lead = self.ranks[0].state.lead
-            self.all(Awaited(lead is not None and isinstance(lead.phase, Proposing)))
+            self.all(WaitDone(lead is not None and isinstance(lead.phase, Proposing)))
         elif isinstance(first, Switch):
             if first.candidate is None or self.refuse:
-                self.all(Refused("for reasons"))
+                self.all(SwitchRefused("for reasons"))
                 return
             left, self.in_force = self.in_force, first.candidate.runnable
-            self.all(Switched(self.in_force, left))
+            self.all(SwitchDone(self.in_force, left))
             for rank in self.ranks:
-                rank.in_force = InForce(self.in_force, basis_of(self.in_force))
+                rank.in_force = ActivePlan(self.in_force, basis_of(self.in_force))
 
     def planned(self, found: float) -> None:
         """Rank 0's thread is done."""
         before = self.phase
-        self.ranks[0].feed(Meanwhile(self.ranks[0].in_force, self.news(found)))
+        self.ranks[0].feed(Events(self.ranks[0].in_force, self.news(found)))
         self.moved(before)
 
-    def news(self, found: float) -> tuple[Planned, ...]:
+    def news(self, found: float) -> tuple[PlanningDone, ...]:
         if self.order is None:
             return ()
         order, self.order = self.order, None
-        return (Planned(order, candidate(plan_of(found), plain=plan_of(1.2 * found, "identity()")) if found else None, ""),)
+        plan = candidate(plan_of(found), plain=plan_of(1.2 * found, "identity()")) if found else None
+        return (PlanningDone(order, plan, ""),)
 
     def step(self, seconds: list[float], bps: float, found: float | None, part: float, now: float) -> None:
         self.seconds, self.bps, self.found = seconds, bps, found or 0.0
@@ -146,7 +147,7 @@ class Together:
         for number, rank in enumerate(self.ranks):
             rank.now = now + number  # clocks differ
         shared: tuple[SharesMoved, ...] = (SharesMoved(part),) if part else ()
-        self.feed([StepOver(rank.state.step + 1, s, Meanwhile(
+        self.feed([StepDone(rank.state.step + 1, s, Events(
                        rank.in_force, (*shared, *(self.news(found) if not i and found is not None else ()))))
                    for i, (rank, s) in enumerate(zip(self.ranks, seconds, strict=True))])
 

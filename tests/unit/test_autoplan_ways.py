@@ -14,8 +14,8 @@ from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, steps_of
 from commlayer.autotune.plan.link_probes import RankMeasurement
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
-from commlayer.engine.connection import Connection
-from commlayer.engine.plan_choice import Asked, read_ways, stepping
+from commlayer.engine.connection import JobContext
+from commlayer.engine.plan_choice import RequestedModes, read_ways, stepping
 from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
 from commlayer.planner.model.learning import LearningRow
 from commlayer.planner.tables.jobs import published
@@ -142,19 +142,19 @@ def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) 
     plan = plan_of(0.0)
     late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
     plan = structs.replace(plan, **(late if "stale" in fields else fields))
-    assert stepping(plan, Asked()) == plan
+    assert stepping(plan, RequestedModes()) == plan
     with pytest.raises(ValueError, match=f"exact=True.* {what}.*E-SYNC-PLAN"):
-        stepping(plan, Asked(exact=True))
+        stepping(plan, RequestedModes(exact=True))
 
 
 def test_forward_overlap_is_exact() -> None:
     assert read_ways(None, None, overlap="forward", exact=True).exact
     plan = structs.replace(plan_of(0.0), overlap="forward")
-    assert stepping(plan, Asked(exact=True)) == plan
+    assert stepping(plan, RequestedModes(exact=True)) == plan
 
 
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
-    connection = Connection()
+    connection = JobContext()
     connection.terms.optimizer = "adam"
     policy, suggests, young = loss_limits.limits_of(connection)
     assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
@@ -162,17 +162,17 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     assert young
     connection.terms.suggested = True
     assert not loss_limits.limits_of(connection).suggests, "once"
-    connection.terms.asked, connection.terms.suggested = Asked(exact=False), False
+    connection.terms.asked, connection.terms.suggested = RequestedModes(exact=False), False
     policy, suggests, _ = loss_limits.limits_of(connection)
     assert (policy.exact, suggests) == (False, False)
-    connection.terms.asked = Asked(exact=True)
+    connection.terms.asked = RequestedModes(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
     policy, suggests, _ = loss_limits.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""
     for exact in (None, False):
-        connection.terms.asked = Asked(exact=exact)
+        connection.terms.asked = RequestedModes(exact=exact)
         policy, suggests, _ = loss_limits.limits_of(connection)
         assert (policy.exact, suggests) == (True, False)
     for passes, young in ((loss_limits.YOUNG - 1, True), (loss_limits.YOUNG, False)):
@@ -181,12 +181,13 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
 
 
 @pytest.mark.parametrize(("asked", "may"), [
-    (Asked(), True), (Asked(exact=True), True), (Asked(codes="gradients"), True), (Asked(overlap="forward"), True),
-    (Asked(codes="updates"), False), (Asked(every=4, overlap="round"), False),
+    (RequestedModes(), True), (RequestedModes(exact=True), True), (RequestedModes(codes="gradients"), True),
+    (RequestedModes(overlap="forward"), True),
+    (RequestedModes(codes="updates"), False), (RequestedModes(every=4, overlap="round"), False),
 ])
-def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(asked: Asked, may: bool) -> None:
+def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(asked: RequestedModes, may: bool) -> None:
     """Whoever reads `.grad` meanwhile waits (tests/multi/test_forward_unasked.py); of a step before it would be another."""
-    connection = Connection()
+    connection = JobContext()
     connection.terms.asked = asked
     policy = loss_limits.limits_of(connection).policy
     assert policy.forward is may
@@ -219,14 +220,14 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Controllers refuse local steps: a plan that came by itself must not end a script."""
-    connection = Connection()
-    connection.terms.balanced, connection.terms.asked = own, Asked(exact=False)
+    connection = JobContext()
+    connection.terms.balanced, connection.terms.asked = own, RequestedModes(exact=False)
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert loss_limits.limits_of(connection, rows).policy.exact is (own or others)
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
-    made, connection = inputs("100/100Mb"), Connection()
+    made, connection = inputs("100/100Mb"), JobContext()
     assert made.profile is not None
     assert made.policy is not None
     assert loss_limits.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss

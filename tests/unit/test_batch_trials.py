@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
 from commlayer.autotune.measure import step_times
-from commlayer.autotune.measure.step_times import Trial, batches_of, out_of_memory
+from commlayer.autotune.measure.step_times import BatchTrial, batches_of, out_of_memory
 from commlayer.balance import Decision, Sampler
 from commlayer.balance.profile import profile
 
@@ -40,7 +40,7 @@ def test_a_trial_leaves_no_trace(ends: bool) -> None:
         random.seed(2), np.random.seed(2), torch.manual_seed(2)
         mean_of(each, torch.ones(4, 6)).backward()
     gradient = one[0].weight.grad
-    trial = Trial(one, mean_of, lambda samples: torch.randn(samples, 6))
+    trial = BatchTrial(one, mean_of, lambda samples: torch.randn(samples, 6))
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     expected = drawn()
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
@@ -67,7 +67,7 @@ def test_a_trial_leaves_no_trace(ends: bool) -> None:
 def test_it_is_undone_when_the_model_raises() -> None:
     one = model()
     before = one[1].running_mean.clone()
-    trial = Trial(one, lambda module, x: module(x).nonsense(), lambda samples: torch.randn(samples, 6))
+    trial = BatchTrial(one, lambda module, x: module(x).nonsense(), lambda samples: torch.randn(samples, 6))
     with pytest.raises(AttributeError), trial.untouched(begun=True):
         trial(4)
     assert torch.equal(one[1].running_mean, before)
@@ -89,7 +89,7 @@ def test_what_says_that_memory_has_ended(error: Exception, memory: bool) -> None
             raise error
         return mean_of(module, x)
 
-    trial = Trial(model(), loss_of, lambda samples: torch.randn(samples, 6))
+    trial = BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6))
     if memory:
         found = profile(trial, 16)
         assert (found.ended, [batch for batch, _ in found.points], found.cap) == (True, [2, 4], 3)
@@ -102,7 +102,7 @@ def test_a_real_allocation_that_cannot_be_met_ends_memory() -> None:
     def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return mean_of(module, x) + torch.empty(1 << (50 if len(x) > 4 else 3)).sum() * 0
 
-    assert profile(Trial(model(), loss_of, lambda samples: torch.randn(samples, 6)), 16).ended
+    assert profile(BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6)), 16).ended
 
 
 class Counted(IterableDataset[int]):
@@ -126,12 +126,12 @@ def test_batches_come_from_the_loader_or_a_function() -> None:
 ])
 def test_a_loss_of_another_kind_is_named(loss_of: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Trial(model(), loss_of, lambda samples: torch.randn(samples, 6))(4)
+        BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6))(4)
 
 
 def test_what_waits_for_others_is_refused() -> None:
     with pytest.raises(ValueError, match="SyncBatchNorm.*E-USER-CODE"):
-        Trial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
+        BatchTrial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
 
 
 @pytest.mark.parametrize(("given", "found_cap"), [(0, 8), (6, 6), (15, 8)])
@@ -208,7 +208,7 @@ def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
     room: int, sharing: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_times, "room_nbytes", lambda: float(room))
-    trial = Trial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
+    trial = BatchTrial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
     found = profile(trial, 64, repeats=1)
     assert found.ended == (most < 64)
     assert least <= found.cap <= most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.autotune.measure.calibration import Load, load_of, under
+from commlayer.autotune.measure.calibration import CodingLoad, load_of, under
 from commlayer.observe import Event, RecordedStep
 from commlayer.planner.model.cluster import CodecCost, Line
 from commlayer.records import Bucket, Plan, Slice
@@ -25,20 +25,22 @@ def step(encode_s: float, decode_s: float, where: str = "cpu") -> RecordedStep:
 @pytest.mark.parametrize(
     ("steps", "made", "expected"),
     [
-        ([step(5.0, 4.0)], plan(), Load()),
-        ([step(13.0, 8.0)], plan(), Load(1.0, 0.5)),
-        ([step(7.0, 4.0), step(500.0, 400.0), step(7.0, 6.0)], plan(), Load(0.25, 0.25)),  # one long step is no load
-        ([step(1.0, 1.0)], plan(), Load()),  # faster than alone: nothing that could be counted upon
-        ([step(13.0, 8.0, "gpu")], plan(), Load()),
-        ([step(13.0, 8.0)], plan("allreduce"), Load()),
-        ([step(13.0, 8.0)], plan(codec="int8()"), Load()),
-        ([], plan(), Load()),
+        ([step(5.0, 4.0)], plan(), CodingLoad()),
+        ([step(13.0, 8.0)], plan(), CodingLoad(1.0, 0.5)),
+        ([step(7.0, 4.0), step(500.0, 400.0), step(7.0, 6.0)], plan(), CodingLoad(0.25, 0.25)),  # one long step is no load
+        ([step(1.0, 1.0)], plan(), CodingLoad()),  # faster than alone: nothing that could be counted upon
+        ([step(13.0, 8.0, "gpu")], plan(), CodingLoad()),
+        ([step(13.0, 8.0)], plan("allreduce"), CodingLoad()),
+        ([step(13.0, 8.0)], plan(codec="int8()"), CodingLoad()),
+        ([], plan(), CodingLoad()),
     ],
 )
-def test_a_load_is_what_steps_took_more_than_coding_takes_alone(steps: list[RecordedStep], made: Plan, expected: Load) -> None:
+def test_a_load_is_what_steps_took_more_than_coding_takes_alone(
+    steps: list[RecordedStep], made: Plan, expected: CodingLoad,
+) -> None:
     assert load_of(steps, made, [COST]) == pytest.approx(expected)
 
 
 def test_a_load_is_added_to_times_and_not_to_payloads() -> None:
-    cost = under(Load(1.0, 0.5), COST)
+    cost = under(CodingLoad(1.0, 0.5), COST)
     assert (cost.encode(8), cost.decode(8), cost.nbytes(8)) == (13.0, 8.0, 16.0)

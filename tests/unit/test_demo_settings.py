@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from commlayer.demo.fleet import Began, Ended, Progress, read
+from commlayer.demo.fleet import Progress, RunBegan, RunEnded, read
 from commlayer.demo.report import DemoProgress, line, notes, results, ring_bound_s, size, span, table
-from commlayer.demo.settings import CODEC, Settings, parse_link, parse_rtt, read_settings
+from commlayer.demo.settings import CODEC, DemoSettings, parse_link, parse_rtt, read_settings
 from commlayer.records import encode
 from commlayer.transport.shaped_links import parse_shape
 
 
-def settings(**given: Any) -> Settings:
+def settings(**given: Any) -> DemoSettings:
     asked = {"workers": 4, "link": "100mbit", "rtt": "30ms", "codec": CODEC, "target": None, "quick": False}
     return read_settings(**{**asked, **given})
 
@@ -124,7 +124,7 @@ def test_the_table_fits_a_terminal_of_80_columns(reached: bool, steps: int) -> N
 
 
 def test_what_is_told_is_read_and_what_others_print_is_not() -> None:
-    stream = [Began(0, 7, True), DENSE, Ended(0, True)]
+    stream = [RunBegan(0, 7, True), DENSE, RunEnded(0, True)]
     assert [read(encode(event) + b"\n") for event in stream] == stream
     assert [read(text) for text in (b"", b"hello\n", b'{"type":"other"}\n', encode(DENSE)[:-1])] == [None] * 4
 
@@ -132,7 +132,7 @@ def test_what_is_told_is_read_and_what_others_print_is_not() -> None:
 def test_a_demo_under_way_says_where_it_stands() -> None:
     progress = DemoProgress(settings())
     seen = [line(progress)]
-    for event in (Began(0, 7, True), DENSE, Ended(0, True), Began(1, 7, True), SPARSE, Ended(1, True)):
+    for event in (RunBegan(0, 7, True), DENSE, RunEnded(0, True), RunBegan(1, 7, True), SPARSE, RunEnded(1, True)):
         assert not progress.over
         progress.take(event)
         seen.append(line(progress))

@@ -13,12 +13,12 @@ import pytest
 from commlayer.cluster.messages import StatusReply
 from commlayer.config import Config
 from commlayer.doctor import machine, network, report, security, server
-from commlayer.doctor.machine import Files, Folder, Journal, Processor, Shared, Software, Torch
+from commlayer.doctor.machine import Files, Folder, JournalFacts, Processor, Shared, Software, Torch
 from commlayer.doctor.network import Addresses, Interface, Name, Port, Reached
-from commlayer.doctor.nodes import Node, Pair, check_links, rounds, table
+from commlayer.doctor.nodes import NodeFacts, Pair, check_links, rounds, table
 from commlayer.doctor.report import Check, Finding, fail, of_error, ok, run_checks, usable, warn
 from commlayer.doctor.security import KeysFolder, PlanFile
-from commlayer.doctor.server import Link, Server, ServerPath
+from commlayer.doctor.server import LinkFacts, ServerFacts, ServerPath
 from commlayer.records import ServerInfo
 
 GIB, DAY = 1 << 30, 86400.0
@@ -33,7 +33,7 @@ GPU = Torch("2.13.0+cu126", "12.6", gpus=(("NVIDIA RTX 3060", 12 * GIB, "sm_86")
             nccl="2.27.3", cupy="14.2.0", cupy_from="cupy-cuda12x", driver=True)
 KEYS = KeysFolder("keys", "", "gpu-1", 0.0, 300 * DAY, 3000 * DAY, list_number=2, listed=1)
 STATUS = StatusReply("0.1.0", 1, 3, 0.0, 4, 2, (ServerInfo(0, "10.0.0.1:7001", streams="10.0.0.1:7002"),))
-SERVER = Server("10.0.0.1:7000", "", STATUS, "0.1.0", 1, 3, 0.02, 0.001, 0.01)
+SERVER = ServerFacts("10.0.0.1:7000", "", STATUS, "0.1.0", 1, 3, 0.02, 0.001, 0.01)
 SILENT = Reached("server", "h:2", "silent")
 PLAN = PlanFile("plan.json", "", "abc", 12, 1)
 
@@ -89,15 +89,15 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str]]]] = [
     (machine.check_folder, Folder("checkpoints in", "/x", GIB), [("warn", "1.0")]),
     (machine.check_folder, Folder("checkpoints in", "/x", 1 << 20), [("fail", "1")]),
     (machine.check_folder, Folder("checkpoints in", "/x", error="it is a file"), [("fail", "")]),
-    (journal, Journal(Folder("journal in", "/j", 24 * GIB)), [("ok", "/j 24.0 1074")]),
-    (journal, Journal(Folder("journal in", "/j", 24 << 20)), [("warn", "1")]),
-    (lambda f: machine.check_journal(f, required=True), Journal(Folder("journal in", "/j", 24 << 20)),
+    (journal, JournalFacts(Folder("journal in", "/j", 24 * GIB)), [("ok", "/j 24.0 1074")]),
+    (journal, JournalFacts(Folder("journal in", "/j", 24 << 20)), [("warn", "1")]),
+    (lambda f: machine.check_journal(f, required=True), JournalFacts(Folder("journal in", "/j", 24 << 20)),
      [("fail", "1 journal_required")]),
-    (lambda f: machine.check_journal(f, required=True), Journal(Folder("journal in", "/j", GIB)),
+    (lambda f: machine.check_journal(f, required=True), JournalFacts(Folder("journal in", "/j", GIB)),
      [("warn", "1.0 45")]),
-    (journal, Journal(Folder("journal in", "/j", error="it may not be written to")), [("fail", "")]),
-    (journal, Journal(Folder("journal in", "/j", 24 * GIB), held=True), [("fail", ""), OK]),
-    (journal, Journal(Folder("journal in", "/j", 24 * GIB), left=True), [("warn", "/j"), OK]),
+    (journal, JournalFacts(Folder("journal in", "/j", error="it may not be written to")), [("fail", "")]),
+    (journal, JournalFacts(Folder("journal in", "/j", 24 * GIB), held=True), [("fail", ""), OK]),
+    (journal, JournalFacts(Folder("journal in", "/j", 24 * GIB), left=True), [("warn", "/j"), OK]),
     (machine.check_shared_memory, Shared(8 * GIB, 8 * GIB), [("ok", "8.0")]),
     (machine.check_shared_memory, Shared(64 << 20, 64 << 20), [("warn", "64 64 --shm-size")]),
     (machine.check_shared_memory, Shared(error="No such file"), [("warn", "")]),
@@ -208,9 +208,9 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str]]]] = [
      [("warn", "4"), OK, OK, OK]),
     (keyed, but(SERVER, full_up="no answer", round_trip_s=0.4),
      [OK, OK, ("warn", "400"), ("fail", "full-size 1280")]),
-    (keyed, Server("h:1", "this process has another secret: set it"),
+    (keyed, ServerFacts("h:1", "this process has another secret: set it"),
      [("fail", "h:1")]),
-    (keyed, Server("h:1", "no answer within 3.0 s", silent=True), [("fail", "h:1")]),
+    (keyed, ServerFacts("h:1", "no answer within 3.0 s", silent=True), [("fail", "h:1")]),
     (keyed, but(SERVER, paths=(ServerPath("h:2", SILENT),)),
      [OK, ("fail", "h:2"), OK, OK, OK]),
     (keyed, but(SERVER, paths=(ServerPath("h:2", Reached("server", "h:2", "open"), "h:3"),)),
@@ -230,18 +230,18 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str]]]] = [
                                ServerPath("i:2", Reached("server", "i:2", "silent")), ServerPath("i:3", None, "i:3", "open"))),
      [OK, ("warn", "h:3 h:2"), ("fail", "i:2"),
       ("ok", "i:3"), OK, OK, OK]),
-    (server.check_link, Link(94e6, 12e6), [("ok", "94 Mb/s 12 Mb/s")]),
-    (server.check_link, Link(0.8e6, 12e6), [("warn", "0.8 Mb/s")]),
-    (server.check_link, Link(error="gone"), [("warn", "")]),
+    (server.check_link, LinkFacts(94e6, 12e6), [("ok", "94 Mb/s 12 Mb/s")]),
+    (server.check_link, LinkFacts(0.8e6, 12e6), [("warn", "0.8 Mb/s")]),
+    (server.check_link, LinkFacts(error="gone"), [("warn", "")]),
     (lambda f: server.check_same_plan(PLAN, f), but(SERVER, status=but(STATUS, plan="xyz")), [("fail", "")]),
     (lambda f: server.check_same_plan(PLAN, f), but(SERVER, status=but(STATUS, plan="abc")), []),
     (lambda f: server.check_same_plan(None, f), SERVER, []),
 
-    (links, ([Node("a", "a:1"), Node("b", "b:1")], [Pair(0, 1, 50e6, 90e6, 0.01)]),
+    (links, ([NodeFacts("a", "a:1"), NodeFacts("b", "b:1")], [Pair(0, 1, 50e6, 90e6, 0.01)]),
      [("ok", "1 50 Mb/s 0 1")]),
-    (links, ([Node("a", "a:1"), Node("b", "b:1")], [Pair(0, 1, error="silent")]),
+    (links, ([NodeFacts("a", "a:1"), NodeFacts("b", "b:1")], [Pair(0, 1, error="silent")]),
      [("fail", "0 1 b:1")]),
-    (links, ([Node(x, x) for x in "abc"],
+    (links, ([NodeFacts(x, x) for x in "abc"],
                                        [Pair(0, 1, 90e6, 90e6), Pair(0, 2, 9e6, 90e6), Pair(1, 2, 90e6, 90e6)]),
      [("warn", "9.0 Mb/s 0 2 90 Mb/s")]),
 ]
@@ -309,7 +309,7 @@ def test_lines_fit_a_terminal_of_80_columns() -> None:
 
 
 def test_links_of_nodes_are_a_table() -> None:
-    nodes = [Node("alpha", "a:1"), Node("a-host-with-a-long-name", "b:1"), Node("gamma", "c:1")]
+    nodes = [NodeFacts("alpha", "a:1"), NodeFacts("a-host-with-a-long-name", "b:1"), NodeFacts("gamma", "c:1")]
     lines = table(nodes, [Pair(0, 1, 94.2e6, 11e6, 0.03), Pair(0, 2, error="silent"), Pair(1, 2, 1.2e9, 1e9, 0.001)])
     assert lines == [
         "Mb/s from, to         0     1     2",

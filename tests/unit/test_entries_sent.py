@@ -16,7 +16,7 @@ from commlayer.autotune.plan.driver import AutoPlan
 from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
 from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
 from commlayer.compressors.state import number
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import StalePlanWatch
 from commlayer.engine.plan_choice import unsuited
 from commlayer.engine.plan_handover import hand_over
@@ -288,8 +288,8 @@ def test_a_plan_says_only_what_there_is() -> None:
     assert not unsuited(replace(made, ratio_over="plan", warmup=100), 2, 1)
 
 
-def watched(made: Plan) -> tuple[Connection, kit.Rig]:
-    connection, rig = Connection(), kit.Rig(1, "", shapes=SHAPES, plan=made)
+def watched(made: Plan) -> tuple[JobContext, kit.Rig]:
+    connection, rig = JobContext(), kit.Rig(1, "", shapes=SHAPES, plan=made)
     connection.plan, connection.worker = made, rig.workers[0]
     return connection, rig
 

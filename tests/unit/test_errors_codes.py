@@ -11,7 +11,7 @@ import pytest
 
 from commlayer import errors
 from commlayer.cluster.process_groups import ANY_PEER
-from commlayer.engine.step import FaultVerdict
+from commlayer.engine.step import RootCause
 from commlayer.errors import (
     CODES,
     CommError,
@@ -77,7 +77,7 @@ LINK: Any = object()
     (DeadlineExceeded("no answer", peer="worker 3"), TOLD, TOLD), (CommError("timed out", peer=ANY_PEER), TOLD, TOLD),
     (CommError("the session is closed"), TOLD, TOLD), (ValueError("a mistake"), TOLD, None)])
 def test_the_first_cause_is_named(met: Exception, told: CommError, named: CommError | None) -> None:
-    verdict = FaultVerdict()
+    verdict = RootCause()
     verdict.fall(told)
     verdict.fall(PeerLost("came later", peer="worker 9"))
     expected = named if named is not None else told if isinstance(met, CommError) else met

@@ -19,7 +19,7 @@ from support import workers as kit
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.engine import checkpoint
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.worker import Worker
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan
@@ -167,8 +167,8 @@ def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
         checkpoint._restore(connected(worker), worker, state)
 
 
-def connected(worker: Worker) -> Connection:
-    made = Connection()
+def connected(worker: Worker) -> JobContext:
+    made = JobContext()
     made.worker = worker
     return made
 

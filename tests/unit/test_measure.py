@@ -91,9 +91,9 @@ class Wires:
         self.theirs[server, way] = theirs
         heapq.heappush(self.arrivals, (theirs + 2 * self.alpha_s, server, way, nbytes))
 
-    def next(self, patience_s: float) -> link_rates.Arrival:
+    def next(self, patience_s: float) -> link_rates.ChunkArrival:
         self.clock, *what = heapq.heappop(self.arrivals)
-        return link_rates.Arrival(*what, self.clock)
+        return link_rates.ChunkArrival(*what, self.clock)
 
     def now(self) -> float:
         return self.clock
@@ -120,13 +120,13 @@ def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float,
 
 def test_a_probe_without_an_answer_names_the_server() -> None:
     with pytest.raises(DeadlineExceeded, match="E-DEADLINE") as error:
-        link_rates.round_trip(link_rates.Asking(lambda *_: None), 3, 0.01)
+        link_rates.round_trip(link_rates.RequestNetwork(lambda *_: None), 3, 0.01)
     assert error.value.peer == "server 3"
 
 
 def test_a_probe_that_fails_says_why() -> None:
     with pytest.raises(DeadlineExceeded, match="^gone .E-DEADLINE"):
-        link_rates.round_trip(link_rates.Asking(lambda _s, _u, _d, done: done(DeadlineExceeded("gone"))), 3, 1.0)
+        link_rates.round_trip(link_rates.RequestNetwork(lambda _s, _u, _d, done: done(DeadlineExceeded("gone"))), 3, 1.0)
 
 
 def test_a_server_answers_probes_of_any_allowed_size() -> None:

@@ -20,7 +20,7 @@ from commlayer.records import ServerInfo, View
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
-INSIDE = calibration.Grouped(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
 JOB = published("resnet50")
 
 

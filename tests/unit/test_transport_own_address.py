@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from commlayer.engine.start import Arrival, _own_address
+from commlayer.engine.start import RankRow, _own_address
 from commlayer.transport import own_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are told as Linux tells them")
@@ -42,9 +42,9 @@ def test_a_name_of_several_addresses_is_taken_where_it_leads_away(monkeypatch: p
 
 def test_where_the_master_is_loopback_the_way_to_another_machine_counts() -> None:
     own = own_address.default_address()
-    mine = Arrival("a", "a", address="127.0.0.1")
+    mine = RankRow("a", "a", address="127.0.0.1")
     if own:
-        assert _own_address(mine, [mine, Arrival("b", "b", address=own)]) == own
+        assert _own_address(mine, [mine, RankRow("b", "b", address=own)]) == own
     assert _own_address(mine, [mine]) == ""
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from commlayer.cluster import site_process_group
-from commlayer.engine.agreement import Word
-from commlayer.engine.regroup import Newer, ViewWords
+from commlayer.engine.agreement import Vote
+from commlayer.engine.regroup import EpochMessages, NewerEpoch
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Member, View
 
@@ -36,22 +36,22 @@ class Desk:
         return SimpleNamespace(found=[msgspec.msgpack.encode((5, 1.0)) for _ in asked["want"]])
 
 
-def told(desk: Desk, words: ViewWords, monkeypatch: pytest.MonkeyPatch) -> list[Word]:
+def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
-    return words.tell(VIEW, "step0", 7, Word(5, 1.0), time.monotonic() + 30.0)
+    return words.tell(VIEW, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
 
 
 def test_who_has_no_answer_says_its_word_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator may be started again, and knows then what it has answered."""
     desk = Desk(*AWAY, AWAY[0])
-    assert told(desk, ViewWords(VIEW, 0.0, 20.0), monkeypatch) == [Word(5, 1.0)] * 2
+    assert told(desk, EpochMessages(VIEW, 0.0, 20.0), monkeypatch) == [Vote(5, 1.0)] * 2
     assert all(put and put == desk.puts[0] for put in desk.puts)
 
 
 @pytest.mark.parametrize("error", [PeerLost("no heartbeat", peer="worker 0"), CommError("dead", peer="coordinator x")])
 def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommError) as caught:
-        told(Desk(error), ViewWords(VIEW, 0.0, 20.0), monkeypatch)
+        told(Desk(error), EpochMessages(VIEW, 0.0, 20.0), monkeypatch)
     assert caught.value is error
 
 
@@ -59,16 +59,16 @@ def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monke
 def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
         found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one member could hold a view to be none that all others have gone over to, with a home that has joined in it."""
-    words = ViewWords(VIEW, 0.0, 20.0)
+    words = EpochMessages(VIEW, 0.0, 20.0)
     desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ())))
     if found:
-        assert told(desk, words, monkeypatch) == [Word(5, 1.0)] * 2
+        assert told(desk, words, monkeypatch) == [Vote(5, 1.0)] * 2
     else:
         monkeypatch.setattr(msgspec.msgpack, "encode", lambda _: None)
-        with pytest.raises(Newer):
+        with pytest.raises(NewerEpoch):
             told(desk, words, monkeypatch)
 
 
 def test_one_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="not reachable.*E-PEER-LOST"):
-        told(Desk(AWAY[0]), ViewWords(VIEW, 0.0, 0.0), monkeypatch)
+        told(Desk(AWAY[0]), EpochMessages(VIEW, 0.0, 0.0), monkeypatch)

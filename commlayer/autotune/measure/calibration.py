@@ -127,14 +127,14 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
 # code at once, and threads wait for each other. The first steps of the active plan show the difference. It is added per
 # element, also for codecs outside the plan: cold memory costs a fast codec as much as a slow one.
 
-class Load(NamedTuple):
+class CodingLoad(NamedTuple):
     """Additional seconds per element."""
 
     encode_s: float = 0.0
     decode_s: float = 0.0
 
 
-def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost]) -> Load:
+def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost]) -> CodingLoad:
     """Derived from buckets on the server path: each is encoded once, and its result is decoded once, whole."""
     of = {bare(cost.codec): cost for cost in costs if cost.device == "cpu"}
     numel, encode, decode = {}, {}, {}
@@ -143,10 +143,10 @@ def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost
         if bucket.served and up and down and up.rounds == 1:
             numel[bucket.id] = bucket.numel
             encode[bucket.id], decode[bucket.id] = up.encode(bucket.numel), down.decode(bucket.numel)
-    return Load(_more(steps, "encode@cpu", encode, numel), _more(steps, "decode@cpu", decode, numel))
+    return CodingLoad(_more(steps, "encode@cpu", encode, numel), _more(steps, "decode@cpu", decode, numel))
 
 
-def under(load: Load, cost: CodecCost) -> CodecCost:
+def under(load: CodingLoad, cost: CodecCost) -> CodecCost:
     """The codec's cost under this load."""
     encode = structs.replace(cost.encode, slope_s=cost.encode.slope_s + load.encode_s)
     decode = structs.replace(cost.decode, slope_s=cost.decode.slope_s + load.decode_s)
@@ -177,14 +177,14 @@ NO_COLLECTIVES = Line(0.0)
 Collective = Callable[[torch.Tensor], PendingCollective]
 
 
-class Grouped(NamedTuple):
+class CollectiveCosts(NamedTuple):
     """Seconds per message (the floor) and per byte through a member's link (the slope); zeros if there is no such level."""
 
     inside: Line
     across: Line
 
 
-def measure_collectives(groups: Groups, budget_s: float) -> Grouped:
+def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     """Within about `budget_s`, times a reduce inside all nodes at once, and an all-reduce over ranks that reach each other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NO_COLLECTIVES
@@ -192,7 +192,7 @@ def measure_collectives(groups: Groups, budget_s: float) -> Grouped:
         inside = _line(groups, lambda x: groups.inside.out.reduce(x, 0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1 and groups.members.reachable:
         across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
-    return Grouped(inside, across)
+    return CollectiveCosts(inside, across)
 
 
 def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:

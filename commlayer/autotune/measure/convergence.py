@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Way, train
+from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Variant, train
 from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim.outer import family_of
@@ -86,7 +86,7 @@ def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
     return i + float((falling[i - 1] - loss) / (falling[i - 1] - falling[i]))
 
 
-def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
+def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
     """Costs of all runs that have a dense counterpart."""
     results = {}
     for way, curve in curves.items():
@@ -100,7 +100,7 @@ def costs(curves: Mapping[Way, Curve]) -> dict[Way, Cost]:
     return results
 
 
-def rows_of(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+def rows_of(found: Mapping[Variant, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
     """The rows of all measurements, for each number of workers. If there are several numbers, also a row with the worst of
     them.
 
@@ -120,7 +120,7 @@ def rows_of(found: Mapping[Way, Cost], *, least_tasks: int = 1) -> tuple[Learnin
     return tuple(table_rows)
 
 
-def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
+def alone(curves: Mapping[Variant, Curve]) -> Iterator[tuple[Variant, Cost]]:
     """The cost of one worker alone, relative to several."""
     for way, curve in curves.items():
         together = structs.replace(way, workers=ALONE_AMONG)
@@ -128,7 +128,7 @@ def alone(curves: Mapping[Way, Curve]) -> Iterator[tuple[Way, Cost]]:
             yield way, cost(curve, curves[together])
 
 
-def alone_rows(curves: Mapping[Way, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+def alone_rows(curves: Mapping[Variant, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
     """The rows of `alone`, one per optimizer."""
     grouped: dict[_Key, dict[str, list[Cost]]] = {}
     for way, one in alone(curves):
@@ -139,17 +139,17 @@ def alone_rows(curves: Mapping[Way, Curve], *, least_tasks: int = 1) -> tuple[Le
 _Key = tuple[str, str, str, int, str, bool]
 
 
-def key_of(way: Way) -> _Key:
+def key_of(way: Variant) -> _Key:
     """The configuration, as a row names it."""
     return way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
 
 
-def told(way: Way) -> bool:
+def told(way: Variant) -> bool:
     """Whether rows can express the configuration."""
     return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer and way.batches == 1
 
 
-def _grouped(found: Mapping[Way, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
+def _grouped(found: Mapping[Variant, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
     """Grouped by configuration, workers and task."""
     groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
     for way, one in found.items():
@@ -175,14 +175,14 @@ def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
 
 OWN = "your proxy"
 """Source that distinguishes these rows from the built-in ones."""
-Tell = Callable[[Way, float, LearningTable | None], None]
+Tell = Callable[[Variant, float, LearningTable | None], None]
 """Called after each training with its last loss and the table so far."""
 
 
-def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Way]:
+def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Variant]:
     """The most useful configurations: each codec for gradients and for updates; local steps, with and without overlap, with
     the finest codec that is not sparse; and, if local steps are requested, overlapped updates of each step."""
-    dense = Way("", "")
+    dense = Variant("", "")
     yield dense
     yield structs.replace(dense, workers=ALONE)
     codecs = [codec for codec in dict.fromkeys(codecs) if codec != dense.codec]
@@ -197,13 +197,15 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
         yield structs.replace(dense, codec=fine, late=True)
 
 
-def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: int = STEPS, seeds: int = 1) -> LearningTable:
+def measured(
+    name: str, make: Make, ways: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
+) -> LearningTable:
     """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
     family = family_of(_optimizer(name, make))
     if family == "other":
         raise InvalidInput("E-USER-CODE",
                            f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
-    curves: dict[Way, Sequence[float]] = {}
+    curves: dict[Variant, Sequence[float]] = {}
     table: LearningTable | None = None
     for seed in range(seeds):
         for way in ways:
@@ -216,7 +218,7 @@ def measured(name: str, make: Make, ways: Sequence[Way], tell: Tell, *, steps: i
     return table
 
 
-def _trained(way: Way, make: Make, steps: int) -> Sequence[float]:
+def _trained(way: Variant, make: Make, steps: int) -> Sequence[float]:
     """Trains one configuration; an error in the user's code becomes one line."""
     try:
         curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
@@ -236,7 +238,7 @@ def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
     return task.optimizer(task.model)
 
 
-def _table(name: str, curves: dict[Way, Sequence[float]]) -> LearningTable | None:
+def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable | None:
     rows = rows_of(costs(curves))
     rows += alone_rows(curves) if rows else ()
     source = Provenance(datetime.date.today().isoformat(), f"commlayer tune {name} --learning", len(curves),

@@ -41,7 +41,7 @@ UP, DOWN = 0, 1
 """Directions: to servers, and from them."""
 
 
-class Arrival(NamedTuple):
+class ChunkArrival(NamedTuple):
     """A completed chunk."""
 
     server: int
@@ -50,19 +50,19 @@ class Arrival(NamedTuple):
     at_s: float
 
 
-class Network(Protocol):
+class ProbeNetwork(Protocol):
     """The interface through which chunks are sent."""
 
     def ask(self, server: int, way: int, nbytes: int) -> None:
         """Sends this many bytes to the server (UP), or requests them from it (DOWN)."""
 
-    def next(self, patience_s: float) -> Arrival:
+    def next(self, patience_s: float) -> ChunkArrival:
         """Waits for the next completed chunk, or raises its error."""
 
     def now(self) -> float: ...
 
 
-def round_trip(network: Network, server: int, patience_s: float) -> float:
+def round_trip(network: ProbeNetwork, server: int, patience_s: float) -> float:
     """The shortest round trip in seconds, without other traffic of the probe."""
     times_s = [_ping(network, server, patience_s)]
     while len(times_s) < PINGS:
@@ -74,7 +74,7 @@ def round_trip(network: Network, server: int, patience_s: float) -> float:
 
 
 def rate(
-    network: Network, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
+    network: ProbeNetwork, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
     *, expected_bps: float = 0.0,
 ) -> float:
     """Bits per second in one direction (UP or DOWN). Takes about `budget_s`, plus the time of chunks in flight."""
@@ -83,7 +83,7 @@ def rate(
     return _Way(way, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
 
 
-def _ping(network: Network, server: int, patience_s: float) -> float:
+def _ping(network: ProbeNetwork, server: int, patience_s: float) -> float:
     begin = network.now()
     network.ask(server, UP, 1)
     network.next(patience_s)
@@ -97,12 +97,12 @@ class _Way:
         self._way, self._first_nbytes = way, first_nbytes
         self._recent_s = max(RECENT * round_trip_s, LEAST_ROUND_TRIP_S)
         self._to = dict.fromkeys(servers, 0)
-        self._seen: list[Arrival] = []
+        self._seen: list[ChunkArrival] = []
         self._recent = 0
         """Index of the first recent arrival."""
         self._recent_nbytes = 0
 
-    def run(self, network: Network, budget_s: float, patience_s: float) -> float:
+    def run(self, network: ProbeNetwork, budget_s: float, patience_s: float) -> float:
         until = network.now() + budget_s
         while True:
             now = network.now()
@@ -112,7 +112,7 @@ class _Way:
                 return self._rate_bps(STRETCH * budget_s)
             self._arrived(network.next(patience_s))
 
-    def _fill(self, network: Network, now: float) -> None:
+    def _fill(self, network: ProbeNetwork, now: float) -> None:
         """Keeps twice the recently completed bytes in flight, which grows faster than TCP windows."""
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
@@ -126,7 +126,7 @@ class _Way:
                 self._to[server] += nbytes
                 network.ask(server, self._way, nbytes)
 
-    def _arrived(self, arrival: Arrival) -> None:
+    def _arrived(self, arrival: ChunkArrival) -> None:
         self._to[arrival.server] -= arrival.nbytes
         self._seen.append(arrival)
         self._recent_nbytes += arrival.nbytes
@@ -147,22 +147,22 @@ class _Way:
         return sorted(rates)[int(NEARLY_ALL * (len(rates) - 1))]
 
 
-class Asking:
+class RequestNetwork:
     """A Network over real servers. `ask(server, up bytes, down bytes, done)` calls done(error or None) from any thread."""
 
     def __init__(self, ask: Callable[[int, int, int, Callable[[Exception | None], None]], None]) -> None:
         self._ask = ask
         self._waiting: list[int] = []
-        self._arrived: queue.SimpleQueue[tuple[Arrival, Exception | None]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[ChunkArrival, Exception | None]] = queue.SimpleQueue()
 
     def ask(self, server: int, way: int, nbytes: int) -> None:
         def done(error: Exception | None) -> None:
-            self._arrived.put((Arrival(server, way, nbytes, time.perf_counter()), error))
+            self._arrived.put((ChunkArrival(server, way, nbytes, time.perf_counter()), error))
 
         self._waiting.append(server)
         self._ask(server, *((1, nbytes) if way == DOWN else (nbytes, 1)), done)
 
-    def next(self, patience_s: float) -> Arrival:
+    def next(self, patience_s: float) -> ChunkArrival:
         try:
             arrival, error = self._arrived.get(timeout=patience_s)
         except queue.Empty:

@@ -243,7 +243,7 @@ def batches_of(source: Any) -> BatchOf:
     return batch_of
 
 
-class Trial:
+class BatchTrial:
     """Forward and backward pass of a batch. Raises MemoryError at the memory limit."""
 
     def __init__(

@@ -38,7 +38,7 @@ OUTERS = {"plain": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
 """Plain averaging, and DiLoCo's outer optimizer with Nesterov momentum. Without a name: see `outer_of`."""
 
 
-class Way(Record, frozen=True):
+class Variant(Record, frozen=True):
     """One configuration of a training."""
 
     task: str
@@ -61,16 +61,16 @@ class Way(Record, frozen=True):
     """Task batches per worker and step; they act as one larger batch."""
 
     @property
-    def dense(self) -> Way:
+    def dense(self) -> Variant:
         """The reference configuration."""
-        return Way(self.task, self.optimizer, workers=self.workers, seed=self.seed, batches=self.batches)
+        return Variant(self.task, self.optimizer, workers=self.workers, seed=self.seed, batches=self.batches)
 
     @property
     def updates(self) -> bool:
         return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
 
 
-def outer_of(way: Way) -> Outer:
+def outer_of(way: Variant) -> Outer:
     """Without a name the default of attach(). Raises InvalidInput for an unknown name."""
     if not way.outer:
         return usual("adam" if way.optimizer == "adam" else "sgd")
@@ -80,7 +80,7 @@ def outer_of(way: Way) -> Outer:
     return OUTERS[way.outer]
 
 
-class Task(NamedTuple):
+class TrainingTask(NamedTuple):
     """A task to train. Equal seeds give equal tasks; created once per worker."""
 
     model: nn.Module
@@ -92,11 +92,11 @@ class Task(NamedTuple):
     validation: Callable[[nn.Module], float]
 
 
-Make = Callable[[int], Task]
+Make = Callable[[int], TrainingTask]
 """Creates a task from a seed."""
 
 
-def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
+def train(way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
     """Returns the validation loss at `looks` points; NaN after weights have become non-finite. Raises InvalidInput for a task
     that cannot be trained."""
     task = make(way.seed)
@@ -116,7 +116,7 @@ def train(way: Way, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> li
     return curve
 
 
-def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
+def _drawn(way: Variant, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
     batches = list(islice(feed, way.batches))
     if len(batches) == way.batches:
         return batches
@@ -124,7 +124,7 @@ def _drawn(way: Way, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
                        f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
 
 
-def _validated(way: Way, found: Any) -> float:
+def _validated(way: Variant, found: Any) -> float:
     """Converts a validation result to a number, or raises a one-line error."""
     try:
         return float(found)
@@ -133,11 +133,11 @@ def _validated(way: Way, found: Any) -> float:
         raise InvalidInput("E-USER-CODE", f"task {way.task}: validation returned {what}, needed is one number") from None
 
 
-def losses(task: Task, way: Way, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
+def losses(task: TrainingTask, way: Variant, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
     return torch.stack([_loss(task, way, model, batch) for batch in batches]).mean()
 
 
-def _loss(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
+def _loss(task: TrainingTask, way: Variant, model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch; raises a one-line error if the task returns none."""
     loss: Any = task.loss(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -149,7 +149,7 @@ def _loss(task: Task, way: Way, model: nn.Module, batch: Any) -> torch.Tensor:
 class _Optimizer:
     """A task's optimizer with learning-rate warm-up."""
 
-    def __init__(self, task: Task, model: nn.Module) -> None:
+    def __init__(self, task: TrainingTask, model: nn.Module) -> None:
         self._inner = task.optimizer(model)
         self._rates = [group["lr"] for group in self._inner.param_groups]
 
@@ -162,7 +162,7 @@ class _Optimizer:
         self._inner.zero_grad()
 
 
-def plan_of(way: Way, model: nn.Module) -> Plan:
+def plan_of(way: Variant, model: nn.Module) -> Plan:
     """The plan, with buckets of 64 KiB on one server."""
     codec = parse(way.codec)
     plan = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
@@ -173,7 +173,7 @@ def plan_of(way: Way, model: nn.Module) -> Plan:
 class _Averaged:
     """Averaged gradients: all workers take the same step, so one model represents all."""
 
-    def __init__(self, way: Way, task: Task, make: Make) -> None:
+    def __init__(self, way: Variant, task: TrainingTask, make: Make) -> None:
         del make
         self._way, self._task, self._model = way, task, task.model
         self._optimizer = _Optimizer(task, self._model)
@@ -198,7 +198,7 @@ class _Averaged:
 class _Local:
     """Local steps: each worker has its own model and optimizer, and their changes are averaged."""
 
-    def __init__(self, way: Way, task: Task, make: Make) -> None:
+    def __init__(self, way: Variant, task: TrainingTask, make: Make) -> None:
         self._way, self._task = way, task
         self._models = [make(way.seed).model for _ in range(way.workers)]
         self._optimizers = [_Optimizer(task, model) for model in self._models]

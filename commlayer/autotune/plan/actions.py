@@ -10,7 +10,7 @@ from commlayer.planner.model.cluster import Basis, Link
 from commlayer.records import Plan, Record
 
 
-class Word(IntEnum):
+class Request(IntEnum):
     """Rank 0's request to all ranks, sent in its row."""
 
     NOTHING = 0
@@ -19,14 +19,14 @@ class Word(IntEnum):
     PROBE = 3
 
 
-class Say(Record, frozen=True):
+class LogLine(Record, frozen=True):
     """A line for session.inspect.decisions() and for rank 0's log."""
 
     text: str
     warning: bool = False
 
 
-class Suggest(Record, frozen=True):
+class SuggestSetting(Record, frozen=True):
     """A line, once per job: a setting that the script could allow, and its benefit."""
 
     text: str
@@ -36,8 +36,8 @@ class RecordSteps(Record, frozen=True):
     """Workers record the timing of their steps from the next one on."""
 
 
-class TellPace(Record, frozen=True):
-    """Collective: shares the time and the wait of a step among all ranks. Answered by `PaceTold`."""
+class ShareStepTime(Record, frozen=True):
+    """Collective: shares the time and the wait of a step among all ranks. Answered by `StepTimes`."""
 
     step_s: float
     """Step time of this rank."""
@@ -46,17 +46,17 @@ class TellPace(Record, frozen=True):
 
 
 class Measure(Record, frozen=True):
-    """Collective: reads the recorded steps, times collectives, probes links and shares the results. Answered by `Measured`."""
+    """Collective: reads recorded steps, times collectives, probes links and shares the results. Answered by `MeasuringDone`."""
 
 
-class Hear(Record, frozen=True):
-    """Reads the rows of all ranks. Answered by `Heard`, then by `Due` if the next rows are due."""
+class ReadReports(Record, frozen=True):
+    """Reads the rows of all ranks. Answered by `ReportsRead`, then by `ReportDue` if the next rows are due."""
 
 
-class Tell(Record, frozen=True):
-    """Collective: sends this rank's row. Answered by `Heard` if all ranks wait for the rows."""
+class ShareReport(Record, frozen=True):
+    """Collective: sends this rank's row. Answered by `ReportsRead` if all ranks wait for the rows."""
 
-    word: Word
+    word: Request
     plan_s: float
     """Time that rank 0's last planning took; 0 before the first."""
     slow_s: float
@@ -64,24 +64,24 @@ class Tell(Record, frozen=True):
 
 
 class Probe(Record, frozen=True):
-    """Collective: measures only the links. Answered by `Probed`, which returns both numbers."""
+    """Collective: measures only the links. Answered by `ProbeDone`, which returns both numbers."""
 
     plan_s: float
     step_s: float
 
 
-class Pace(Record, frozen=True):
+class PaceSenders(Record, frozen=True):
     """Sets the pace of senders from these links, one per node."""
 
     links: tuple[Link, ...]
 
 
-class Afresh(Record, frozen=True):
+class ResetWindow(Record, frozen=True):
     """Clears the observations of steps and links: they do not apply to the next steps."""
 
 
 class StartPlanning(Record, frozen=True):
-    """Rank 0: plans on a thread while training continues. Answered by `Planned`."""
+    """Rank 0: plans on a thread while training continues. Answered by `PlanningDone`."""
 
     current: Plan
     """The active plan."""
@@ -93,32 +93,32 @@ class StartPlanning(Record, frozen=True):
 
 
 class AwaitPlan(Record, frozen=True):
-    """Collective: waits until rank 0 has planned, and learns whether it found a better plan. Answered by `Awaited`."""
+    """Collective: waits until rank 0 has planned, and learns whether it found a better plan. Answered by `WaitDone`."""
 
     most_s: float
     """A search that takes longer continues while training goes on."""
 
 
 class Switch(Record, frozen=True):
-    """Collective: switches to rank 0's candidate; other ranks pass None. Answered by `Switched` or `Refused`."""
+    """Collective: switches to rank 0's candidate; other ranks pass None. Answered by `SwitchDone` or `SwitchRefused`."""
 
     candidate: Candidate | None
 
 
-class Describe(Record, frozen=True):
+class SetActivePlan(Record, frozen=True):
     """Rank 0: basis and communication price of the active plan, for traces and for shares."""
 
     basis: Basis | None
     price: Price | None
 
 
-class Report(Record, frozen=True):
+class ReportStale(Record, frozen=True):
     """An event for session.inspect.events()."""
 
     event: StalePlan
 
 
-Action = (Say | Suggest | RecordSteps | TellPace | Measure | Hear | Tell | Probe | Pace | Afresh | StartPlanning | AwaitPlan
-          | Switch | Describe | Report)
-COLLECTIVE = (TellPace, Measure, Hear, Tell, Probe, AwaitPlan, Switch)
+Action = (LogLine | SuggestSetting | RecordSteps | ShareStepTime | Measure | ReadReports | ShareReport | Probe | PaceSenders
+          | ResetWindow | StartPlanning | AwaitPlan | Switch | SetActivePlan | ReportStale)
+COLLECTIVE = (ShareStepTime, Measure, ReadReports, ShareReport, Probe, AwaitPlan, Switch)
 """All ranks take these after the same step in the same order; otherwise they would deadlock."""

@@ -16,36 +16,36 @@ from msgspec import structs
 from commlayer.autotune.plan import decide_rank0
 from commlayer.autotune.plan.actions import (
     Action,
-    Afresh,
     AwaitPlan,
-    Describe,
-    Hear,
+    LogLine,
     Measure,
-    Pace,
+    PaceSenders,
     Probe,
+    ReadReports,
     RecordSteps,
-    Say,
+    Request,
+    ResetWindow,
+    SetActivePlan,
+    ShareReport,
+    ShareStepTime,
     Switch,
-    Tell,
-    TellPace,
-    Word,
 )
 from commlayer.autotune.plan.facts import (
-    Awaited,
-    Due,
+    ActivePlan,
+    Events,
     Fact,
-    Heard,
-    InForce,
-    Meanwhile,
-    Measured,
-    PaceTold,
-    Probed,
-    Refused,
+    MeasuringDone,
+    ProbeDone,
+    ReportDue,
+    ReportsRead,
     SharesMoved,
-    StepOver,
-    Switched,
+    StepDone,
+    StepTimes,
+    SwitchDone,
+    SwitchRefused,
+    WaitDone,
 )
-from commlayer.autotune.plan.state import Lead, Links, Measuring, State, Warming, Watching
+from commlayer.autotune.plan.state import AutoPlanState, LeaderState, LinkState, Measuring, Warming, Watching
 from commlayer.observe import LinkWatch, Rates, ReprobeSchedule, SeenStep, differ, slower, spelled
 from commlayer.planner.model.cluster import Link
 from commlayer.planner.model.plan_words import in_words
@@ -65,43 +65,43 @@ UNEVEN_S = 0.005
 WAITED_STEPS = 2
 """All ranks wait for a plan for at most this many steps."""
 
-Decided = tuple[State, list[Action]]
+Decided = tuple[AutoPlanState, list[Action]]
 
 
-def begin(rank: int, *, per_node: int = 1, keep: bool = False) -> State:
+def begin(rank: int, *, per_node: int = 1, keep: bool = False) -> AutoPlanState:
     """The state before the first step. With `keep` the planner searches for plans and never switches."""
-    return State(Warming(WARM_STEPS), Lead() if rank == 0 else None, per_node, keep)
+    return AutoPlanState(Warming(WARM_STEPS), LeaderState() if rank == 0 else None, per_node, keep)
 
 
-def decide(state: State, fact: Fact, now: float) -> Decided:
+def decide(state: AutoPlanState, fact: Fact, now: float) -> Decided:
     match fact:
-        case StepOver():
+        case StepDone():
             return _step_over(state, fact)
-        case Meanwhile():
+        case Events():
             return _meanwhile(state, fact)
-        case PaceTold():
+        case StepTimes():
             return (state, [Measure()]) if _links_hold(fact) else _record(state)
-        case Measured():
+        case MeasuringDone():
             return _measured(state, fact, now)
-        case Heard():
+        case ReportsRead():
             return _heard(state, fact, now)
-        case Due():
+        case ReportDue():
             return _due(state, now)
-        case Probed():
+        case ProbeDone():
             return _probed(state, fact, now)
-        case Awaited():
+        case WaitDone():
             return state, [_switch(state)] if fact.found else []
-        case Switched():
+        case SwitchDone():
             return _switched(state, fact)
-        case Refused():
-            line = Say(f"kept the plan in force: {fact.why}")
+        case SwitchRefused():
+            line = LogLine(f"kept the plan in force: {fact.why}")
             return _with(state, state.lead and decide_rank0.refused(state.lead)), [line]
 
 
 # ---- steps
 
 
-def _step_over(state: State, fact: StepOver) -> Decided:
+def _step_over(state: AutoPlanState, fact: StepDone) -> Decided:
     state, actions = _meanwhile(_later(state, fact.step), fact.meanwhile)
     if state.lead is not None and fact.seconds:
         lead, more = decide_rank0.step_over(state.lead, fact.seconds, state.step, _in_force(state))
@@ -113,21 +113,21 @@ def _step_over(state: State, fact: StepOver) -> Decided:
     phase = state.phase
     if isinstance(phase, Warming) and state.step >= phase.until:
         if state.links is None:  # the job's first steps, which were recorded
-            return state, [*actions, TellPace(fact.seconds, fact.waited_s)]
+            return state, [*actions, ShareStepTime(fact.seconds, fact.waited_s)]
         state, more = _record(state)
         return state, [*actions, *more]
     if isinstance(phase, Measuring) and state.step >= phase.until:
         return state, [*actions, Measure()]
     if isinstance(phase, Watching) and not state.keep:
-        return state, [*actions, Hear()]
+        return state, [*actions, ReadReports()]
     return state, actions
 
 
-def _record(state: State) -> Decided:
+def _record(state: AutoPlanState) -> Decided:
     return structs.replace(state, phase=Measuring(state.step + MEASURED_STEPS + 1)), [RecordSteps()]
 
 
-def _later(state: State, step: int) -> State:
+def _later(state: AutoPlanState, step: int) -> AutoPlanState:
     """Counts a step. Steps that were not reported here (warm-up of the codec, another plan) extend the present phase."""
     phase, missed = state.phase, max(0, step - state.step - 1)
     if missed and isinstance(phase, Warming | Measuring):
@@ -135,7 +135,7 @@ def _later(state: State, step: int) -> State:
     return structs.replace(state, step=step, phase=phase)
 
 
-def _meanwhile(state: State, fact: Meanwhile) -> Decided:
+def _meanwhile(state: AutoPlanState, fact: Events) -> Decided:
     state, actions = structs.replace(state, in_force=fact.in_force), list[Action]()
     for news in fact.news if state.lead is not None else ():
         if isinstance(news, SharesMoved):
@@ -146,23 +146,23 @@ def _meanwhile(state: State, fact: Meanwhile) -> Decided:
     return state, actions
 
 
-def _measured(state: State, fact: Measured, now: float) -> Decided:
+def _measured(state: AutoPlanState, fact: MeasuringDone, now: float) -> Decided:
     """Starts planning with the measurements; rank 0 plans alone."""
     soon = isinstance(state.phase, Warming)
     state, actions = _plan_for(structs.replace(state, phase=Watching()), fact.links, now)
-    actions += [Say(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact)]
+    actions += [LogLine(f"links carry {spelled(decide_rank0.rates_of(fact.links))}"), *_uneven(fact)]
     recent = () if state.lead is None else state.lead.recent
     state, actions = _start_planning(state, actions, fact.step_s, median(recent) if recent else 0.0, checks=True)
     # A slow step during the search would cost more than waiting for the search.
     return state, [*actions, AwaitPlan(WAITED_STEPS * fact.step_s)] if soon and not state.keep else actions
 
 
-def _links_hold(fact: PaceTold) -> bool:
+def _links_hold(fact: StepTimes) -> bool:
     """Whether steps are slow because of communication, which a plan can shorten."""
     return fact.step_s >= SOON_S and fact.waited_s >= LINKS_HOLD * fact.step_s
 
 
-def _uneven(fact: Measured) -> list[Say]:
+def _uneven(fact: MeasuringDone) -> list[LogLine]:
     """Reports a rank that computes much longer than the others, which no plan can change."""
     computing_s = fact.computing_s
     if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
@@ -170,24 +170,24 @@ def _uneven(fact: Measured) -> list[Say]:
     slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
     times = max(computing_s) / min(computing_s)
     remedy = ": a Sampler with a Controller would give it a smaller share of the batch" if fact.shares else ""
-    return [Say(f"{fact.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}")]
+    return [LogLine(f"{fact.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}")]
 
 
 # ---- rows of all ranks
 
 
-def _heard(state: State, fact: Heard, now: float) -> Decided:
+def _heard(state: AutoPlanState, fact: ReportsRead, now: float) -> Decided:
     """Acts on rows that all ranks have received, so that all ranks act alike."""
     if not fact.rows:
         return state, []
     known, first = state.links, fact.rows[0]
     assert known is not None, "rows are told once links are known"
     step_s = median(row.step_s for row in fact.rows)
-    if first.word == Word.SWITCH:
+    if first.word == Request.SWITCH:
         return state, [_switch(state)]
-    if first.word == Word.MEASURE:
+    if first.word == Request.MEASURE:
         return structs.replace(state, phase=Warming(state.step + 1)), []
-    if first.word == Word.PROBE:
+    if first.word == Request.PROBE:
         return state, [Probe(first.plan_s, step_s)]
     watch, rates = known.watch.observe(SeenStep(
         step_s, min(row.waited_s for row in fact.rows), tuple(row.carried for row in fact.rows[:: state.per_node])))
@@ -195,31 +195,31 @@ def _heard(state: State, fact: Heard, now: float) -> Decided:
     if rates is None:
         return state, []
     if not slower(rates, watch.planned):  # faster links slow no step down; rank 0 plans later
-        line = Say(f"links carry {spelled(rates)}, as seen in steps, and not {spelled(watch.planned)}")
+        line = LogLine(f"links carry {spelled(rates)}, as seen in steps, and not {spelled(watch.planned)}")
         state, actions = _plan_for(state, _with_rates(state, rates), now)
         assert state.links is not None
         # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
         return structs.replace(state, links=structs.replace(state.links, reprobe=known.reprobe)), [line, *actions]
-    line = Say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}, as seen in steps of "
+    line = LogLine(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}, as seen in steps of "
                f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
     state, actions = _plan_anew(state, rates, first.plan_s, step_s, now)
     return state, [line, *actions]
 
 
-def _due(state: State, now: float) -> Decided:
+def _due(state: AutoPlanState, now: float) -> Decided:
     if not isinstance(state.phase, Watching) or state.links is None:
         return state, []
     slow_s = state.links.watch.slow_s
     if state.lead is None:
-        return state, [Tell(Word.NOTHING, 0.0, slow_s)]
+        return state, [ShareReport(Request.NOTHING, 0.0, slow_s)]
     lead, word = decide_rank0.word(state.lead, state.links, now, _in_force(state))
-    return _with(state, lead), [Tell(word, lead.plan_s, slow_s)]
+    return _with(state, lead), [ShareReport(word, lead.plan_s, slow_s)]
 
 
 # ---- links
 
 
-def _probed(state: State, fact: Probed, now: float) -> Decided:
+def _probed(state: AutoPlanState, fact: ProbeDone, now: float) -> Decided:
     """Evaluates a probe: under a plan made for a slow link the link carries little, so only a probe shows that it is faster."""
     known = state.links
     assert known is not None
@@ -230,15 +230,15 @@ def _probed(state: State, fact: Probed, now: float) -> Decided:
     )
     faster = differ(rates, planned)
     state = structs.replace(state, links=structs.replace(known, reprobe=known.reprobe.probed(now, fact.took_s, found=faster)))
-    line = Say(f"probed the links in {1e3 * fact.took_s:.0f} ms: " + (
+    line = LogLine(f"probed the links in {1e3 * fact.took_s:.0f} ms: " + (
         f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
     if not faster:
-        return state, [line, Afresh()]  # the probe's traffic belongs to no step
+        return state, [line, ResetWindow()]  # the probe's traffic belongs to no step
     state, actions = _plan_anew(state, rates, fact.plan_s, fact.step_s, now)
     return state, [line, *actions]
 
 
-def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: float, now: float) -> Decided:
+def _plan_anew(state: AutoPlanState, rates: Sequence[Rates], plan_s: float, step_s: float, now: float) -> Decided:
     """Plans for new rates with the known costs. All ranks wait for the plan if the last planning took less than a step."""
     assert state.links is not None
     pace_s = 0.0 if state.lead is None else decide_rank0.pace_since(state.lead, state.links.watch.slow_s)
@@ -247,19 +247,19 @@ def _plan_anew(state: State, rates: Sequence[Rates], plan_s: float, step_s: floa
     return state, [*actions, AwaitPlan(WAITED_STEPS * step_s)] if 0.0 < plan_s < step_s else actions
 
 
-def _plan_for(state: State, links: tuple[Link, ...], now: float) -> Decided:
+def _plan_for(state: AutoPlanState, links: tuple[Link, ...], now: float) -> Decided:
     """Sets the links that are planned for."""
     rates, known = decide_rank0.rates_of(links), state.links
     if known is None:
-        known = Links(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
+        known = LinkState(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
     else:
         best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(known.best, rates, strict=True))
         watch = structs.replace(known.watch, planned=rates)
         known = structs.replace(known, links=links, watch=watch, best=best, reprobe=known.reprobe.changed(now))
-    return structs.replace(state, links=known), [Pace(links), Afresh()]
+    return structs.replace(state, links=known), [PaceSenders(links), ResetWindow()]
 
 
-def _with_rates(state: State, rates: Sequence[Rates]) -> tuple[Link, ...]:
+def _with_rates(state: AutoPlanState, rates: Sequence[Rates]) -> tuple[Link, ...]:
     assert state.links is not None
     return tuple(Link(r.up_bps, r.down_bps, old.alpha_s) for r, old in zip(rates, state.links.links, strict=True))
 
@@ -268,7 +268,7 @@ def _with_rates(state: State, rates: Sequence[Rates]) -> tuple[Link, ...]:
 
 
 def _start_planning(
-    state: State, actions: list[Action], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
+    state: AutoPlanState, actions: list[Action], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
 ) -> Decided:
     if state.lead is None:
         return state, actions
@@ -278,12 +278,12 @@ def _start_planning(
     return _with(state, lead), [*actions, *more]
 
 
-def _switch(state: State) -> Switch:
+def _switch(state: AutoPlanState) -> Switch:
     proposed = None if state.lead is None else decide_rank0.proposal(state.lead)
     return Switch(None if proposed is None else proposed.candidate)
 
 
-def _switched(state: State, fact: Switched) -> Decided:
+def _switched(state: AutoPlanState, fact: SwitchDone) -> Decided:
     """Restarts the observation of links and steps, which differ by plan; resumes it on a return to the previous plan."""
     known = state.links
     assert known is not None
@@ -291,7 +291,7 @@ def _switched(state: State, fact: Switched) -> Decided:
     if known.before is not None and known.before[0] == fact.plan and known.before[1].planned == watch.planned:
         watch = known.before[1].resumed()
     links = structs.replace(known, watch=watch, before=(fact.left, known.watch))
-    state = structs.replace(state, links=links, in_force=InForce(fact.plan))
+    state = structs.replace(state, links=links, in_force=ActivePlan(fact.plan))
     actions: list[Action] = []
     back = False
     if state.lead is not None:
@@ -299,27 +299,27 @@ def _switched(state: State, fact: Switched) -> Decided:
         back = proposed is not None and proposed.back
         lead, actions = decide_rank0.switched(state.lead, fact.plan, fact.left)
         state = _described(_with(state, lead), actions)
-    line = Say(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}: {in_words(fact.plan)}")
-    return state, [*actions, Afresh(), line]
+    line = LogLine(f"went {'back' if back else 'over'} to plan {digest(fact.plan)}: {in_words(fact.plan)}")
+    return state, [*actions, ResetWindow(), line]
 
 
-def _described(state: State, actions: Sequence[Action]) -> State:
-    """Records the basis and price of the active plan from `Describe` actions."""
+def _described(state: AutoPlanState, actions: Sequence[Action]) -> AutoPlanState:
+    """Records the basis and price of the active plan from `SetActivePlan` actions."""
     for each in actions:
-        if isinstance(each, Describe):
+        if isinstance(each, SetActivePlan):
             state = structs.replace(state, in_force=_in_force(state)._replace(basis=each.basis, price=each.price))
     return state
 
 
-def _with(state: State, lead: Lead | None) -> State:
+def _with(state: AutoPlanState, lead: LeaderState | None) -> AutoPlanState:
     return structs.replace(state, lead=lead)
 
 
-def _lead(state: State) -> Lead:
+def _lead(state: AutoPlanState) -> LeaderState:
     assert state.lead is not None
     return state.lead
 
 
-def _in_force(state: State) -> InForce:
+def _in_force(state: AutoPlanState) -> ActivePlan:
     assert state.in_force is not None, "a step has ended"
     return state.in_force

@@ -12,10 +12,10 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.autotune.plan.actions import Action, Describe, Report, Say, StartPlanning, Suggest, Word
+from commlayer.autotune.plan.actions import Action, LogLine, ReportStale, Request, SetActivePlan, StartPlanning, SuggestSetting
 from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, Candidate, ReplanVerdict
-from commlayer.autotune.plan.facts import InForce, Planned
-from commlayer.autotune.plan.state import Lead, Links, Planning, Proposing, Settling, Steady, Trial
+from commlayer.autotune.plan.facts import ActivePlan, PlanningDone
+from commlayer.autotune.plan.state import LeaderState, LinkState, Planning, Proposing, Settling, Steady, Trying
 from commlayer.observe import LinkWatch, PredictionCheck, Rates, differ
 from commlayer.observe.prediction_check import LIMIT
 from commlayer.planner.model.cluster import Link
@@ -45,11 +45,11 @@ OFF = 10.0
 STALE = LIMIT
 """Relative error of the step time above which the active plan counts as stale."""
 
-Decided = tuple[Lead, list[Action]]
+Decided = tuple[LeaderState, list[Action]]
 
 
 def planning(
-    lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
+    lead: LeaderState, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *, checks: bool = False,
 ) -> Decided:
     """Starts a search for a replacement of the current plan, and abandons anything else in progress.
 
@@ -63,22 +63,22 @@ def planning(
     return lead, [order]
 
 
-def pace_since(lead: Lead, slow_s: float) -> float:
+def pace_since(lead: LeaderState, slow_s: float) -> float:
     """Step time since steps became slow, because rows average over earlier steps, too. 0 if no step was slow on this rank."""
     slow = list(takewhile(lambda step_s: step_s > slow_s, reversed(lead.recent)))
     return median(slow) if slow else 0.0
 
 
-def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Decided:
+def planned(lead: LeaderState, fact: PlanningDone, in_force: ActivePlan, *, keep: bool) -> Decided:
     """Proposes the plan found if it is worth a switch. Otherwise the active plan stays, and its step time is measured."""
     if not isinstance(lead.phase, Planning) or lead.phase.order != fact.order:
         return lead, []  # a newer planning has replaced this one
     best, measured_s = fact.found, fact.order.step_s
     if best is None:
-        return structs.replace(lead, phase=Settling()), [Say(f"no plan: {fact.why}")]
+        return structs.replace(lead, phase=Settling()), [LogLine(f"no plan: {fact.why}")]
     if in_force.plan != fact.order.current:
         line = "found a plan, but meanwhile somebody has changed the one in force"
-        return structs.replace(lead, phase=Steady(), stale=True), [Say(line)]
+        return structs.replace(lead, phase=Steady(), stale=True), [LogLine(line)]
     if lead.phase.checks and max(best.current_s, lead.pace_s) >= OFF * min(best.current_s, lead.pace_s):
         return _discarded(lead, best, keep=keep)
     verdict = ReplanVerdict(measured_s, best.uncontended_s, best.plan.step_s, best.current_steps, best.steps)
@@ -86,24 +86,24 @@ def planned(lead: Lead, fact: Planned, in_force: InForce, *, keep: bool) -> Deci
                            verdicts=(*lead.verdicts, verdict), discarded=False)
     line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the one "
             f"in force takes {_ms(measured_s)}, {_ms(best.current_s)} by the same prices{_needs(best.current_steps)}")
-    hint = [Suggest(best.hint)] if best.hint else []
+    hint = [SuggestSetting(best.hint)] if best.hint else []
     enough = 1.0 + AS_SOON if best.steps <= best.current_steps - FINER else 1.0 - WORTH
     later = best.plan.step_s * best.steps * lead.lateness > enough * best.current_s * best.current_steps
     if keep or later or _hopeless(best, best.current_steps):
         alone = _beside_alone(best, best.current_s * best.current_steps)
         return structs.replace(lead, phase=Settling()), [
-            Describe(best.back.basis, best.current_price), Say(f"kept the plan in force{alone}: found {line}"), *hint]
+            SetActivePlan(best.back.basis, best.current_price), LogLine(f"kept the plan in force{alone}: found {line}"), *hint]
     return structs.replace(lead, phase=Proposing(best, lead.pace_s)), [
-        Describe(in_force.basis, best.current_price),
-        Say(f"found {line}{_beside_alone(best, best.plan.step_s * best.steps)}"), *hint]
+        SetActivePlan(in_force.basis, best.current_price),
+        LogLine(f"found {line}{_beside_alone(best, best.plan.step_s * best.steps)}"), *hint]
 
 
-def _discarded(lead: Lead, found: Candidate, *, keep: bool) -> Decided:
+def _discarded(lead: LeaderState, found: Candidate, *, keep: bool) -> Decided:
     """Discards the search and measures again, once: the measurement or the prices may be wrong."""
     again = not (lead.discarded or keep)
     line = (f"kept the plan in force: priced at {_ms(found.current_s)} per step, measured at {_ms(lead.pace_s)}, so a search "
             f"by these prices is discarded{'; measuring again' if again else ''}")
-    return structs.replace(lead, phase=Settling(), stale=again, discarded=True), [Say(line)]
+    return structs.replace(lead, phase=Settling(), stale=again, discarded=True), [LogLine(line)]
 
 
 def _hopeless(found: Candidate, current_steps: float) -> bool:
@@ -127,7 +127,7 @@ def _needs(steps: float) -> str:
     return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
 
 
-def on_error_multiplier(lead: Lead, multiplier: float, in_force: InForce, links: Links | None) -> Decided:
+def on_error_multiplier(lead: LeaderState, multiplier: float, in_force: ActivePlan, links: LinkState | None) -> Decided:
     """Starts planning again if topk loses much more of this model's gradients than usual."""
     known = multiplier <= MULTIPLIER_RISE * lead.error_multiplier
     if known or links is None or not isinstance(lead.phase, Steady) or not lead.recent:
@@ -135,10 +135,10 @@ def on_error_multiplier(lead: Lead, multiplier: float, in_force: InForce, links:
     line = f"topk loses more of these gradients than usual: its extra steps count {multiplier:.2f} times"
     lead = structs.replace(lead, error_multiplier=multiplier)
     lead, actions = planning(lead, in_force.plan, links.links, median(lead.recent))
-    return lead, [Say(line), *actions]
+    return lead, [LogLine(line), *actions]
 
 
-def on_faster_links(lead: Lead, in_force: InForce, links: Links | None) -> Decided:
+def on_faster_links(lead: LeaderState, in_force: ActivePlan, links: LinkState | None) -> Decided:
     """Starts planning again if links have become so much faster than planned that another plan may be better."""
     if links is None or not isinstance(lead.phase, Steady) or not lead.searched or not lead.recent:
         return lead, []
@@ -152,16 +152,16 @@ def rates_of(links: Sequence[Link]) -> tuple[Rates, ...]:
     return tuple(Rates(link.up_bps, link.down_bps) for link in links)
 
 
-def shares_moved(lead: Lead, part: float) -> Lead:
+def shares_moved(lead: LeaderState, part: float) -> LeaderState:
     """Requests new measurements if the change of shares is large enough."""
     return structs.replace(lead, moved=True) if part >= SHARES_WORTH else lead
 
 
-def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decided:
+def step_over(lead: LeaderState, step_s: float, step: int, in_force: ActivePlan) -> Decided:
     """Records the step time of a plan in trial or kept, and compares it with the prediction."""
     actions: list[Action] = []
     lead = structs.replace(lead, recent=(*lead.recent[1 - TRIED :], step_s))
-    if isinstance(lead.phase, Trial | Settling):
+    if isinstance(lead.phase, Trying | Settling):
         lead = structs.replace(lead, phase=structs.replace(lead.phase, times=(*lead.phase.times, step_s)))
         lead, actions = _judged(lead, in_force)
     if lead.check is not None:
@@ -170,41 +170,41 @@ def step_over(lead: Lead, step_s: float, step: int, in_force: InForce) -> Decide
         if stale is not None and not slower:  # a plan that is faster than predicted needs no new planning
             check = _expects(stale.measured_s, usual=True)
         lead = structs.replace(lead, check=check, stale=lead.stale or slower)
-        actions += [Report(stale)] if stale is not None and slower else []
-        actions += [Say(stale.reason)] if stale is not None else []
+        actions += [ReportStale(stale)] if stale is not None and slower else []
+        actions += [LogLine(stale.reason)] if stale is not None else []
     return lead, actions
 
 
-def word(lead: Lead, links: Links, now: float, in_force: InForce) -> tuple[Lead, Word]:
+def word(lead: LeaderState, links: LinkState, now: float, in_force: ActivePlan) -> tuple[LeaderState, Request]:
     """The request that rank 0 puts in its next row to all ranks."""
     if isinstance(lead.phase, Planning):
-        return lead, Word.NOTHING
+        return lead, Request.NOTHING
     if isinstance(lead.phase, Proposing):
-        return lead, Word.SWITCH
+        return lead, Request.SWITCH
     win = to_win(lead, links.watch)
     if lead.stale and not lead.moved and win is not None and win < TO_WIN:  # no gain is possible
         check = _expects(median(lead.recent), usual=True) if lead.recent else None
         lead = structs.replace(lead, stale=False, moved=False, check=check)
     elif lead.stale or lead.moved:
-        return structs.replace(lead, stale=False, moved=False, check=None), Word.MEASURE
+        return structs.replace(lead, stale=False, moved=False, check=None), Request.MEASURE
     lost = differ(links.best, links.watch.planned)
     if win is None or win < TO_WIN:  # a probe could not lead to enough gain
-        return lead, Word.NOTHING
+        return lead, Request.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
-    return lead, Word.PROBE if due else Word.NOTHING
+    return lead, Request.PROBE if due else Request.NOTHING
 
 
-def to_win(lead: Lead, watch: LinkWatch) -> float | None:
+def to_win(lead: LeaderState, watch: LinkWatch) -> float | None:
     """Largest fraction of the time to a loss that any plan could save, with infinitely fast links and no loss by compression.
     None before the step time is known."""
     return 1.0 - (1.0 - watch.waited_s / watch.usual_s) / lead.steps if watch.settled and watch.usual_s > 0 else None
 
 
-def proposal(lead: Lead) -> Proposing | None:
+def proposal(lead: LeaderState) -> Proposing | None:
     return lead.phase if isinstance(lead.phase, Proposing) else None
 
 
-def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
+def switched(lead: LeaderState, plan: Plan, left: Plan) -> Decided:
     """Starts the trial of the proposed plan after all ranks have switched. `plan` is the plan as the ranks run it."""
     proposed = proposal(lead)
     assert proposed is not None, "rank 0 has no plan that others could go over to"
@@ -212,23 +212,23 @@ def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
     substituted = candidate is not proposed.candidate
     # Step times recorded so far belong to the previous plan.
     lead = structs.replace(lead, recent=(), stale=False, known=(plan, candidate.plan), steps=candidate.steps)
-    actions: list[Action] = [Describe(candidate.basis, candidate.price)]
+    actions: list[Action] = [SetActivePlan(candidate.basis, candidate.price)]
     if proposed.back:
         return structs.replace(lead, phase=Settling()), actions
     if candidate.leaves:
-        actions.append(Say(candidate.leaves, warning=True))
-    trial = Trial(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace or substituted)
+        actions.append(LogLine(candidate.leaves, warning=True))
+    trial = Trying(candidate.back._replace(runnable=left), proposed.before_s, proposed.for_pace or substituted)
     return structs.replace(lead, phase=trial, check=None if substituted else _expects(candidate.plan.step_s)), actions
 
 
-def refused(lead: Lead) -> Lead:
+def refused(lead: LeaderState) -> LeaderState:
     return structs.replace(lead, phase=Settling())
 
 
-def _judged(lead: Lead, in_force: InForce) -> Decided:
+def _judged(lead: LeaderState, in_force: ActivePlan) -> Decided:
     """Judges a plan by its first steps, once there are enough."""
     phase, plan = lead.phase, in_force.plan
-    if not isinstance(phase, Trial | Settling) or len(phase.times) <= TRIED:
+    if not isinstance(phase, Trying | Settling) or len(phase.times) <= TRIED:
         return lead, []
     step_s = median(phase.times[1:])
     if isinstance(phase, Settling):
@@ -239,14 +239,14 @@ def _judged(lead: Lead, in_force: InForce) -> Decided:
             f"{_ms(phase.before_s)}{_needs(before.steps)} were taken before{': back to that' if worse else ''}")
     lead = structs.replace(lead, lateness=max(1.0, step_s / plan.step_s) if plan.step_s else 1.0)
     if worse:
-        return structs.replace(lead, phase=Proposing(before, back=True), check=None), [Say(line)]
+        return structs.replace(lead, phase=Proposing(before, back=True), check=None), [LogLine(line)]
     if phase.for_pace:  # tried regardless of its prediction
         lead = structs.replace(lead, check=_expects(step_s, usual=True))
     lead, actions = _another_tried(lead, step_s, in_force)
-    return lead, [Say(line), *actions]
+    return lead, [LogLine(line), *actions]
 
 
-def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
+def _another_tried(lead: LeaderState, step_s: float, in_force: ActivePlan) -> Decided:
     """Proposes another candidate with a similar price, since a few steps decide better. `step_s` is the active plan's."""
     basis, beside, lead = in_force.basis, lead.beside, structs.replace(lead, phase=Steady(), beside=())
     for place, other in enumerate(beside):
@@ -261,7 +261,7 @@ def _another_tried(lead: Lead, step_s: float, in_force: InForce) -> Decided:
             phase = Proposing(candidate, step_s, for_pace=other.dense)
             what = "the plan without compression" if other.dense else "local steps, too"
             line = f"tries {what}, {_ms(other.plan.step_s)}{_needs(other.steps)} by the same prices"
-            return structs.replace(lead, phase=phase, beside=beside[place + 1 :]), [Say(line)]
+            return structs.replace(lead, phase=phase, beside=beside[place + 1 :]), [LogLine(line)]
     return lead, []
 
 

@@ -16,48 +16,48 @@ import torch
 from commlayer.autotune.plan import loss_limits
 from commlayer.autotune.plan.actions import (
     Action,
-    Afresh,
     AwaitPlan,
-    Describe,
-    Hear,
+    LogLine,
     Measure,
-    Pace,
+    PaceSenders,
     Probe,
+    ReadReports,
     RecordSteps,
-    Report,
-    Say,
+    ReportStale,
+    ResetWindow,
+    SetActivePlan,
+    ShareReport,
+    ShareStepTime,
     StartPlanning,
-    Suggest,
+    SuggestSetting,
     Switch,
-    Tell,
-    TellPace,
 )
 from commlayer.autotune.plan.candidate import Candidate, ReplanVerdict
 from commlayer.autotune.plan.decide import begin, decide
 from commlayer.autotune.plan.facts import (
-    Awaited,
-    Due,
+    ActivePlan,
+    Events,
     Fact,
-    Heard,
-    InForce,
-    Meanwhile,
-    Measured,
-    PaceTold,
-    Planned,
-    Probed,
-    Refused,
+    MeasuringDone,
+    PlanningDone,
+    ProbeDone,
+    ReportDue,
+    ReportsRead,
     SharesMoved,
-    StepOver,
-    Switched,
+    StepDone,
+    StepTimes,
+    SwitchDone,
+    SwitchRefused,
+    WaitDone,
 )
 from commlayer.autotune.plan.link_probes import gathered, links_of, meter_of, pace, probed, seen_by
-from commlayer.autotune.plan.loss_limits import Limits
+from commlayer.autotune.plan.loss_limits import PlanLimits
 from commlayer.autotune.plan.measuring import PROBE_AGAIN_S, PROBE_S, measured
 from commlayer.autotune.plan.replan import Replanner
 from commlayer.autotune.plan.state import Proposing
 from commlayer.autotune.plan.step_reports import StepReports
 from commlayer.cluster.collectives import Groups, gather
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.engine.switch import switch
 from commlayer.errors import CommError
 from commlayer.observe import InterfaceCounters
@@ -67,7 +67,7 @@ SEARCH_S = 60.0
 """A search is aborted if training has waited this long for it. Planning takes seconds."""
 
 
-def auto_of(connection: Connection) -> AutoPlan | None:
+def auto_of(connection: JobContext) -> AutoPlan | None:
     """The driver, for a job of several nodes whose plan was left to commlayer; otherwise None."""
     worker, groups = connection.worker, connection.groups
     single = groups is None or groups.world == groups.ranks_per_node
@@ -82,7 +82,7 @@ class AutoPlan:
     """Every rank calls `after_step` after a step on averaged gradients, and `after_exchange` after an exchange of local steps.
     """
 
-    def __init__(self, connection: Connection, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
+    def __init__(self, connection: JobContext, job: Job, *, probe_s: float = PROBE_S, keep: bool = False) -> None:
         """With `keep` it searches for plans and never switches. `probe_s` limits the time of all probes together."""
         self._connection, self._job, self._probe_s = connection, job, probe_s
         per_node = 1 if connection.groups is None else connection.groups.ranks_per_node
@@ -91,7 +91,7 @@ class AutoPlan:
         self._meter: InterfaceCounters | None = None
         self._reports: StepReports | None = None
         self._thread: threading.Thread | None = None
-        self._news: deque[Planned | SharesMoved] = deque()
+        self._news: deque[PlanningDone | SharesMoved] = deque()
         """Results of other threads, processed at the end of the next step."""
         self._ended = 0.0
         """End of the last step reported here; 0 before the first."""
@@ -133,7 +133,7 @@ class AutoPlan:
         begin = time.perf_counter()
         self._busy = True  # a switch first flushes the exchanges in progress
         try:
-            self._feed(StepOver(self._connection.exchanges, step_s, self._meanwhile(), waited_s))
+            self._feed(StepDone(self._connection.exchanges, step_s, self._meanwhile(), waited_s))
         except CommError as error:
             self._connection.broke(error)
         finally:
@@ -186,33 +186,33 @@ class AutoPlan:
         """Carries out one action. Its result is the next fact."""
         connection = self._connection
         match action:
-            case Say():
+            case LogLine():
                 connection.say(action.text, logging.WARNING if action.warning else logging.INFO)
-            case Suggest():
+            case SuggestSetting():
                 connection.terms.suggested = True
                 connection.say(action.text, logging.WARNING)
-            case Report():
+            case ReportStale():
                 connection.events.append(action.event)
-            case Describe():
+            case SetActivePlan():
                 connection.terms.basis, connection.terms.price = action.basis, action.price
-            case Pace():
+            case PaceSenders():
                 pace(connection, action.links)
-            case Afresh():
+            case ResetWindow():
                 if self._reports is not None:
                     self._reports.afresh()
             case RecordSteps():
                 self._record()
-            case TellPace():
+            case ShareStepTime():
                 groups, pace_s = self._groups(), [action.step_s, action.waited_s]
                 paces = groups.gather_all(torch.tensor(pace_s, dtype=torch.float64, device=groups.device))
-                self._feed(PaceTold(float(paces[:, 0].median()), float(paces[:, 1].min())))
+                self._feed(StepTimes(float(paces[:, 0].median()), float(paces[:, 1].min())))
             case Measure():
                 self._measure()
-            case Hear():
+            case ReadReports():
                 self._hear()
-            case Tell():
+            case ShareReport():
                 assert self._reports is not None
-                self._feed(Heard(tuple(self._reports.tell(action.word, action.plan_s, action.slow_s))))
+                self._feed(ReportsRead(tuple(self._reports.tell(action.word, action.plan_s, action.slow_s))))
             case Probe():
                 self._probe(action)
             case StartPlanning():
@@ -243,7 +243,7 @@ class AutoPlan:
         rows = measurements.rows
         computing_s = () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows)
         shares = connection.members is None  # jobs that workers may leave refuse a Controller
-        self._feed(Measured(tuple(links_of(connection, rows)), measurements.step_s, computing_s,
+        self._feed(MeasuringDone(tuple(links_of(connection, rows)), measurements.step_s, computing_s,
                             tuple(map(connection.called, range(len(rows)))), shares))
         if self._reports is None and not self._state.keep:
             assert connection.rows is not None
@@ -251,9 +251,9 @@ class AutoPlan:
 
     def _hear(self) -> None:
         assert self._reports is not None
-        self._feed(Heard(tuple(self._reports.heard())))
+        self._feed(ReportsRead(tuple(self._reports.heard())))
         if self._reports.due:
-            self._feed(Due())
+            self._feed(ReportDue())
 
     def _probe(self, order: Probe) -> None:
         start, connection, old = time.monotonic(), self._connection, self._replanner.rows
@@ -261,7 +261,7 @@ class AutoPlan:
         up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=self._state.links.watch.planned[self._groups().node])
         rows = gathered(connection, old[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps))
         took_s = time.monotonic() - start
-        self._feed(Probed(tuple(links_of(connection, rows)), took_s, order.plan_s, order.step_s))
+        self._feed(ProbeDone(tuple(links_of(connection, rows)), took_s, order.plan_s, order.step_s))
 
     def _start_planning(self, order: StartPlanning) -> None:
         self._join()
@@ -270,19 +270,19 @@ class AutoPlan:
             # all threads.
             limits = loss_limits.limits_of(self._connection, self._replanner.rows)
         except Exception as error:
-            self._news.append(Planned(order, None, f"{type(error).__name__}: {error}"))
+            self._news.append(PlanningDone(order, None, f"{type(error).__name__}: {error}"))
             return
         self._thread = threading.Thread(target=self._plan, args=(order, limits), name="commlayer-planner", daemon=True)
         self._thread.start()
 
-    def _plan(self, order: StartPlanning, limits: Limits) -> None:
+    def _plan(self, order: StartPlanning, limits: PlanLimits) -> None:
         """Runs on the planner thread, so it only appends its result."""
         candidate, why = None, ""
         try:
             candidate = self._replanner.find(order.current, order.known, order.links, limits)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-        self._news.append(Planned(order, candidate, why))
+        self._news.append(PlanningDone(order, candidate, why))
 
     def _await_plan(self, most_s: float) -> None:
         groups = self._groups()
@@ -290,7 +290,7 @@ class AutoPlan:
             self._thread.join(min(most_s, SEARCH_S))
             self._feed(self._meanwhile())
         has_plan = self._state.lead is not None and isinstance(self._state.lead.phase, Proposing)
-        self._feed(Awaited(bool(gather(groups, [has_plan])[0][0])))
+        self._feed(WaitDone(bool(gather(groups, [has_plan])[0][0])))
 
     def _switch(self, candidate: Candidate | None) -> None:
         connection = self._connection
@@ -298,11 +298,11 @@ class AutoPlan:
         try:
             switch(connection, None if candidate is None else candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._feed(Refused(str(error)))
+            self._feed(SwitchRefused(str(error)))
             return
         assert connection.plan is not None
         assert previous is not None
-        self._feed(Switched(connection.plan, previous))
+        self._feed(SwitchDone(connection.plan, previous))
 
     # ---- helpers of actions
 
@@ -314,12 +314,12 @@ class AutoPlan:
                 self._replanner.stop()
                 self._thread.join()
 
-    def _meanwhile(self) -> Meanwhile:
-        connection, news = self._connection, list[Planned | SharesMoved]()
+    def _meanwhile(self) -> Events:
+        connection, news = self._connection, list[PlanningDone | SharesMoved]()
         while self._news:
             news.append(self._news.popleft())
         assert connection.plan is not None
-        return Meanwhile(InForce(connection.plan, connection.terms.basis, connection.terms.price), tuple(news),
+        return Events(ActivePlan(connection.plan, connection.terms.basis, connection.terms.price), tuple(news),
                          connection.terms.error_multiplier)
 
     def _groups(self) -> Groups:

@@ -36,7 +36,7 @@ class StepReport(NamedTuple):
         return Throughput(Direction(self.up_bps, self.up_share), Direction(self.down_bps, self.down_share))
 
 
-class InForce(NamedTuple):
+class ActivePlan(NamedTuple):
     """The active plan. Its basis and price are known on rank 0 at most."""
 
     plan: Plan
@@ -44,7 +44,7 @@ class InForce(NamedTuple):
     price: Price | None = None
 
 
-class Planned(Record, frozen=True):
+class PlanningDone(Record, frozen=True):
     """Planning has ended with a candidate, or with the reason for having none."""
 
     order: StartPlanning
@@ -59,28 +59,28 @@ class SharesMoved(Record, frozen=True):
     """The fraction of a step's computing that changes."""
 
 
-class Meanwhile(Record, frozen=True):
+class Events(Record, frozen=True):
     """Changes since the last fact, made by other threads or the script."""
 
-    in_force: InForce
-    news: tuple[Planned | SharesMoved, ...] = ()
+    in_force: ActivePlan
+    news: tuple[PlanningDone | SharesMoved, ...] = ()
     error_multiplier: float = 1.0
     """Error multiplier: this model's observed excess of steps under compression, relative to the usual one."""
 
 
-class StepOver(Record, frozen=True):
+class StepDone(Record, frozen=True):
     """A step has ended on this rank."""
 
     step: int
     """Steps since the start of the job."""
     seconds: float
     """Since the end of the previous step; 0 for the first."""
-    meanwhile: Meanwhile
+    meanwhile: Events
     waited_s: float = 0.0
     """The part of `seconds` spent waiting for communication."""
 
 
-class PaceTold(Record, frozen=True):
+class StepTimes(Record, frozen=True):
     """All ranks have shared the time of a step."""
 
     step_s: float
@@ -89,7 +89,7 @@ class PaceTold(Record, frozen=True):
     """The shortest wait of any rank: a rank that waits for a slower one waits longer than communication takes."""
 
 
-class Measured(Record, frozen=True):
+class MeasuringDone(Record, frozen=True):
     """All ranks have the same measurements: each node's link, and the step time."""
 
     links: tuple[Link, ...]
@@ -102,17 +102,17 @@ class Measured(Record, frozen=True):
     """Whether shares of the batch could follow computing time."""
 
 
-class Heard(Record, frozen=True):
+class ReportsRead(Record, frozen=True):
     """The rows of all ranks in rank order, the same on all of them."""
 
     rows: tuple[StepReport, ...]
 
 
-class Due(Record, frozen=True):
+class ReportDue(Record, frozen=True):
     """The next rows are due."""
 
 
-class Probed(Record, frozen=True):
+class ProbeDone(Record, frozen=True):
     """All ranks have the same results of a probe. plan_s and step_s are the action's."""
 
     links: tuple[Link, ...]
@@ -121,24 +121,25 @@ class Probed(Record, frozen=True):
     step_s: float
 
 
-class Awaited(Record, frozen=True):
+class WaitDone(Record, frozen=True):
     """Rank 0 has planned."""
 
     found: bool
     """Whether it has a better plan."""
 
 
-class Switched(Record, frozen=True):
+class SwitchDone(Record, frozen=True):
     """All ranks have switched from plan `left` to `plan`."""
 
     plan: Plan
     left: Plan
 
 
-class Refused(Record, frozen=True):
+class SwitchRefused(Record, frozen=True):
     """All ranks kept their plan because a rank refused rank 0's candidate."""
 
     why: str
 
 
-Fact = StepOver | Meanwhile | PaceTold | Measured | Heard | Due | Probed | Awaited | Switched | Refused
+Fact = (StepDone | Events | StepTimes | MeasuringDone | ReportsRead | ReportDue | ProbeDone | WaitDone | SwitchDone
+        | SwitchRefused)

@@ -11,7 +11,7 @@ import torch
 from commlayer.autotune.measure import link_rates
 from commlayer.cluster.collectives import Groups
 from commlayer.config import host_port
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_of
 from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.planner.model.cluster import Link
@@ -30,7 +30,7 @@ class RankMeasurement(NamedTuple):
     """Whether the rank's script rebalances shares of the batch."""
 
 
-def server_nodes_of(made: Connection) -> list[int]:
+def server_nodes_of(made: JobContext) -> list[int]:
     """The node of each server; servers elsewhere get numbers after those of the workers' nodes."""
     assert made.uplink is not None
     nodes = [s.node for s in made.uplink.view.servers]
@@ -70,7 +70,7 @@ class _Known(NamedTuple):
     """Whether the node can probe a server on another node."""
 
 
-class Seen(NamedTuple):
+class SeenTraffic(NamedTuple):
     """A node's link during steps, by interface counters."""
 
     carried: Throughput
@@ -79,14 +79,14 @@ class Seen(NamedTuple):
     """Length of the interval, including time outside steps."""
 
 
-def seen_by(meter: InterfaceCounters) -> Seen:
+def seen_by(meter: InterfaceCounters) -> SeenTraffic:
     """Traffic since the previous reading."""
     since_s = meter.since_s
-    return Seen(meter.look(), since_s)
+    return SeenTraffic(meter.look(), since_s)
 
 
 def probed(
-    made: Connection, budget_s: float, seen: Seen | None = None, steps_s: float = 0.0, *, expected: Rates = UNKNOWN,
+    made: JobContext, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *, expected: Rates = UNKNOWN,
 ) -> Ways:
     """Measures this node's link against servers on other nodes; zeros if there are none. Collective: all ranks call it and
     then `gathered`, which waits for the last rank. `seen`: traffic in steps that took `steps_s` in total; a rate that it
@@ -95,7 +95,7 @@ def probed(
     assert made.uplink is not None
     away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
-    network, patience_s = link_rates.Asking(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    network, patience_s = link_rates.RequestNetwork(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
     mine = _Known()
     if asks:
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
@@ -120,7 +120,7 @@ def probed(
     return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
 
 
-def sustained(seen: Seen | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
+def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
     """Upload and download rates that steps have shown to be the link's limits; 0 if unknown."""
     if seen is None:
         return 0.0, 0.0
@@ -152,14 +152,14 @@ def at_least(ways: Ways, carried: Throughput | None) -> Ways:
     return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
 
 
-def gathered(made: Connection, row: RankMeasurement) -> list[RankMeasurement]:
+def gathered(made: JobContext, row: RankMeasurement) -> list[RankMeasurement]:
     """Collective: returns the rows of all ranks in rank order."""
     groups = _groups(made)
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [RankMeasurement(*r) for r in rows]
 
 
-def links_of(made: Connection, rows: Sequence[RankMeasurement]) -> list[Link]:
+def links_of(made: JobContext, rows: Sequence[RankMeasurement]) -> list[Link]:
     """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
     firsts = rows[:: _groups(made).ranks_per_node]
     seen = [row for row in firsts if row.up_bps]
@@ -168,7 +168,7 @@ def links_of(made: Connection, rows: Sequence[RankMeasurement]) -> list[Link]:
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 
-def meter_of(made: Connection) -> InterfaceCounters | None:
+def meter_of(made: JobContext) -> InterfaceCounters | None:
     """Reads this node's interface counters, on the node's first rank, if the system has them."""
     assert made.uplink is not None
     if _groups(made).local:
@@ -178,7 +178,7 @@ def meter_of(made: Connection) -> InterfaceCounters | None:
     return None if counters is None else InterfaceCounters(counters)
 
 
-def pace(made: Connection, links: Sequence[Link]) -> None:
+def pace(made: JobContext, links: Sequence[Link]) -> None:
     """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
     groups = _groups(made)
     assert made.uplink is not None
@@ -188,6 +188,6 @@ def pace(made: Connection, links: Sequence[Link]) -> None:
         made.uplink.pace_servers(groups.node, up_bps)
 
 
-def _groups(made: Connection) -> Groups:
+def _groups(made: JobContext) -> Groups:
     assert made.groups is not None
     return made.groups

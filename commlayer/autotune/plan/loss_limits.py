@@ -15,7 +15,7 @@ from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse
 from commlayer.engine import plan_choice
 from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.planner.model.cluster import Policy, Profile
 from commlayer.planner.model.learning import measured_local_steps
 
@@ -23,7 +23,7 @@ YOUNG = 1000
 """Training steps. Early in a job sparse codecs cost more than the table of trainings predicts."""
 
 
-class Limits(NamedTuple):
+class PlanLimits(NamedTuple):
     """Limits of a search."""
 
     policy: Policy
@@ -33,17 +33,17 @@ class Limits(NamedTuple):
     """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer if links permit."""
 
 
-def codecs(connection: Connection) -> list[str]:
+def codecs(connection: JobContext) -> list[str]:
     """Codecs that are worth measuring."""
     return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
-def remembers(connection: Connection) -> bool:
+def remembers(connection: JobContext) -> bool:
     """Whether the optimizer has state, which local steps let diverge between ranks."""
     return connection.stepped is not None and connection.stepped.remembers
 
 
-def limits_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> Limits:
+def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
     """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
     ways, terms = allowed_ways(connection), connection.terms
     # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
@@ -54,10 +54,10 @@ def limits_of(connection: Connection, rows: Sequence[RankMeasurement] = ()) -> L
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
         forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
     )
-    return Limits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
+    return PlanLimits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
 
 
-def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
     """Applies the loss budget (with the user's measured losses or the built-in ones), the quality floor, and the largest
     measured number of local steps."""
     if not policy.exact:
@@ -74,9 +74,9 @@ def bounded(connection: Connection, profile: Profile, policy: Policy) -> tuple[P
     return profile, structs.replace(policy, codecs=fine)
 
 
-def _budget(connection: Connection) -> float:
+def _budget(connection: JobContext) -> float:
     return connection.terms.max_loss or loss_budget.BUDGET
 
 
-def _model(connection: Connection) -> LossModel | None:
+def _model(connection: JobContext) -> LossModel | None:
     return loss_model.read(Path(connection.terms.loss)) if connection.terms.loss else None

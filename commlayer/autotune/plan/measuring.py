@@ -11,10 +11,10 @@ import torch
 from msgspec import structs
 
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measure.calibration import Grouped
+from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.plan.link_probes import UNKNOWN, RankMeasurement, Seen, at_least, gathered, probed
-from commlayer.engine.connection import Connection
+from commlayer.autotune.plan.link_probes import UNKNOWN, RankMeasurement, SeenTraffic, at_least, gathered, probed
+from commlayer.engine.connection import JobContext
 from commlayer.engine.worker import Worker
 from commlayer.observe import Rates, RecordedStep
 from commlayer.records import Job
@@ -45,7 +45,7 @@ class Measurements(NamedTuple):
     """Recorded steps of this rank."""
     rows: list[RankMeasurement]
     """Measurements of all ranks."""
-    collectives: Grouped
+    collectives: CollectiveCosts
     energy: tuple[float, ...] = ()
     """Energy of each tensor's average gradient in the last step; empty if it was not finite."""
 
@@ -55,7 +55,7 @@ class Measurements(NamedTuple):
         return median(row.step_s for row in self.rows)
 
 
-def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None = None) -> Measurements:
+def measured(connection: JobContext, job: Job, probe_s: float, seen: SeenTraffic | None = None) -> Measurements:
     """Measures with the steps recorded so far, which ends recording, and with probes that take `probe_s` in total. `seen`:
     traffic of this node's link in those steps."""
     worker, groups = connection.worker, connection.groups
@@ -75,7 +75,7 @@ def measured(connection: Connection, job: Job, probe_s: float, seen: Seen | None
     ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, busy_seen, steps_s, expected=expected), carried)
     row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
     rows = gathered(connection, row)
-    collectives = Grouped(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+    collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
     if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
         collectives = calibration.measure_collectives(groups, GROUPS_SHARE * probe_s)
     if groups.ranks_per_node == 1:

@@ -13,17 +13,17 @@ from typing import TypeVar
 from msgspec import structs
 
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measure.calibration import Grouped, load_of, under
+from commlayer.autotune.measure.calibration import CollectiveCosts, load_of, under
 from commlayer.autotune.plan import loss_limits
 from commlayer.autotune.plan.candidate import Candidate
 from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
-from commlayer.autotune.plan.loss_limits import Limits
+from commlayer.autotune.plan.loss_limits import PlanLimits
 from commlayer.autotune.plan.measuring import Measurements
 from commlayer.autotune.plan.plan_search import SearchOrder
 from commlayer.autotune.plan.planning_process import PlanningProcess
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import build
-from commlayer.engine.connection import Connection
+from commlayer.engine.connection import JobContext
 from commlayer.errors import InvalidState
 from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Profile
 from commlayer.planner.model.learning import LearningRow
@@ -40,7 +40,7 @@ OBSERVED = "topk"
 class Replanner:
     """Searches for plans with the latest measurements."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: JobContext) -> None:
         self._connection = connection
         self._measured: Measurements | None = None
         self._profile: Profile | None = None
@@ -74,7 +74,7 @@ class Replanner:
     def rows(self) -> list[RankMeasurement]:
         return self._begun().rows
 
-    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: Limits) -> Candidate:
+    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: PlanLimits) -> Candidate:
         """The best plan for nodes with these links, within the script's limits (`allowed`).
 
         `current` is active; `known` is the planner's form of it, if the planner made it.
@@ -117,7 +117,8 @@ class Replanner:
 
 
 def cluster_of(
-    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: Grouped, server_nodes: Sequence[int], *, cuda: bool = False,
+    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: CollectiveCosts, server_nodes: Sequence[int], *,
+    cuda: bool = False,
     reachable: bool = True,
 ) -> Cluster:
     """The measured cluster: one link per node, one row per rank. Servers on other machines get the best link.

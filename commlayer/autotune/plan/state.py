@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from commlayer.autotune.plan.actions import StartPlanning
 from commlayer.autotune.plan.candidate import Candidate, ReplanVerdict
-from commlayer.autotune.plan.facts import InForce
+from commlayer.autotune.plan.facts import ActivePlan
 from commlayer.observe import LinkWatch, PredictionCheck, Rates, ReprobeSchedule
 from commlayer.planner.model.cluster import Link
 from commlayer.records import Plan, Record
@@ -55,7 +55,7 @@ class Watching(Record, frozen=True):
 
 
 class Steady(Record, frozen=True):
-    """No search or trial is in progress; `Lead.check` compares steps with the prediction."""
+    """No search or trial is in progress; `LeaderState.check` compares steps with the prediction."""
 
 
 class Planning(Record, frozen=True):
@@ -78,7 +78,7 @@ class Proposing(Record, frozen=True):
     """Whether this is a roll-back to the previous plan, under which a loss came sooner."""
 
 
-class Trial(Record, frozen=True):
+class Trying(Record, frozen=True):
     """The first steps under a new plan."""
 
     before: Candidate
@@ -95,10 +95,10 @@ class Settling(Record, frozen=True):
     times: tuple[float, ...] = ()
 
 
-class Lead(Record, frozen=True):
+class LeaderState(Record, frozen=True):
     """State that only rank 0 has."""
 
-    phase: Steady | Planning | Proposing | Trial | Settling = Steady()
+    phase: Steady | Planning | Proposing | Trying | Settling = Steady()
     check: PredictionCheck | None = None
     recent: tuple[float, ...] = ()
     """Latest step times under the active plan; `check` uses the median of the last three."""
@@ -130,7 +130,7 @@ class Lead(Record, frozen=True):
 # ---- complete state
 
 
-class Links(Record, frozen=True):
+class LinkState(Record, frozen=True):
     """Knowledge about the nodes' links. The same on all ranks, except for the clock's part in `reprobe`."""
 
     links: tuple[Link, ...]
@@ -143,17 +143,17 @@ class Links(Record, frozen=True):
     """The previous plan and the observations under it."""
 
 
-class State(Record, frozen=True):
+class AutoPlanState(Record, frozen=True):
     """`lead` is None except on rank 0."""
 
     phase: Warming | Measuring | Watching
-    lead: Lead | None = None
+    lead: LeaderState | None = None
     per_node: int = 1
     """Ranks per node; the first rank's row reports the traffic of the node's link."""
     keep: bool = False
     """Whether the planner searches for plans without ever switching."""
     step: int = 0
     """The last step reported."""
-    in_force: InForce | None = None
-    links: Links | None = None
+    in_force: ActivePlan | None = None
+    links: LinkState | None = None
     """None before the first measurement."""

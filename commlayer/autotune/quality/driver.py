@@ -33,8 +33,8 @@ from commlayer.autotune.quality.policy import (
 from commlayer.cluster.collectives import Groups
 from commlayer.config import Config
 from commlayer.engine import gradient_comparison, plan_choice
-from commlayer.engine.connection import Connection
-from commlayer.engine.gradient_comparison import Piece
+from commlayer.engine.connection import JobContext
+from commlayer.engine.gradient_comparison import SampledPiece
 from commlayer.engine.switch import switch
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError
@@ -43,7 +43,7 @@ from commlayer.observe.fidelity import Dots
 from commlayer.records import Plan
 
 
-def guard_of(connection: Connection, config: Config) -> AccuracyGuard | None:
+def guard_of(connection: JobContext, config: Config) -> AccuracyGuard | None:
     """The guard for jobs of several ranks with an automatic plan or a loss budget, or if requested; otherwise None."""
     if connection.worker is None or connection.groups is None:
         return None
@@ -60,7 +60,7 @@ class AccuracyGuard:
     """Every rank calls `compare_if_due` when a step's exchange is over and `after_step` when the step is committed."""
 
     def __init__(
-        self, connection: Connection, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0, *,
+        self, connection: JobContext, limits: AccuracyLimits, mode: str = "act", deadline_s: float = 600.0, *,
         by_budget: bool = True,
     ) -> None:
         """With `by_budget` bounds follow from the limits; otherwise from what is usual under the active codecs."""
@@ -72,7 +72,7 @@ class AccuracyGuard:
         self._own = OwnMeasurements(time.perf_counter())
         self._exposed_s = 0.0
         """Total wait for communication at the end of the last step."""
-        self._piece: Piece | None = None
+        self._piece: SampledPiece | None = None
         self._state = policy.begin(limits, self._take())
 
     def report(self, loss: float | torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class AccuracyGuard:
         self._own.set_check_time(check_s)
         worker.counters.guard_s += check_s
 
-    def _look_here(self, worker: Worker, piece: Piece) -> torch.Tensor:
+    def _look_here(self, worker: Worker, piece: SampledPiece) -> torch.Tensor:
         """The exact gradients of the piece, after comparing them with what this rank has sent."""
         begin_s = time.perf_counter()
         exact = gradient_comparison.exact(worker, piece)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
+from commlayer.autotune.shares.state import Action, Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves
 from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Outcome, Policy
 from commlayer.balance.share_solver import FREE, Communication
 from commlayer.balance.time_models import Cubic, Line
@@ -87,7 +87,7 @@ def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[Sh
     step_s = max(row.step_s for row in rows)
     events = [structs.replace(event, whole_s=step_s) if isinstance(event, Outcome) else event for event in balancer.events]
     balancer.events.clear()
-    actions: list[Action] = [Say(event) for event in events]
+    actions: list[Action] = [ShareEvent(event) for event in events]
     if decision is not None:
         actions.insert(0, Announce(decision))
         state = state._replace(announced=(*state.announced, decision))

@@ -19,7 +19,7 @@ from torch import nn
 from commlayer.autotune.measure.step_times import LossOf
 from commlayer.autotune.shares import decide
 from commlayer.autotune.shares.own_times import OwnTimes
-from commlayer.autotune.shares.state import Action, Announce, RankStart, Say, SharesState, WorkerTime, WorkMoves
+from commlayer.autotune.shares.state import Action, Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
@@ -182,7 +182,7 @@ class Controller:
                 case WorkMoves(part):
                     for hear in self.session.inspect.connection.on_shares:
                         hear(part)
-                case Say(event):
+                case ShareEvent(event):
                     self._say(event)
 
     def _say(self, event: Event) -> None:

@@ -85,13 +85,13 @@ class WorkMoves(NamedTuple):
     part: float
 
 
-class Say(NamedTuple):
+class ShareEvent(NamedTuple):
     """An event for the user."""
 
     event: Event
 
 
-Action = Announce | WorkMoves | Say
+Action = Announce | WorkMoves | ShareEvent
 
 
 def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:

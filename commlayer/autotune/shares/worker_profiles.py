@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer.autotune.measure.step_times import LossOf, Trial, batches_of
+from commlayer.autotune.measure.step_times import BatchTrial, LossOf, batches_of
 from commlayer.balance import Communication, Policy, Sampler
 from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.collectives import RowChannel, Rows
@@ -36,7 +36,7 @@ def together(
     """Returns every rank's profile and the opening; sets the sampler's cap and shares. `shares_of` computes the shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
-    trial = Trial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
+    trial = BatchTrial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
 
     def run() -> WorkerProfile:
         end, most = time.monotonic() + limit_s, min(sampler.batch, sampler.cap or sampler.batch)

@@ -16,7 +16,7 @@ from commlayer.cluster.collectives import Groups
 from commlayer.cluster.process_groups import PendingCollective
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Staging
-from commlayer.engine.paths.path import Route, fill, take_back
+from commlayer.engine.paths.path import BucketPath, fill, take_back
 from commlayer.engine.step import Step
 
 
@@ -26,7 +26,7 @@ class _Issued(NamedTuple):
     at: float
 
 
-class AllReduce(Route):
+class AllReducePath(BucketPath):
     """Without groups a worker is alone, and its gradients are the sum."""
 
     ordered = True

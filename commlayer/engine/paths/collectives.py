@@ -23,7 +23,7 @@ from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Lane, Staging
-from commlayer.engine.paths.path import Route, fill, take_back
+from commlayer.engine.paths.path import BucketPath, fill, take_back
 from commlayer.engine.step import Counters, Step
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.gpu import launch
@@ -35,7 +35,7 @@ TINY = 1e-30
 """If all workers have weight 0; the step then ends with an error about it."""
 
 
-class Staged(Route):
+class CollectivesPath(BucketPath):
     """Without groups a worker is alone, and its gradients are the sum."""
 
     ordered = True
@@ -45,7 +45,7 @@ class Staged(Route):
         groups: Groups | None,
     ) -> None:
         self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
-        self._stages: dict[int, StagedBucket] = {}
+        self._stages: dict[int, CollectivesBucket] = {}
         self._channels: Channels | None = None
         if groups is not None:
             self._channels, self._stages = _compiled(buckets, codecs, plan, groups)
@@ -81,10 +81,10 @@ class Staged(Route):
         tails = torch.cat([bucket.tail for bucket in self._buckets])
         self._tails = tails, groups.allreduce(tails)
 
-    def _put(self, staged: StagedBucket, stage: int) -> None:
+    def _put(self, staged: CollectivesBucket, stage: int) -> None:
         self._lanes[stage].put(lambda: self._run(staged, stage))
 
-    def _run(self, staged: StagedBucket, stage: int) -> None:
+    def _run(self, staged: CollectivesBucket, stage: int) -> None:
         """Runs on the lane of that stage."""
         if self._step.error is not None:
             return
@@ -158,9 +158,9 @@ class Staged(Route):
 
 def _compiled(
     buckets: Sequence[WorkerBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
-) -> tuple[Channels, dict[int, StagedBucket]]:
+) -> tuple[Channels, dict[int, CollectivesBucket]]:
     """Every bucket's path as compiled for this rank, and the groups for all of them."""
-    place = Place(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
+    place = ProgramPlace(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
     segments = {}
     wanted = set()
     for bucket in buckets:
@@ -169,7 +169,7 @@ def _compiled(
         # Includes exchanges without this rank: all ranks must make all groups.
         wanted |= set(enumerate(stages_of(path, rounds)))
     channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
-    return channels, {b.id: StagedBucket(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
+    return channels, {b.id: CollectivesBucket(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
 
 
 # ---- runs one bucket's path: a sequence of collectives with encodes and decodes between them
@@ -182,7 +182,7 @@ FOREVER_S = 1e9
 Error = Callable[[], BaseException | None]
 
 
-def carried(e: Exchange, own: int, whole: int) -> tuple[int, int]:
+def carried(e: ExchangeStage, own: int, whole: int) -> tuple[int, int]:
     """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part.
 
     An all-reduce counts as a ring, other collectives as direct sends."""
@@ -216,9 +216,9 @@ class _Under(NamedTuple):
     then: Callable[[], None]
 
 
-class StagedBucket:
+class CollectivesBucket:
     def __init__(
-        self, bucket: WorkerBucket, segments: Sequence[Segment], codec: Codec, channels: Channels, *, job: str,
+        self, bucket: WorkerBucket, segments: Sequence[ProgramSegment], codec: Codec, channels: Channels, *, job: str,
     ) -> None:
         self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
         x = bucket.x
@@ -231,7 +231,7 @@ class StagedBucket:
         self._slots: dict[int, torch.Tensor] = {}
         self._payloads = torch.empty(0, dtype=torch.uint8)
         """The current payload slots: [unit, piece, byte]."""
-        self._started: list[Encode] = []
+        self._started: list[EncodeStage] = []
         self._round = 0
         self._result = memoryview(b"")
         """The last round's result, on a path with all-reduced payloads."""
@@ -240,18 +240,18 @@ class StagedBucket:
         """Of the collective in flight: its op, bucket, and start time."""
         for segment in segments:
             for step in segment.local:
-                if isinstance(step, Encode):
+                if isinstance(step, EncodeStage):
                     self._prepare(step, job)
-        paid = {step.number for s in segments for step in s.local if isinstance(step, Encode) and step.pays}
+        paid = {step.number for s in segments for step in s.local if isinstance(step, EncodeStage) and step.pays}
         bucket.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
         # Checkpoints iterate over the states of buckets.
         bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
-    def _on_device(self, step: Encode | Decode) -> bool:
+    def _on_device(self, step: EncodeStage | DecodeStage) -> bool:
         """Whether the codec runs on x's device: if the plan requests it and the codec can."""
         return step.device == "gpu" and self._kernels
 
-    def _prepare(self, step: Encode, job: str) -> None:
+    def _prepare(self, step: EncodeStage, job: str) -> None:
         coders = []
         on_device = self._on_device(step)
         where = self.bucket.x.device if on_device else torch.device("cpu")
@@ -285,13 +285,13 @@ class StagedBucket:
             recorder.add(*self._issued)
         for step in self.segments[stage].local:
             begin = time.perf_counter()
-            if isinstance(step, Encode):
+            if isinstance(step, EncodeStage):
                 self._encode(step)
                 now.counters.coded(encode_s=time.perf_counter() - begin)
             else:
                 self._decode(step)
                 now.counters.coded(decode_s=time.perf_counter() - begin)
-            recorder.add(f"{'encode' if isinstance(step, Encode) else 'decode'}@{step.device}", bucket, begin)
+            recorder.add(f"{'encode' if isinstance(step, EncodeStage) else 'decode'}@{step.device}", bucket, begin)
         exchange = self.segments[stage].exchange
         if exchange is not None:
             self._issued = f"{exchange.scope}.{exchange.name}", bucket, time.perf_counter()
@@ -315,7 +315,7 @@ class StagedBucket:
 
     # ---- local steps
 
-    def _encode(self, step: Encode) -> None:
+    def _encode(self, step: EncodeStage) -> None:
         slots, on_device = self._slots[step.number], self._on_device(step)
         self._started.append(step)
         for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
@@ -332,7 +332,7 @@ class StagedBucket:
             slot[:8].view(torch.int64)[0] = nbytes
         self._payloads = slots
 
-    def _decode(self, step: Decode) -> None:
+    def _decode(self, step: DecodeStage) -> None:
         if self._round:
             coder, _ = self._reduced()
             self.bucket.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
@@ -351,7 +351,7 @@ class StagedBucket:
 
     # ---- exchanges
 
-    def _begin(self, e: Exchange, channel: Channel, counters: Counters) -> _Under:
+    def _begin(self, e: ExchangeStage, channel: Channel, counters: Counters) -> _Under:
         def count(own: int, whole: int) -> None:
             if e.scope != "node":  # no network traffic
                 counters.carried(*carried(e, own, whole))
@@ -360,7 +360,7 @@ class StagedBucket:
             return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)
         return self._move_floats(e, channel, count)
 
-    def _move_floats(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+    def _move_floats(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         x = self.bucket.x
         span_x = x[e.span[0] : e.span[1]]
         if e.name in ("allreduce", "reduce", "broadcast"):
@@ -391,7 +391,7 @@ class StagedBucket:
 
         return _Under(pending, split_by_tensor)
 
-    def _move_payloads(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+    def _move_payloads(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         # On x's device, where the groups also move floats.
         payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
         if e.name == "broadcast":
@@ -416,7 +416,7 @@ class StagedBucket:
             return _Under(pending, lambda: self._keep(rows.view(-1, e.pieces, slot)))
         return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
-    def _reduce_coded(self, e: Exchange, channel: Channel, count: Callable[[int, int], None]) -> _Under:
+    def _reduce_coded(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
         """One round of a SUM codec: accumulators are summed without decoding."""
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
@@ -501,7 +501,7 @@ SPLITS = ("reduce_scatter", "alltoall")
 ROOTED = ("reduce", "gather")
 
 
-class Place(NamedTuple):
+class ProgramPlace(NamedTuple):
     """A rank among nodes of equal size."""
 
     nodes: int
@@ -518,7 +518,7 @@ class Place(NamedTuple):
         return self.nodes * self.per_node, self.node * self.per_node + self.local
 
 
-class Encode(NamedTuple):
+class EncodeStage(NamedTuple):
     """Codes elements `units` of x. `first`: they are gradients or dense sums of gradients; otherwise sums of decoded payloads.
 
     Ranks with the same `sender` code the same numbers, and must produce the same bits. One of them `pays`: it keeps the
@@ -535,7 +535,7 @@ class Encode(NamedTuple):
     pays: bool
 
 
-class Decode(NamedTuple):
+class DecodeStage(NamedTuple):
     """Sums `pieces` payloads of each unit into x."""
 
     units: tuple[Range, ...]
@@ -543,7 +543,7 @@ class Decode(NamedTuple):
     device: str
 
 
-class Exchange(NamedTuple):
+class ExchangeStage(NamedTuple):
     """One collective. `parts`: element ranges of the members' shares, in their order (dense splits and their gathers)."""
 
     name: str
@@ -565,24 +565,24 @@ class Exchange(NamedTuple):
     """Whether an allgather puts shares side by side; otherwise it collects payloads of the same elements."""
 
 
-class Segment(NamedTuple):
+class ProgramSegment(NamedTuple):
     """Local ops, then one exchange. None at the end of the path, and where this rank takes no part."""
 
-    local: tuple[Encode | Decode, ...]
-    exchange: Exchange | None
+    local: tuple[EncodeStage | DecodeStage, ...]
+    exchange: ExchangeStage | None
 
 
 def compile_path(
-    path: Path, numel: int, place: Place, *, owner: int = 0, rounds: int = 1, bucket: int = 0
-) -> tuple[Segment, ...]:
+    path: Path, numel: int, place: ProgramPlace, *, owner: int = 0, rounds: int = 1, bucket: int = 0
+) -> tuple[ProgramSegment, ...]:
     """The segments of this rank. `owner`: the local rank that is root inside a node. Between nodes, the root rotates by bucket
     number.
 
     A coded allreduce, which only SUM and MAX codecs have, takes one exchange per round of the codec."""
     walk = _Walk(path, numel, place, owner, bucket)
-    segments: list[Segment] = []
-    local: list[Encode | Decode] = []
-    step: Encode | Decode | None
+    segments: list[ProgramSegment] = []
+    local: list[EncodeStage | DecodeStage] = []
+    step: EncodeStage | DecodeStage | None
     for at, op in enumerate(path):
         if op.name == "encode":
             step = walk.encode(at, op)
@@ -591,17 +591,17 @@ def compile_path(
         else:
             again = rounds if walk.coded and op.name == "allreduce" else 1
             exchange = walk.exchange(op)
-            segments += [Segment(tuple(local), exchange), *(Segment((), exchange) for _ in range(again - 1))]
+            segments += [ProgramSegment(tuple(local), exchange), *(ProgramSegment((), exchange) for _ in range(again - 1))]
             local, step = [], None
         if step is not None:
             local.append(step)
-    return (*segments, Segment(tuple(local), None))
+    return (*segments, ProgramSegment(tuple(local), None))
 
 
 class _Walk:
     """The state of one rank along the path. It advances as its group's root does; `active` is whether this rank is one."""
 
-    def __init__(self, path: Path, numel: int, place: Place, owner: int, bucket: int) -> None:
+    def __init__(self, path: Path, numel: int, place: ProgramPlace, owner: int, bucket: int) -> None:
         self.path, self.place, self.owner, self.bucket = path, place, owner, bucket
         sizes = {op.where: place.group(op.where)[0] for op in path if op.name in SPLITS}
         self.atoms = math.prod(sizes.values())
@@ -617,7 +617,7 @@ class _Walk:
         self.parents: dict[str, Range] = {}
         self.waiting: dict[str, bool] = {}
 
-    def encode(self, at: int, op: Op) -> Encode | None:
+    def encode(self, at: int, op: Op) -> EncodeStage | None:
         cuts = 1
         for later in self.path[at + 1 :]:
             if later.name == "decode":
@@ -628,7 +628,7 @@ class _Walk:
         run = (self.high - self.low) // cuts
         self.widest = max(self.edges[i + run] - self.edges[i] for i in range(0, self.atoms, run))
         pays = all(self.place.group(scope)[1] == 0 for scope in self.copied)
-        step = Encode(
+        step = EncodeStage(
             self.encodes, self._ranges(self.units), self.widest, not self.decoded, op.where, self._sender(), pays
         )
         self.encodes += 1
@@ -641,13 +641,13 @@ class _Walk:
         one_local = not self.summed & {"node", "all"}
         return (node if one_node else nodes) * (per_node + 1) + (local if one_local else per_node)
 
-    def decode(self, op: Op) -> Decode | None:
-        step = Decode(self._ranges(self.units), self.pieces, op.where)
+    def decode(self, op: Op) -> DecodeStage | None:
+        step = DecodeStage(self._ranges(self.units), self.pieces, op.where)
         self.low, self.high = self.units[0][0], self.units[-1][1]
         self.coded, self.decoded = False, True
         return step if self.active else None
 
-    def exchange(self, op: Op) -> Exchange | None:
+    def exchange(self, op: Op) -> ExchangeStage | None:
         size, place = self.place.group(op.where)
         root = self.owner if op.where == "node" else self.bucket % size
         if op.where == "all":
@@ -684,7 +684,7 @@ class _Walk:
             self.copied.add(op.where)
         if not takes_part:
             return None
-        return Exchange(
+        return ExchangeStage(
             op.name, op.where, self.coded, size, place, root, self._range(span), self._ranges(parts), units, pieces,
             self.widest, merges,
         )

@@ -13,13 +13,13 @@ from commlayer.cluster.collectives import Groups
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Lane, Staging
 from commlayer.engine.late_results import LateResult
-from commlayer.engine.paths.node import InNode, NodeRoute
-from commlayer.engine.paths.path import Route
+from commlayer.engine.paths.node import InNode, NodePath
+from commlayer.engine.paths.path import BucketPath
 from commlayer.engine.paths.server import ServerExchange
 from commlayer.engine.step import Step
 
 
-class Late(Route):
+class LatePath(BucketPath):
     def __init__(
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
         exchange: ServerExchange,
@@ -71,7 +71,7 @@ class Late(Route):
 # One lane does all work inside the node, in one order on all ranks: a step's gradients of all these buckets, then its
 # results. So a bucket's gradients are copied after its previous result has been distributed, as `late_results.py` requires.
 
-class NodeLate(NodeRoute):
+class LateNodePath(NodePath):
     def __init__(
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
         exchange: ServerExchange, groups: Groups,
@@ -123,7 +123,7 @@ class NodeLate(NodeRoute):
         self._staging.join()
 
     def quiet(self, deadline: float) -> None:
-        """As `Late.quiet`."""
+        """As `LatePath.quiet`."""
         for one in self._ones:
             for bucket in one.buckets:
                 if not self._results[bucket.id].wait(deadline, self._step.failed):

@@ -17,7 +17,7 @@ from commlayer.cluster.collectives import Channel, Groups
 from commlayer.cluster.process_groups import PendingCollective
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Lane, Staging
-from commlayer.engine.paths.path import Route, fill, take_back
+from commlayer.engine.paths.path import BucketPath, fill, take_back
 from commlayer.engine.paths.server import FOREVER_S, ServerExchange
 from commlayer.engine.step import Step
 from commlayer.errors import CommError, DeadlineExceeded
@@ -57,7 +57,7 @@ class InNode(ABC):
         return channel.allreduce(torch.zeros(1))
 
 
-class Owned(InNode):
+class OwnedInNode(InNode):
     def __init__(self, bucket: WorkerBucket) -> None:
         super().__init__([bucket])
         self._bucket = bucket
@@ -75,7 +75,7 @@ class Owned(InNode):
         """Results are already in place."""
 
 
-class Shards(InNode):
+class ShardedInNode(InNode):
     """One bucket of each local rank, in their order."""
 
     def __init__(self, buckets: Sequence[WorkerBucket], local: int) -> None:
@@ -119,7 +119,7 @@ class Shards(InNode):
 def in_node(buckets: Sequence[WorkerBucket], ranks_per_node: int, local: int) -> list[InNode]:
     """The exchanges that these buckets of a plan need, in order."""
     return [
-        Shards(buckets[run.start : run.stop], local) if len(run) > 1 else Owned(buckets[run.start])
+        ShardedInNode(buckets[run.start : run.stop], local) if len(run) > 1 else OwnedInNode(buckets[run.start])
         for run in together([bucket.planned for bucket in buckets], ranks_per_node)
     ]
 
@@ -129,7 +129,7 @@ def in_node(buckets: Sequence[WorkerBucket], ranks_per_node: int, local: int) ->
 # A lane distributes results in an order that is the same on all ranks of the node. So ranks need not wait for a result at the
 # same time.
 
-class NodeRoute(Route):
+class NodePath(BucketPath):
     """Every rank of a node has all these buckets, and codes those that it owns."""
 
     ordered = True
@@ -212,7 +212,7 @@ class NodeRoute(Route):
 
 # ---- route for buckets that use servers, from nodes with several ranks: summed in the node, exchanged by owners, distributed
 
-class NodeSum(NodeRoute):
+class NodeReduce(NodePath):
     def __init__(
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane,

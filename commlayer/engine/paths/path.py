@@ -16,7 +16,7 @@ from commlayer.engine.lanes import Staging
 from commlayer.engine.step import Step
 
 
-class Route(ABC):
+class BucketPath(ABC):
     """Carries some buckets of one worker."""
 
     ordered = False
@@ -58,7 +58,7 @@ class Route(ABC):
         """Ends its threads."""
 
 
-def take_back(route: Route, bucket: WorkerBucket, staging: Staging) -> None:
+def take_back(route: BucketPath, bucket: WorkerBucket, staging: Staging) -> None:
     """Before an exchange: takes back what was not applied of the last one. Later readers of the bucket wait for that."""
     if route.undo(bucket):
         bucket.marks.append(staging.mark())

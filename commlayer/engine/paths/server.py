@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Lane, Staging, Urgency
-from commlayer.engine.paths.path import Route, take_back
+from commlayer.engine.paths.path import BucketPath, take_back
 from commlayer.engine.step import BROKEN, Step
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.observe import EXCHANGE
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
 
 
-class Service(Route):
+class ServerPath(BucketPath):
     def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
         self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
         self._arrivals = step.arrivals()
