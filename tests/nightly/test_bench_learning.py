@@ -17,7 +17,7 @@ from torch import nn
 
 import bench.__main__ as program
 from bench import Unmeasurable, learning, learning_campaign, learning_run
-from bench.learning_run import LOOKS, Way, optimizer_of, plan_of, train
+from bench.learning_run import LOOKS, Variant, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
 from commlayer.autotune.measure import virtual_training as learning_steps
@@ -34,7 +34,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs.jsonl"
 
 
-def over_loopback(way: Way) -> list[torch.Tensor]:
+def over_loopback(way: Variant) -> list[torch.Tensor]:
     """The mean of all ranks' weights after the same steps, by real workers and a real server."""
     job = job_of(TASKS[way.task](way.seed).model)
     plan = plan_of(way, TASKS[way.task](way.seed).model)
@@ -68,7 +68,7 @@ def over_loopback(way: Way) -> list[torch.Tensor]:
     return [torch.stack(each).mean(0) for each in zip(*weights, strict=True)]
 
 
-def virtual(way: Way, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The same by `train`."""
     found: list[torch.Tensor] = []
 
@@ -96,7 +96,7 @@ def virtual(way: Way, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_what_it_trains_is_what_workers_train(
     fields: dict[str, Any], optimizer: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    way = Way("mlp", optimizer, workers=WORKERS, **fields)
+    way = Variant("mlp", optimizer, workers=WORKERS, **fields)
     mine, theirs = virtual(way, monkeypatch), over_loopback(way)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     begin = TASKS["mlp"](0).model.parameters()
@@ -106,7 +106,7 @@ def test_what_it_trains_is_what_workers_train(
 def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
     """Under SGD what an exchange makes of the mean is what it always was, bit for bit."""
     for optimizer, same in (("sgd", True), ("adam", False)):
-        way = Way("mlp", optimizer, "int4()", every=4)
+        way = Variant("mlp", optimizer, "int4()", every=4)
         assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
     with pytest.raises(Unmeasurable, match="outer: .*'none'.*'plain', 'diloco'.*E-USER-CODE"):
         train(structs.replace(way, outer="none"))
@@ -130,10 +130,10 @@ def numbered(seed: int) -> TrainingTask:
 @pytest.mark.parametrize("fields", [{}, {"every": 4}], ids=["averaged", "local"])
 def test_a_worker_with_several_batches_learns_of_all_of_them(fields: dict[str, Any]) -> None:
     """One that has the batches of four takes the steps that the four take together."""
-    one = learning_steps.train(Way("", "sgd", workers=1, batches=4, **fields), numbered, steps=24, looks=24)
-    four = learning_steps.train(Way("", "sgd", workers=4), numbered, steps=24, looks=24)
+    one = learning_steps.train(Variant("", "sgd", workers=1, batches=4, **fields), numbered, steps=24, looks=24)
+    four = learning_steps.train(Variant("", "sgd", workers=4), numbered, steps=24, looks=24)
     assert one == pytest.approx(four, rel=1e-5)
-    assert one != pytest.approx(learning_steps.train(Way("", "sgd", workers=1), numbered, steps=24, looks=24), rel=1e-3)
+    assert one != pytest.approx(learning_steps.train(Variant("", "sgd", workers=1), numbered, steps=24, looks=24), rel=1e-3)
 
 
 def test_batches_that_end_within_a_step_are_said() -> None:
@@ -141,12 +141,12 @@ def test_batches_that_end_within_a_step_are_said() -> None:
         return numbered(seed)._replace(batches=lambda rank, world: iter([1.0] * 7))
 
     with pytest.raises(ValueError, match=r"rank 0\b.*after 1\b.*E-USER-CODE"):
-        learning_steps.train(Way("t", "sgd", workers=1, batches=4), few)
+        learning_steps.train(Variant("t", "sgd", workers=1, batches=4), few)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
-    way = Way(task, "adam", workers=1)
+    way = Variant(task, "adam", workers=1)
     curve = train(way, steps=40, looks=2)
     assert curve == train(way, steps=40, looks=2)
     assert curve != train(structs.replace(way, seed=1), steps=40, looks=2)
@@ -161,7 +161,7 @@ def test_the_campaign_names_each_training_once_and_all_have_a_dense_one() -> Non
     assert {way.dense for way in ways if not way.rate} <= set(ways)
     first = set(ways[: 12 * len(learning_campaign.FIRST)])
     assert {structs.replace(way, task="", optimizer="") for way in first} >= {
-        Way("", "", "int4()"), Way("", "", "int4()", every=16), Way("", "", "topk(ratio=0.001)"), Way("", "", "onebit()")}
+        Variant("", "", "int4()"), Variant("", "", "int4()", every=16), Variant("", "", "topk(ratio=0.001)"), Variant("", "", "onebit()")}
     assert set(learning_campaign.quick()) <= set(ways)
     long = {(way.every, way.overlap, way.outer) for way in ways if way.every > 16}
     assert long == {(n, overlap, "") for n in (32, 64) for overlap in ("", "round")} | {
@@ -172,8 +172,8 @@ def failing(*_: Any, **__: Any) -> list[float]:
     raise AssertionError("this was measured")
 
 
-def counting(ran: list[Way]) -> Callable[[Way], list[float]]:
-    def one(way: Way) -> list[float]:
+def counting(ran: list[Variant]) -> Callable[[Variant], list[float]]:
+    def one(way: Variant) -> list[float]:
         ran.append(way)
         return [1.0 + 1.0 / (i + 1) for i in range(LOOKS)]
 
@@ -181,12 +181,12 @@ def counting(ran: list[Way]) -> Callable[[Way], list[float]]:
 
 
 def test_it_goes_on_where_it_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way("mlp", "sgd", workers=1)
+    way = Variant("mlp", "sgd", workers=1)
     learning.measure([way], Store(store))
     assert list(Store(store).runs) == [way]
     monkeypatch.setattr(learning, "train", failing)
     learning.measure([way, way], Store(store))
-    ran: list[Way] = []
+    ran: list[Variant] = []
     monkeypatch.setattr(learning, "train", counting(ran))
     other = structs.replace(way, seed=1)
     learning.measure([way, other], Store(store))
@@ -195,7 +195,7 @@ def test_it_goes_on_where_it_stopped(store: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_code_makes_of_it_now_is_measured_anew(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, ran = Way("mlp", "sgd", workers=1), list[Way]()
+    way, ran = Variant("mlp", "sgd", workers=1), list[Variant]()
     Store(store).add(way, Run("another", (1.0,) * LOOKS))
     assert learning.current(Store(store)) == {}
     assert learning.shown(Store(store))["summary"]["outdated_runs"] == 1
@@ -206,21 +206,21 @@ def test_what_the_code_makes_of_it_now_is_measured_anew(store: Path, monkeypatch
 
 
 def test_marks_tell_ways_and_tasks_apart() -> None:
-    some = [Way("mlp", "sgd"), Way("mlp", "adam"), Way("autoencoder", "sgd"), Way("mlp", "sgd", "onebit()"),
-            Way("mlp", "sgd", "topk(ratio=0.01)"), Way("mlp", "adam", every=4)]
+    some = [Variant("mlp", "sgd"), Variant("mlp", "adam"), Variant("autoencoder", "sgd"), Variant("mlp", "sgd", "onebit()"),
+            Variant("mlp", "sgd", "topk(ratio=0.01)"), Variant("mlp", "adam", every=4)]
     assert len({learning.mark(way) for way in some}) == len(some)
-    assert learning.mark(Way("mlp", "sgd", seed=1)) == learning.mark(Way("mlp", "sgd"))
+    assert learning.mark(Variant("mlp", "sgd", seed=1)) == learning.mark(Variant("mlp", "sgd"))
 
 
 def test_nan_is_kept(store: Path) -> None:
-    way = Way("mlp", "sgd")
+    way = Variant("mlp", "sgd")
     Store(store).add(way, Run("m", (1.0,) * (LOOKS - 2) + (math.inf, math.nan)))
     assert all(map(math.isnan, Store(store).runs[way].curve[-2:]))
     assert Store(store).runs[way].curve[0] == 1.0
 
 
 def test_a_line_that_was_cut_off_is_measured_again(store: Path) -> None:
-    way, other = Way("mlp", "sgd"), Way("mlp", "adam")
+    way, other = Variant("mlp", "sgd"), Variant("mlp", "adam")
     for each in (way, other):
         Store(store).add(each, Run("m", (1.0,) * LOOKS))
     store.write_bytes(store.read_bytes()[:-9])
@@ -240,7 +240,7 @@ def test_a_store_that_it_cannot_use_ends_it_in_one_line(
     damage: Callable[[list[bytes]], list[bytes]], said: str, store: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     for seed in range(2):
-        Store(store).add(Way("mlp", "sgd", seed=seed), Run("m", (1.0,) * LOOKS))
+        Store(store).add(Variant("mlp", "sgd", seed=seed), Run("m", (1.0,) * LOOKS))
     store.write_bytes(b"\n".join(damage(store.read_bytes().split(b"\n"))))
     before = store.read_bytes()
     assert program.main(["learning", "--quick"]) == 2
@@ -262,4 +262,4 @@ def test_a_task_that_returns_no_loss_ends_it_in_one_line(
 
 def test_a_task_that_there_is_not() -> None:
     with pytest.raises(Unmeasurable, match="no task is called 'mlb'; there are: mlp, conv"):
-        train(Way("mlb", "sgd"))
+        train(Variant("mlb", "sgd"))

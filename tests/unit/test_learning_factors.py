@@ -26,7 +26,7 @@ from bench.learning_factors import (
     with_batches,
     with_outer,
 )
-from bench.learning_run import LOOKS, STEPS, Way
+from bench.learning_run import LOOKS, STEPS, Variant
 from bench.learning_store import Run, Store
 from commlayer.autotune.measure.convergence import alone_rows
 from commlayer.codec_spec import parse_spec
@@ -59,7 +59,7 @@ def test_who_learns_faster_than_dense_counts_as_dense_in_the_table_alone() -> No
     faster = cost(curve(lambda step: falling(1.2 * step)), DENSE)
     assert faster.steps < 0.95
     assert faster.loss < 0
-    (row,) = [r for r in rows({Way(task, "adam", "int4()"): faster for task in TASKS}) if r.workers == 0]
+    (row,) = [r for r in rows({Variant(task, "adam", "int4()"): faster for task in TASKS}) if r.workers == 0]
     assert (row.steps, row.steps_high, row.loss, row.loss_high) == (1.0, 1.0, 0.0, 0.0)
 
 
@@ -78,20 +78,20 @@ def test_noise_of_a_look_does_not_make_a_factor() -> None:
 
 
 def test_each_run_is_against_the_dense_one_of_its_own_task_workers_and_seed() -> None:
-    way = Way("a", "adam", "int4()", seed=1)
+    way = Variant("a", "adam", "int4()", seed=1)
     slow = curve(lambda step: falling(step / 2))
-    curves = {way: slow, way.dense: DENSE, Way("a", "adam"): slow, structs.replace(way, seed=2): slow}
+    curves = {way: slow, way.dense: DENSE, Variant("a", "adam"): slow, structs.replace(way, seed=2): slow}
     assert costs(curves) == {way: cost(slow, DENSE)}
 
 
 def test_a_dense_training_that_fails_is_said() -> None:
-    way = Way("a", "adam", "int4()")
+    way = Variant("a", "adam", "int4()")
     with pytest.raises(Unmeasurable, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
         costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
 
 
 def test_one_worker_is_no_way() -> None:
-    one = Way("a", "sgd", workers=1)
+    one = Variant("a", "sgd", workers=1)
     curves = {one: curve(lambda step: falling(step / 3)), structs.replace(one, workers=4): DENSE}
     assert costs(curves) == {}
     assert [found.steps for _, found in alone(curves)] == pytest.approx([3.0], rel=0.03)
@@ -101,8 +101,8 @@ def test_one_worker_is_no_way() -> None:
     assert row.steps == pytest.approx(3.0, rel=0.03)
 
 
-def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fields: object) -> dict[Way, Cost]:
-    return {Way(task, "adam", codec, **fields): Cost(factor + 0.1 * i, 0.01 * i)  # type: ignore[arg-type]
+def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fields: object) -> dict[Variant, Cost]:
+    return {Variant(task, "adam", codec, **fields): Cost(factor + 0.1 * i, 0.01 * i)  # type: ignore[arg-type]
             for i, task in enumerate(tasks)}
 
 
@@ -113,7 +113,7 @@ def test_a_row_is_the_median_task_and_a_cautious_one() -> None:
 
 
 def test_a_task_counts_once_however_many_seeds_it_has() -> None:
-    more = {Way("d", "adam", "int4()", seed=seed): Cost(1.3, 0.03) for seed in range(1, 5)}
+    more = {Variant("d", "adam", "int4()", seed=seed): Cost(1.3, 0.03) for seed in range(1, 5)}
     row, = rows(measured("int4()", 1.0) | more)
     assert (row.steps, row.tasks, row.runs) == (pytest.approx(1.15), 4, 8)
 
@@ -144,9 +144,9 @@ def test_what_is_early_is_told_apart_from_what_a_row_says() -> None:
     """One that learns half as fast in the first steps, and from then on is 42 steps behind dense training."""
     slow = curve(lambda step: falling(step / 2 if step <= 84 else step - 42))
     curves = {way: slow if way.codec == "int4()" else DENSE
-              for task in TASKS for way in (Way(task, "adam", "int4()"), Way(task, "adam"))}
+              for task in TASKS for way in (Variant(task, "adam", "int4()"), Variant(task, "adam"))}
     curves |= {structs.replace(way, workers=8): DENSE for way in curves}  # of so many it says nothing
-    curves |= {Way(task, "adam", "int4()", every=32, overlap="round"): slow for task in TASKS}  # nothing is merged by then
+    curves |= {Variant(task, "adam", "int4()", every=32, overlap="round"): slow for task in TASKS}  # nothing is merged by then
     (told,) = by_phase(curves)
     assert told.row.codec == "int4()"
     assert told.early == pytest.approx(2.0, rel=0.05)
@@ -168,7 +168,7 @@ def test_the_page_compares_batches_where_all_sizes_were_measured() -> None:
 
 
 def test_tasks_of_one_order_foretell_each_other() -> None:
-    found: dict[Way, Cost] = {}
+    found: dict[Variant, Cost] = {}
     for i, ratio in enumerate((0.1, 0.01, 0.001)):
         found |= measured(f"topk(ratio={ratio})", 1.0 + i)
     found |= measured("int4()", 1.05, every=4) | measured("int4()", 1.02)
@@ -215,7 +215,7 @@ def test_an_empty_store_makes_no_table(tmp_path: Path) -> None:
     with pytest.raises(Unmeasurable, match="run python -m bench learning first"):
         learning_table.table(Store(tmp_path / "none.jsonl"), "2026-01-02")
     store = Store(tmp_path / "one.jsonl")
-    store.add(Way("mlp", "sgd", "int4()"), Run("outdated", DENSE))
+    store.add(Variant("mlp", "sgd", "int4()"), Run("outdated", DENSE))
     with pytest.raises(Unmeasurable, match="run python -m bench learning first"):
         learning_table.table(store, "2026-01-02")
 
