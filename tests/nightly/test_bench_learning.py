@@ -161,7 +161,8 @@ def test_the_campaign_names_each_training_once_and_all_have_a_dense_one() -> Non
     assert {way.dense for way in ways if not way.rate} <= set(ways)
     first = set(ways[: 12 * len(learning_campaign.FIRST)])
     assert {structs.replace(way, task="", optimizer="") for way in first} >= {
-        Variant("", "", "int4()"), Variant("", "", "int4()", every=16), Variant("", "", "topk(ratio=0.001)"), Variant("", "", "onebit()")}
+        Variant("", "", "int4()"), Variant("", "", "int4()", every=16), Variant("", "", "topk(ratio=0.001)"),
+        Variant("", "", "onebit()")}
     assert set(learning_campaign.quick()) <= set(ways)
     long = {(way.every, way.overlap, way.outer) for way in ways if way.every > 16}
     assert long == {(n, overlap, "") for n in (32, 64) for overlap in ("", "round")} | {
