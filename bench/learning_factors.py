@@ -13,7 +13,7 @@ from bench import Unmeasurable
 from bench.learning_run import Variant
 from commlayer.autotune.measure import convergence
 from commlayer.autotune.measure.convergence import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
-from commlayer.planner.model.learning import LearningRow, Recipe, excess
+from commlayer.planner.convergence import LearningRow, Recipe, excess
 
 __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",
            "with_outer"]

@@ -20,8 +20,8 @@ from bench.learning_store import Store
 from commlayer.autotune.measure import convergence
 from commlayer.autotune.measure.convergence import EARLY, Curve
 from commlayer.files import between, write_whole
-from commlayer.planner.model.learning import ALONE, LearningRow
-from commlayer.planner.tables.learning import SHIPPED, LearningTable, Provenance, written
+from commlayer.planner.convergence import ALONE, LearningRow
+from commlayer.planner.tables import SHIPPED, LearningTable, Provenance, written
 
 PAGE = report.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"

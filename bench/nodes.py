@@ -21,7 +21,7 @@ from bench.overhead_worker import DEADLINE, Way, many, paired, trained
 from bench.report import Result
 from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan, lower
-from commlayer.planner.model.shards import together
+from commlayer.planner.plan_rules import together
 from commlayer.records import Plan
 
 RANKS, PER_NODE = 4, 2

@@ -21,17 +21,16 @@ from bench import Unmeasurable, planner_wan
 from bench.reference.espresso_cases import CASES, cluster_of, profile
 from bench.reference.espresso_cases import run as espresso
 from bench.report import Result
-from commlayer.planner.model.cluster import Cluster, Link, Policy
-from commlayer.planner.model.option import DENSE
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.problem import Pace, flatten, load_of
-from commlayer.planner.search.candidates import options
-from commlayer.planner.search.choices import Space, search
-from commlayer.planner.search.plan import plan
-from commlayer.planner.search.ways import Ways
-from commlayer.planner.simulation.schedule import schedule
-from commlayer.planner.tables import machines as tables
-from commlayer.planner.tables.jobs import published
+from commlayer.planner import tables
+from commlayer.planner.candidates import options
+from commlayer.planner.choices import Space, search
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import DENSE, Cluster, Link, Policy
+from commlayer.planner.option_prices import Ways
+from commlayer.planner.problem import Pace, flatten, load_of
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import schedule
+from commlayer.planner.tables import published
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))

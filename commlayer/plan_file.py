@@ -13,11 +13,11 @@ from msgspec import structs
 from commlayer import loss_budget, records
 from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner.model import cluster as model
-from commlayer.planner.model.cluster import Basis, Node, Policy, Profile
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.tables.machines import learning_rows, profile_from_tables
-from commlayer.planner.verbs.text_formats import remedy
+from commlayer.planner import model
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.inputs import remedy
+from commlayer.planner.model import Basis, Node, Policy, Profile
+from commlayer.planner.tables import learning_rows, profile_from_tables
 from commlayer.records import SCHEMA, Bucket, Plan
 
 

@@ -146,7 +146,7 @@ class Bucket(Record, frozen=True):
     slices: tuple[Slice, ...]
     path: str
     """"service" (encode, push, sum, result, decode), "allreduce" (a planned collective over all ranks), or a path spelled
-    as in planner/model/paths.py."""
+    as in planner/tree.py."""
     codec: str = "identity()"
     server: int = 0
     """Number of the server that sums it (path "service")."""

@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass
 from bench.reference.fifo import Played, play
-from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.planner.model.grammar import encodes, options
-from commlayer.planner.model.paths import Path
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.prune import unbeaten
-from commlayer.planner.tables.jobs import published
-from commlayer.planner.tables.machines import INTRA, PCIE_COPY
+from commlayer.planner.candidates import unbeaten
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.tables import INTRA, PCIE_COPY, published
+from commlayer.planner.tree import Path, encodes, options
 from commlayer.records import Job
 
 MACHINES, GPUS_EACH = 8, 8

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from commlayer.planner.model.cluster import Task
+from commlayer.planner.model import Task
 
 COMPUTE = "compute:"
 BACKWARD = -1

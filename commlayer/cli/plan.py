@@ -62,13 +62,13 @@ def make(
     from commlayer.cli import plan_inputs, plan_tables
     from commlayer.cli.loss_part import loss_part
     from commlayer.cli.plan_assumptions import assumptions
-    from commlayer.planner.model.cluster import NO_LIMIT, Policy
-    from commlayer.planner.model.learning import measured_local_steps
-    from commlayer.planner.model.matrix_shapes import untouched
-    from commlayer.planner.search.plan import plain
-    from commlayer.planner.simulation.timeline import simulate
-    from commlayer.planner.tables.machines import at_precision, learning_rows
-    from commlayer.planner.verbs.baselines import beside, looser
+    from commlayer.planner.convergence import measured_local_steps
+    from commlayer.planner.explanation import beside, looser
+    from commlayer.planner.model import NO_LIMIT, Policy
+    from commlayer.planner.search import plain
+    from commlayer.planner.simulation import simulate
+    from commlayer.planner.tables import at_precision, learning_rows
+    from commlayer.planner.tensors import untouched
 
     plan_inputs.check_json(json)
     if exact and (max_local_steps > 1 or staleness):
@@ -128,8 +128,8 @@ def explain(
     """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
-    from commlayer.planner.verbs.explain import bucket_of
-    from commlayer.planner.verbs.explain import explain as explained
+    from commlayer.planner.explanation import bucket_of
+    from commlayer.planner.explanation import explain as explained
 
     plan_inputs.check_json(json)
     record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
@@ -148,7 +148,7 @@ def diff(
     """Show the differences of two plans by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
-    from commlayer.planner.verbs.diff import diff as differ
+    from commlayer.planner.explanation import diff as differ
 
     plan_inputs.check_json(json)
     beside = plan_file.sidecar(before)
@@ -175,9 +175,9 @@ def whatif(
     """Plan the same job on other machines: gains, and the link rate below which compression pays."""
     from commlayer import plan_file, records
     from commlayer.cli import plan_inputs, plan_tables
-    from commlayer.planner.tables.machines import at_precision
-    from commlayer.planner.verbs.text_formats import nodes_of, rate_of
-    from commlayer.planner.verbs.whatif import what_if
+    from commlayer.planner.explanation import what_if
+    from commlayer.planner.inputs import nodes_of, rate_of
+    from commlayer.planner.tables import at_precision
 
     plan_inputs.check_json(json)
     if bool(add_node) != bool(link):
@@ -226,7 +226,7 @@ def lint(
     from commlayer import plan_file
     from commlayer.cli import plan_inputs
     from commlayer.errors import RecordError
-    from commlayer.planner.verbs.lint import lint as linted
+    from commlayer.planner.plan_lint import lint as linted
 
     plan_inputs.check_json(json)
     problems, inputs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None
@@ -250,7 +250,7 @@ def init(
 ) -> None:
     """Write an example cluster file to edit."""
     from commlayer.cli import plan_inputs
-    from commlayer.planner.verbs.text_formats import EXAMPLE
+    from commlayer.planner.inputs import EXAMPLE
 
     if out.exists():
         raise InvalidInput("E-CLI-OPTION", f"{out} exists: name another file")
@@ -279,7 +279,7 @@ def _codec_problem(text: str) -> str:
 
 def _refuse(made: Plan, job: Job) -> None:
     """Raises if the plan belongs to another model."""
-    from commlayer.planner.model.plan_rules import verify
+    from commlayer.planner.plan_rules import verify
 
     problems = verify(made, job)
     if problems:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commlayer.planner.model.cluster import Cluster, Node
-from commlayer.planner.tables import jobs
-from commlayer.planner.tables.machines import GPUS, gpu, peak_tflops, speed
-from commlayer.planner.verbs.whatif import rate
+from commlayer.planner import tables
+from commlayer.planner.explanation import rate
+from commlayer.planner.model import Cluster, Node
+from commlayer.planner.tables import GPUS, gpu, peak_tflops, speed
 from commlayer.records import Job
 
 OPTIMIZER = {"adam": "AdamW", "sgd": "SGD with momentum", "": "any, so the worse of AdamW and SGD counts"}
@@ -32,14 +32,14 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, said:
 
 
 def _batch(model: str, job: Job) -> str:
-    if model in jobs.PUBLISHED:
+    if model in tables.PUBLISHED:
         return f"{job.batch} samples{_tokens(model)} per worker and step"
     samples = "as many samples as the model's function draws" if job.batch is None else f"{job.batch} samples"
     return f"{samples} per worker and step; its times hold for that batch"
 
 
 def _tokens(model: str) -> str:
-    tokens = jobs.PRESETS[model].tokens if model in jobs.PRESETS else jobs.PUBLISHED[model].tokens
+    tokens = tables.PRESETS[model].tokens if model in tables.PRESETS else tables.PUBLISHED[model].tokens
     return f" of {tokens:,} tokens" if tokens else ""
 
 
@@ -48,13 +48,13 @@ def _computing(model: str, job: Job, node: Node) -> str:
     where, half = node.device, job.timing.half
     own = "" if node.speed in (0.0, speed(where, half=half) if where in ("cpu", *GPUS) else node.speed) else \
         f", taken as {node.speed:g} x a V100 as the cluster says"
-    if model in jobs.PRESETS:
-        part, peak = jobs.PRESETS[model].utilisation, peak_tflops(where) if where in ("cpu", *GPUS) else 0.0
+    if model in tables.PRESETS:
+        part, peak = tables.PRESETS[model].utilisation, peak_tflops(where) if where in ("cpu", *GPUS) else 0.0
         precision = "FP32" if where not in GPUS else gpu(where).precision
         return f"{where} in {precision}, {part * peak:.3g} TFLOP/s: {part:.0%} of the {peak:g} in its data sheet{own}"
-    source = "published times of a V100" if model in jobs.PUBLISHED else \
+    source = "published times of a V100" if model in tables.PUBLISHED else \
         f"the times in {model}" if model.endswith(".json") else "times measured on this machine"
-    precision = "FP32" if model in jobs.PUBLISHED else "the precision that they were measured in"
+    precision = "FP32" if model in tables.PUBLISHED else "the precision that they were measured in"
     return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
 
 
@@ -72,7 +72,7 @@ def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
         return
     most = int((left - (needed - kept)) / kept * (job.batch or 0)) if kept else 0
     remedy = "take a GPU with more memory, or checkpoint activations" if most < 1 else \
-        f"--batch {most} fits" if model in jobs.PRESETS else f"a batch of {most} fits"
+        f"--batch {most} fits" if model in tables.PRESETS else f"a batch of {most} fits"
     yield f"WARNING: this does not fit into {device}, which keeps {RESERVED_GBYTES:g} GB for itself: {remedy}"
 
 

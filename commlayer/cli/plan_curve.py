@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.verbs.whatif import Curve, break_even
+from commlayer.planner.explanation import Curve, break_even
 
 LINES = (("dense_s", "no compression", "o--"), ("fp16_s", "DDP fp16", "o--"), ("alone_s", "one machine alone", "--"),
          ("to_loss_s", "plan", "o-"))

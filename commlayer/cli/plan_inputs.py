@@ -15,12 +15,12 @@ from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.plan_file import text_of
-from commlayer.planner.model.cluster import Cluster, Profile
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.pricing.path_cost import bare
-from commlayer.planner.tables import jobs
-from commlayer.planner.tables.learning import LearningTable, rows_in, shipped, table_in
-from commlayer.planner.verbs.text_formats import cluster_from_line, cluster_of, cluster_of_homes, profile_of
+from commlayer.planner import tables
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.costs import bare
+from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
+from commlayer.planner.model import Cluster, Profile
+from commlayer.planner.tables import LearningTable, rows_in, shipped, table_in
 from commlayer.records import Job
 
 
@@ -29,14 +29,14 @@ def job_named(model: str, batch: int | None) -> Job:
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
-        return jobs.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
+        return tables.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
         # Imported late: it loads torch, which built-in models and job files do not need.
         from commlayer.cli.user_code import job_of_function
 
-        return jobs.on_reference(job_of_function(model, batch))
+        return tables.on_reference(job_of_function(model, batch))
     try:
-        return jobs.builtin(model, batch)
+        return tables.builtin(model, batch)
     except ValueError as error:
         raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
 

@@ -10,14 +10,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from commlayer.config import MOST_LOSS
-from commlayer.planner.model.cluster import Cluster
-from commlayer.planner.model.plan_words import most_used, way_of
-from commlayer.planner.simulation.timeline import Timeline, per_step
-from commlayer.planner.tables.learning import LearningTable
-from commlayer.planner.verbs.baselines import Beside, Looser
-from commlayer.planner.verbs.diff import Difference, spelled
-from commlayer.planner.verbs.explain import Explanation
-from commlayer.planner.verbs.whatif import Curve, break_even
+from commlayer.planner.explanation import Beside, Curve, Difference, Explanation, Looser, break_even, spelled
+from commlayer.planner.model import Cluster
+from commlayer.planner.plan_rules import most_used, way_of
+from commlayer.planner.simulation import Timeline, per_step
+from commlayer.planner.tables import LearningTable
 from commlayer.records import Bucket, Job, Plan, Why
 
 PIPE_WIDTH = 120

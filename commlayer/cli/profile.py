@@ -11,8 +11,8 @@ from commlayer import records
 from commlayer.cli.plan_inputs import check_out, write
 from commlayer.cli.user_code import job_made_by, made_by
 from commlayer.errors import InvalidInput
-from commlayer.planner.model.cluster import CodecCost, Line, Profile
-from commlayer.planner.tables.machines import DEFAULT_CODECS, PCIE_COPY
+from commlayer.planner.model import CodecCost, Line, Profile
+from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY
 from commlayer.records import Record
 
 SHOWN = 1 << 20

@@ -11,11 +11,11 @@ import typer
 from commlayer.cli.user_code import function_of, of_user
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
-from commlayer.planner.model.learning import ALONE, ALONE_AMONG
+from commlayer.planner.convergence import ALONE, ALONE_AMONG
 
 if TYPE_CHECKING:
     from commlayer.autotune.measure.virtual_training import TrainingTask, Variant
-    from commlayer.planner.tables.learning import LearningTable
+    from commlayer.planner.tables import LearningTable
 
 CODECS = ("int4()", "topk(ratio={ratio})")
 LOCAL_STEPS = (4, 16)
@@ -39,7 +39,7 @@ def run(
         raise InvalidInput("E-CLI-OPTION", f"{out}: the folder {out.absolute().parent} does not exist")
     make = maker(name)
     from commlayer.autotune.measure.convergence import measured, ways_of
-    from commlayer.planner.tables.learning import written
+    from commlayer.planner.tables import written
 
     count = 0
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from commlayer.engine.gradient_mark import GradientMark
 from commlayer.engine.optimizers import HeldParameters, closure_of, job_of, parameters_of, watch
 from commlayer.errors import InvalidInput, InvalidState
-from commlayer.planner.model.gradients_only import gradients_of
+from commlayer.planner.plan_rules import gradients_of
 from commlayer.records import Job, TensorInfo
 
 log = logging.getLogger("commlayer")

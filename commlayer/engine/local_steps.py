@@ -34,7 +34,7 @@ from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidState
 from commlayer.observe import Recorder
 from commlayer.optim import Outer
-from commlayer.planner.model.fragments import ranges_of
+from commlayer.planner.buckets import ranges_of
 from commlayer.records import Slice
 
 log = logging.getLogger("commlayer")

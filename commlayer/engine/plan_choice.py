@@ -20,12 +20,14 @@ from commlayer.compressors.feedback import Momentum
 from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
 from commlayer.config import Config
 from commlayer.errors import CommError, InvalidInput
-from commlayer.planner.model import codec_fit, grammar, paths
-from commlayer.planner.model.cluster import Basis
-from commlayer.planner.model.fragments import fragments_of, most_fragments
-from commlayer.planner.model.learning import Recipe, excess
-from commlayer.planner.model.matrix_shapes import untouched
-from commlayer.planner.tables import machines
+from commlayer.planner import tables as machines
+from commlayer.planner import tree as codec_fit
+from commlayer.planner import tree as grammar
+from commlayer.planner import tree as paths
+from commlayer.planner.buckets import fragments_of, most_fragments
+from commlayer.planner.convergence import Recipe, excess
+from commlayer.planner.model import Basis
+from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
 FINE = ("int4()", "int8()")

@@ -59,9 +59,8 @@ from commlayer.engine.regroup import MembershipChange, forbidding, unfit
 from commlayer.engine.replica import Replica, enter
 from commlayer.engine.replica import align as align_tensors
 from commlayer.errors import Coded, CommError, InvalidInput, coded
-from commlayer.planner.model import float64
-from commlayer.planner.model.gradients_only import without_buffers
-from commlayer.planner.model.plan_words import in_words
+from commlayer.planner import tensors as float64
+from commlayer.planner.plan_rules import in_words, without_buffers
 from commlayer.records import Job, Plan
 from commlayer.transport import own_address, secret
 from commlayer.transport.key_folder import Keys

@@ -25,9 +25,8 @@ from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
 from commlayer.planner import lower
-from commlayer.planner.model.cluster import Basis
-from commlayer.planner.model.equal_nodes import Group, fold
-from commlayer.planner.simulation.timeline import Span, Timeline, hosts_of, per_step, simulate
+from commlayer.planner.model import Basis, Group, fold
+from commlayer.planner.simulation import Span, Timeline, hosts_of, per_step, simulate
 from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")

@@ -5,21 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from commlayer.planner.model.default_plan import default_plan
-from commlayer.planner.model.plan_rules import verify, verify_alone
-from commlayer.planner.model.runtime_form import lower
-from commlayer.planner.simulation.timeline import Timeline, simulate
-from commlayer.planner.tables.jobs import builtin, on_reference
-from commlayer.planner.verbs.diff import diff
-from commlayer.planner.verbs.lint import lint
+from commlayer.planner.buckets import default_plan
+from commlayer.planner.plan_lint import lint
+from commlayer.planner.plan_rules import lower, verify, verify_alone
+from commlayer.planner.simulation import Timeline, simulate
+from commlayer.planner.tables import builtin, on_reference
 
 if TYPE_CHECKING:
-    from commlayer.planner.search.plan import plan as plan
-    from commlayer.planner.verbs.explain import explain as explain
-    from commlayer.planner.verbs.whatif import what_if as what_if
+    from commlayer.planner.explanation import diff as diff
+    from commlayer.planner.explanation import explain as explain
+    from commlayer.planner.explanation import what_if as what_if
+    from commlayer.planner.search import plan as plan  # type: ignore[no-redef]
 
-_LATE = {"plan": "commlayer.planner.search.plan", "explain": "commlayer.planner.verbs.explain",
-         "what_if": "commlayer.planner.verbs.whatif"}
+_LATE = {"plan": "commlayer.planner.search",
+         **dict.fromkeys(("diff", "explain", "what_if"), "commlayer.planner.explanation")}
 """Loaded on first use: searching needs numpy, reading plans does not."""
 
 __all__ = [

@@ -1,5 +1,5 @@
 // The event loop of the planner's simulation: lines of tasks over lanes. Knows no paths and no prices.
-// commlayer/planner/simulation/reference_simulator.py is the same in Python and says more of why.
+// commlayer/planner/simulation.py is the same in Python and says more of why.
 #include "schedule_bounds.h"
 
 #include <cstring>

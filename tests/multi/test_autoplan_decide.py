@@ -42,7 +42,7 @@ from commlayer.autotune.plan.facts import (
 from commlayer.autotune.plan.state import Proposing, Warming, Watching
 from commlayer.observe import Rates
 from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
-from commlayer.planner.model.cluster import Link
+from commlayer.planner.model import Link
 
 QUICK = (row(0.4, bps=6e7, share=0.1), row(0.4, bps=6e7, share=0.1))
 SLOW_BPS, SLOW_S = 5e6, 1.0

@@ -13,9 +13,8 @@ from support.rank_pool import pool
 
 from commlayer.autotune.measure import calibration
 from commlayer.cluster.collectives import Groups
-from commlayer.planner.model.cluster import Line, Profile
-from commlayer.planner.pricing.collectives import moves
-from commlayer.planner.pricing.path_cost import Prices
+from commlayer.planner.costs import Prices, moves
+from commlayer.planner.model import Line, Profile
 
 BUDGET_S = 0.2
 

@@ -49,7 +49,15 @@ ALLOWED: dict[str, set[str]] = {
 STARTS_AUTOTUNE = "commlayer/engine/step_loop.py"
 """The one module of engine/ that imports autotune/."""
 ROOMS: dict[str, list[set[str]]] = {
-    "planner": [{"model"}, {"tables"}, {"pricing"}, {"simulation"}, {"search"}, {"verbs"}],
+    "planner": [
+        {"codec_sizes", "convergence", "tree", "tensors", "model", "buckets", "plan_rules"},
+        {"tables"},
+        {"problem", "costs"},
+        {"inputs"},
+        {"simulation"},
+        {"choices", "candidates", "option_prices", "layout_candidate", "search", "sync_modes"},
+        {"explanation", "plan_lint"},
+    ],
     # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
     "engine": [
         {"connection"},

@@ -14,10 +14,10 @@ from support.workers import job, step
 
 from commlayer.engine.start import Start, connect
 from commlayer.planner import lower
-from commlayer.planner.model import grammar
-from commlayer.planner.model.cluster import Cluster
-from commlayer.planner.model.paths import spell
-from commlayer.planner.tables import machines
+from commlayer.planner import tables as machines
+from commlayer.planner import tree as grammar
+from commlayer.planner.model import Cluster
+from commlayer.planner.tree import spell
 from commlayer.records import Bucket, Plan, Slice
 
 WORLD, PER_NODE, SERVERS, STEPS = 4, 2, 2, 3

@@ -14,12 +14,12 @@ from commlayer.compressors import codec_of, parse
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_separable, is_summable
 from commlayer.engine.worker import Worker
 from commlayer.errors import CorruptFrame
-from commlayer.planner.model import grammar
-from commlayer.planner.model.paths import spell
+from commlayer.planner import tree
+from commlayer.planner.tree import spell
 from commlayer.records import Bucket, Plan, Slice, Spec
 
 WORLD, PER_NODE, STEPS = 4, 2, 4
-PATHS = [spell(p) for p in grammar.kind("sum", ("cpu",))]
+PATHS = [spell(p) for p in tree.kind("sum", ("cpu",))]
 SHAPES: list[tuple[int, ...]] = [shape for _ in PATHS for shape in ((24, 33), (500,), (3,))]
 BROKEN = 1, 2
 """The step in which that rank's gradients are infinite."""

@@ -22,7 +22,7 @@ import commlayer
 from commlayer.engine.optimizers import job_of
 from commlayer.optim import Outer
 from commlayer.planner import default_plan
-from commlayer.planner.model.fragments import fragments_of, ranges_of
+from commlayer.planner.buckets import fragments_of, ranges_of
 from commlayer.records import Bucket, Plan, Slice
 
 WORLD, H, TENSORS, SIZE = 2, 4, 4, 600

@@ -20,8 +20,8 @@ from commlayer.engine.optimizers import job_of
 from commlayer.errors import code_of
 from commlayer.observe import read_comparison
 from commlayer.planner import default_plan
-from commlayer.planner.model.cluster import Basis, PlanInputs
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Basis, PlanInputs
 from commlayer.records import Job, Timing
 
 WORLD = 2

@@ -20,9 +20,9 @@ from commlayer.engine.plan_choice import with_server_nodes
 from commlayer.observe import StalePlan
 from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import builtin, plan
-from commlayer.planner.model.cluster import Basis, PlanInputs, Policy
-from commlayer.planner.model.default_plan import default_plan
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.buckets import default_plan
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Basis, PlanInputs, Policy
 from commlayer.records import Plan
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9

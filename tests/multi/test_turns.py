@@ -24,21 +24,17 @@ from commlayer.cli import plan_tables
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import RequestedModes, stepping
 from commlayer.planner import default_plan
-from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy, Profile
-from commlayer.planner.model.fragments import fragments_of
-from commlayer.planner.model.learning import LearningRow, Recipe, excess
-from commlayer.planner.model.plan_rules import verify
-from commlayer.planner.model.plan_words import way_of
-from commlayer.planner.pricing.hidden_links import hidden
-from commlayer.planner.pricing.steps_needed import plan_excess
-from commlayer.planner.search import other_ways
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.timeline import exact_s, simulate
-from commlayer.planner.simulation.turns import Round, Turn
-from commlayer.planner.tables.learning import rows as shipped_rows
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.diff import diff
-from commlayer.planner.verbs.explain import explain
+from commlayer.planner import sync_modes as other_ways
+from commlayer.planner.buckets import fragments_of
+from commlayer.planner.convergence import LearningRow, Recipe, excess
+from commlayer.planner.costs import hidden, plan_excess
+from commlayer.planner.explanation import diff, explain
+from commlayer.planner.model import Cluster, PlanInputs, Policy, Profile
+from commlayer.planner.plan_rules import verify, way_of
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import Round, Turn, exact_s, simulate
+from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.tables import rows as shipped_rows
 from commlayer.records import Job, Plan
 
 _ranks = rank_pool.ranks_first(WORLD)

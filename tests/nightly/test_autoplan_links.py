@@ -24,7 +24,7 @@ from commlayer.autotune.plan.step_reports import StepReports
 from commlayer.cluster.collectives import RowChannel
 from commlayer.cluster.process_groups import Members
 from commlayer.observe.link_monitor import PAYLOAD, SETTLED
-from commlayer.planner.model.cluster import Line
+from commlayer.planner.model import Line
 from commlayer.records import digest
 
 WORLD, SERVERS = 2, 2

@@ -29,9 +29,9 @@ from commlayer.engine.observers import ObserverOrder
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.plan_choice import unsuited
 from commlayer.planner import default_plan
-from commlayer.planner.model.cluster import Policy
-from commlayer.planner.tables.machines import DEFAULT_CODECS, profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Policy
+from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 
 WORLD, SERVERS = 2, 2

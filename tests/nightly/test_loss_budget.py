@@ -14,11 +14,10 @@ from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.cli.main import run
 from commlayer.engine.plan_choice import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
-from commlayer.planner.model.cluster import Cluster, Policy
-from commlayer.planner.tables import machines
-from commlayer.planner.tables.jobs import builtin
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner import tables as machines
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.tables import builtin, profile_from_tables
 
 MODEL = LossModel((LossPoint("topk", 0.1, 0.004), LossPoint("topk", 0.01, 0.03), LossPoint("int8", 1.0, 0.001),
                    LossPoint("int4", 1.0, 0.002), LossPoint("mine", 1.0, 0.0)))

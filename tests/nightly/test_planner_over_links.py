@@ -9,15 +9,14 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
-from commlayer.planner.model.cluster import Cluster, Policy, Profile
-from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.pricing.steps_needed import plan_excess
-from commlayer.planner.search.layout_candidate import FINEST
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.timeline import exact_s
-from commlayer.planner.tables.jobs import published
-from commlayer.planner.verbs.baselines import beside
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.costs import plan_excess
+from commlayer.planner.explanation import beside
+from commlayer.planner.inputs import checked_inputs, cluster_from_line
+from commlayer.planner.layout_candidate import FINEST
+from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import exact_s
+from commlayer.planner.tables import published
 from commlayer.records import Bucket, Job, Plan
 
 LADDER = ("topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.1)", "int4()", "int8()", "fp16()")

@@ -14,21 +14,18 @@ from support.planner import at, price, random_space
 from support.plans import toy_job
 
 from commlayer.codec_spec import parse_spec
-from commlayer.planner.model.cluster import Cluster, Policy
-from commlayer.planner.model.default_plan import default_plan
-from commlayer.planner.model.learning import Recipe
-from commlayer.planner.model.plan_rules import verify, verify_alone
-from commlayer.planner.pricing.hidden_links import hidden
-from commlayer.planner.pricing.steps_needed import Excesses, plan_excess, weights
-from commlayer.planner.search import other_ways
-from commlayer.planner.search.choices import ChoiceFound, Space, finest, search
-from commlayer.planner.search.layout_candidate import FINEST, LayoutCandidate
-from commlayer.planner.search.other_ways import Found, OtherWays
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.computing import locally
-from commlayer.planner.simulation.schedule import PortableSchedule, schedule
-from commlayer.planner.simulation.timeline import simulate
-from commlayer.planner.tables.learning import rows as shipped_rows
+from commlayer.planner import sync_modes
+from commlayer.planner.buckets import default_plan
+from commlayer.planner.choices import ChoiceFound, Space, finest, search
+from commlayer.planner.convergence import Recipe
+from commlayer.planner.costs import Excesses, hidden, plan_excess, weights
+from commlayer.planner.layout_candidate import FINEST, LayoutCandidate
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.plan_rules import verify, verify_alone
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import PortableSchedule, locally, schedule, simulate
+from commlayer.planner.sync_modes import Found, OtherWays
+from commlayer.planner.tables import rows as shipped_rows
 from commlayer.records import Plan, Slice
 
 FREE = Policy(exact=False)
@@ -248,14 +245,14 @@ def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[fl
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(("measured", "searched"), [((2,), 2), ((2, 16), other_ways.MOST_LOCAL_STEPS)])
+@pytest.mark.parametrize(("measured", "searched"), [((2,), 2), ((2, 16), sync_modes.MOST_LOCAL_STEPS)])
 def test_more_local_steps_than_were_measured_are_searched_where_two_rows_show_how_their_cost_grows(
     measured: tuple[int, ...], searched: int,
 ) -> None:
     machines = at(2e5)
     profile = learnt(machines)
     rows = tuple(row for row in profile.learning if row.every in (1, *measured))
-    assert other_ways.searched_local_steps(structs.replace(profile, learning=rows)) == searched
+    assert sync_modes.searched_local_steps(structs.replace(profile, learning=rows)) == searched
     made = plan(toy_job(), machines, structs.replace(profile, learning=rows), structs.replace(FREE, optimizer="adam"))
     assert made.local_steps == searched if searched == 2 else 16 < made.local_steps <= searched
 
@@ -277,7 +274,7 @@ def test_a_limit_of_local_steps_only_cuts_the_search_off(bps: float, optimizer: 
         assert found.local_steps <= most
         assert price(free) <= price(found) * (1 + FINEST)
     assert limited(500) == limited(256)
-    assert limited(9999) == limited(other_ways.MOST_LOCAL_STEPS) == free
+    assert limited(9999) == limited(sync_modes.MOST_LOCAL_STEPS) == free
     assert bps > 1e6 or free.local_steps > 64, "beyond what was measured"
 
 
@@ -289,14 +286,14 @@ def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimize
         policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
         made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
         assert verify(made, toy_job()) == []
-        assert made.local_steps <= (most or other_ways.MOST_LOCAL_STEPS)
+        assert made.local_steps <= (most or sync_modes.MOST_LOCAL_STEPS)
 
 
 @pytest.mark.parametrize("policy", [
     structs.replace(FREE, max_local_steps=most, forward=forward) for most in (0, 1, 2, 6) for forward in (False, True)
 ])
 def test_no_way_is_tried_that_the_rules_of_plans_refuse(policy: Policy) -> None:
-    for recipe in other_ways._recipes(Recipe(), policy, True, 64, 64):
+    for recipe in sync_modes._recipes(Recipe(), policy, True, 64, 64):
         overlap: Any = recipe.overlap
         made = Plan("", (), local_steps=recipe.every, codes="updates" if locally(recipe) else "gradients", overlap=overlap,
                     fragments=recipe.fragments)

@@ -12,13 +12,12 @@ from support.workers import job, step
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of
 from commlayer.engine.worker import Worker
-from commlayer.planner import lower
-from commlayer.planner.model import grammar
-from commlayer.planner.model.paths import spell
+from commlayer.planner import lower, tree
+from commlayer.planner.tree import spell
 from commlayer.records import Bucket, Plan, Slice
 
 WORLD, PER_NODE, STEPS = 4, 2, 3
-PATHS = [p for kind in ("flat", "two-level", "sum") for p in grammar.kind(kind, ("cpu",))]  # type: ignore[arg-type]
+PATHS = [p for kind in ("flat", "two-level", "sum") for p in tree.kind(kind, ("cpu",))]  # type: ignore[arg-type]
 SIZES = (1, 3, 41, 130)
 """Fewer elements than ranks, and sizes that no number of ranks divides."""
 SHAPES = [(SIZES[i % len(SIZES)],) for i in range(len(PATHS))]
@@ -29,7 +28,7 @@ def plan(codec: str) -> Plan:
     made = job(SHAPES)
     buckets = tuple(
         Bucket(i, (Slice(i, 0, SHAPES[i][0]),), spell(path), owner=i % PER_NODE,
-               codec="identity()" if grammar.summing(path) else codec)
+               codec="identity()" if tree.summing(path) else codec)
         for i, path in enumerate(PATHS)
     )
     return lower(Plan(made.digest(), buckets, ranks_per_node=PER_NODE))
@@ -58,8 +57,8 @@ def run(rank: int, wanted: Plan) -> dict[str, Any]:
 
 
 def test_the_tree_has_what_is_run_here() -> None:
-    every = {tuple(op.name for op in p) for p in grammar.kind("two-level")}
-    assert {tuple(op.name for op in p) for p in grammar.kind("two-level", ("cpu",))} == every
+    every = {tuple(op.name for op in p) for p in tree.kind("two-level")}
+    assert {tuple(op.name for op in p) for p in tree.kind("two-level", ("cpu",))} == every
     assert len(set(PATHS)) == len(PATHS) == 177
 
 

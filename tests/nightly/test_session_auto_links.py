@@ -21,7 +21,7 @@ from torch import nn
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.codec_spec import parse_spec
-from commlayer.planner.model.cluster import Line
+from commlayer.planner.model import Line
 
 WORLD, SERVERS = 2, 2
 FINE = {"identity()", "fp16()", "bf16()", "int8()", "int4()"}

@@ -11,9 +11,9 @@ import pytest
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass, settle
 from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
 from bench.reference.fifo import Played, play
-from commlayer.planner.model.cluster import Task
-from commlayer.planner.model.grammar import check
-from commlayer.planner.tables.jobs import published
+from commlayer.planner.model import Task
+from commlayer.planner.tables import published
+from commlayer.planner.tree import check
 
 
 def send(seconds: float) -> list[Task]:

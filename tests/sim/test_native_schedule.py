@@ -13,9 +13,9 @@ import pytest
 from support.fuzz_build import NATIVE, SANITIZE
 from support.schedules import chain, one_node, random_problem
 
-from commlayer.planner.model.cluster import Task
-from commlayer.planner.pricing.problem import Problem, flatten, load_of, way
-from commlayer.planner.simulation.schedule import PortableSchedule
+from commlayer.planner.model import Task
+from commlayer.planner.problem import Problem, flatten, load_of, way
+from commlayer.planner.simulation import PortableSchedule
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 PROBLEMS = 400

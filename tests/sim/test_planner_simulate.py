@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from support.schedules import chain, one_node, random_problem
 
 from commlayer.native import core
-from commlayer.planner.model.cluster import Task
-from commlayer.planner.pricing.problem import Load, Pace, PricedWay, Problem, flatten, load_of, way
-from commlayer.planner.simulation.critical_path import critical
-from commlayer.planner.simulation.schedule import PortableSchedule, schedule
+from commlayer.planner.model import Task
+from commlayer.planner.problem import Load, Pace, PricedWay, Problem, flatten, load_of, way
+from commlayer.planner.simulation import PortableSchedule, critical, schedule
 
 LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
 

@@ -29,7 +29,7 @@ from commlayer.autotune.plan.facts import (
     SwitchRefused,
 )
 from commlayer.planner import builtin, default_plan
-from commlayer.planner.model.cluster import Basis, Cluster, Link, PlanInputs
+from commlayer.planner.model import Basis, Cluster, Link, PlanInputs
 from commlayer.records import Plan
 
 JOB = builtin("lstm")

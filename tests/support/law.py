@@ -14,7 +14,7 @@ import commlayer
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
-from commlayer.planner.model.shards import together
+from commlayer.planner.plan_rules import together
 from commlayer.records import Job, Plan
 from support import rank_pool
 from support.forward import Held

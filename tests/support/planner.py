@@ -6,10 +6,10 @@ import random
 
 from msgspec import structs
 
-from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of, way
-from commlayer.planner.search.choices import Space
-from commlayer.planner.simulation.schedule import schedule
+from commlayer.planner.choices import Space
+from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.problem import Pace, Problem, flatten, load_of, way
+from commlayer.planner.simulation import schedule
 from commlayer.records import Plan
 from support.plans import cluster
 from support.schedules import chain

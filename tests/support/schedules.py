@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from commlayer.planner.model.cluster import Task
-from commlayer.planner.pricing.problem import Pace, Problem, flatten, load_of, way
+from commlayer.planner.model import Task
+from commlayer.planner.problem import Pace, Problem, flatten, load_of, way
 
 ALONE = ("compute:a", "cpu:a", "compute:b", "cpu:b", "server:0")
 SHARED = ("up:a", "down:a", "up:b", "down:b", "intra:a")

@@ -13,12 +13,12 @@ from commlayer.autotune.plan.facts import Events, PlanningDone, StepDone
 from commlayer.autotune.plan.replan import harder_by
 from commlayer.compressors import parse
 from commlayer.engine import plan_choice
-from commlayer.planner.model.cluster import Policy
-from commlayer.planner.model.learning import LearningRow, Recipe, excess
-from commlayer.planner.search.plan import plan as planned
-from commlayer.planner.tables.learning import rows as shipped_rows
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.convergence import LearningRow, Recipe, excess
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Policy
+from commlayer.planner.search import plan as planned
+from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.tables import rows as shipped_rows
 
 BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""

@@ -50,10 +50,10 @@ from commlayer.engine.plan_choice import WAYS
 from commlayer.observe import StalePlan
 from commlayer.observe.link_monitor import IN_A_ROW
 from commlayer.observe.prediction_check import PATIENCE
-from commlayer.planner.model.cluster import Basis, Line, PlanInputs, Policy
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Basis, Line, PlanInputs, Policy
+from commlayer.planner.tables import profile_from_tables
 from commlayer.records import Plan
 
 BY_PACE = TRIED + 1

@@ -37,7 +37,7 @@ from commlayer.autotune.plan.facts import (
     WaitDone,
 )
 from commlayer.autotune.plan.state import Proposing
-from commlayer.planner.model.cluster import Link
+from commlayer.planner.model import Link
 
 
 def drawn() -> set[tuple[str, str]]:

@@ -16,11 +16,10 @@ from commlayer.codec_spec import parse_spec
 from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import RequestedModes, read_ways, stepping
-from commlayer.planner.model.cluster import Basis, PlanInputs, Policy, Profile
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.tables.jobs import published
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Basis, PlanInputs, Policy, Profile
+from commlayer.planner.tables import profile_from_tables, published
 from commlayer.records import Plan
 
 ROWS = tuple(

@@ -12,9 +12,8 @@ from commlayer import plan_file, planner
 from commlayer.cli.main import run
 from commlayer.cli.plan_inputs import job_named
 from commlayer.cli.user_code import function_of, job_of_function
-from commlayer.planner.tables.jobs import builtin, on_reference
-from commlayer.planner.tables.machines import device_named, speed
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.tables import builtin, device_named, on_reference, speed
 from commlayer.records import Job, Timing
 
 MODEL = '''

@@ -11,10 +11,10 @@ from commlayer.compressors import parse, wrap
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.plan_choice import level, promise_of
 from commlayer.errors import InvalidInput
-from commlayer.planner.model.cluster import Cluster, Policy
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.plan import plan
-from commlayer.planner.tables.machines import node, profile_from_tables
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.search import plan
+from commlayer.planner.tables import node, profile_from_tables
 from commlayer.records import Spec
 
 NUMEL = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 
 from commlayer.autotune.measure.calibration import CodingLoad, load_of, under
 from commlayer.observe import Event, RecordedStep
-from commlayer.planner.model.cluster import CodecCost, Line
+from commlayer.planner.model import CodecCost, Line
 from commlayer.records import Bucket, Plan, Slice
 
 COST = CodecCost("fp16()", "cpu", Line(1.0, 0.5), Line(2.0, 0.25), Line(0.0, 2.0))

@@ -8,8 +8,8 @@ from support.planner import PROFILE, flat, home
 from commlayer import planner
 from commlayer.autotune.shares.comm_cost import communication
 from commlayer.balance import solve
-from commlayer.planner.model.cluster import Cluster, Link, Policy
-from commlayer.planner.tables.jobs import published
+from commlayer.planner.model import Cluster, Link, Policy
+from commlayer.planner.tables import published
 from commlayer.records import Job, Plan
 
 JOB = published("resnet50")

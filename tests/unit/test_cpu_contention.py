@@ -6,9 +6,8 @@ import pytest
 
 from commlayer.autotune.plan.cpu_contention import MOST, dearer, factor
 from commlayer.planner import default_plan, simulate
-from commlayer.planner.model.cluster import Cluster, Policy
-from commlayer.planner.tables.jobs import builtin
-from commlayer.planner.tables.machines import node, profile_from_tables
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.tables import builtin, node, profile_from_tables
 
 CLUSTER = Cluster(tuple(node(f"n{i}", "cpu", "10g") for i in range(4)))
 PROFILE = profile_from_tables(CLUSTER)

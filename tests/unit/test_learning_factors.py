@@ -31,8 +31,8 @@ from bench.learning_store import Run, Store
 from commlayer.autotune.measure.convergence import alone_rows
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import RecordError
-from commlayer.planner.model.learning import ALONE, Recipe, excess
-from commlayer.planner.tables import learning as tables
+from commlayer.planner import tables
+from commlayer.planner.convergence import ALONE, Recipe, excess
 
 TASKS = ("a", "b", "c", "d")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.planner.model.cluster import Line, Profile
-from commlayer.planner.model.learning import ALONE, FIELDS, NONE, Excess, LearningRow, Recipe, alone, excess
-from commlayer.planner.pricing.steps_needed import Excesses
-from commlayer.planner.tables.learning import rows as shipped_rows
+from commlayer.planner.convergence import ALONE, FIELDS, NONE, Excess, LearningRow, Recipe, alone, excess
+from commlayer.planner.costs import Excesses
+from commlayer.planner.model import Line, Profile
+from commlayer.planner.tables import rows as shipped_rows
 
 
 def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:

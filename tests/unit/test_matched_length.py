@@ -15,7 +15,7 @@ from torch import nn
 from commlayer.engine.local_steps import LocalSteps, StepWeights, scale_of, square_of
 from commlayer.optim import Outer, usual
 from commlayer.planner import default_plan
-from commlayer.planner.model.fragments import fragments_of
+from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, TensorInfo
 
 SHAPES, EVERY, STEPS = [(30, 20), (500,), (40, 10), (700,)], 4, 13

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from support.planner import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, tall
 
-from commlayer.planner.model.cluster import Cluster, Line, Node, Profile, Task
-from commlayer.planner.model.grammar import encodes, options
-from commlayer.planner.model.paths import spell
-from commlayer.planner.pricing.path_cost import Prices, bare
+from commlayer.planner.costs import Prices, bare
+from commlayer.planner.model import Cluster, Line, Node, Profile, Task
+from commlayer.planner.tree import encodes, options, spell
 
 N = 1_000_000
 DENSE_NBYTES, SPARSE_NBYTES, SHARED_NBYTES = 4 * N + 16, N // 50 + 16, N // 25 + 16

@@ -13,18 +13,18 @@ from msgspec import structs
 from commlayer import records
 from commlayer.compressors import parse, wrap
 from commlayer.planner import default_plan, simulate, verify, verify_alone
-from commlayer.planner.model.cluster import Cluster, Link, Node
-from commlayer.planner.model.default_plan import (
+from commlayer.planner.buckets import (
     COLLECTIVE_NBYTES,
     ELEMENT_NBYTES,
     FIRST_COLLECTIVE_NBYTES,
     SPREAD_NBYTES,
     cut,
+    fragments_of,
     shared,
     spread,
 )
-from commlayer.planner.model.fragments import fragments_of
-from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.model import Cluster, Link, Node
+from commlayer.planner.tables import profile_from_tables
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 

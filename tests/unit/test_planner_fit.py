@@ -15,15 +15,14 @@ from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.plan_choice import promise_of, unsuited
 from commlayer.planner import lower, verify
-from commlayer.planner.model.cluster import Cluster, Line, Node, Policy, Profile
-from commlayer.planner.model.codec_fit import Promise, misfits
-from commlayer.planner.model.grammar import summing
-from commlayer.planner.model.paths import parse as path_of
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.candidates import options
-from commlayer.planner.search.plan import plan
-from commlayer.planner.tables import machines
-from commlayer.planner.verbs.lint import lint
+from commlayer.planner import tables as machines
+from commlayer.planner.candidates import options
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, Line, Node, Policy, Profile
+from commlayer.planner.plan_lint import lint
+from commlayer.planner.search import plan
+from commlayer.planner.tree import Promise, misfits, summing
+from commlayer.planner.tree import parse as path_of
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 
 FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "powersgd(rank=2)")

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from support.planner import PROFILE, SPARSE, codec, flat, home, tall
 
-from commlayer.planner.model.cluster import Cluster, Node, Profile
-from commlayer.planner.model.grammar import KINDS, Kind, check, encodes, kind, options, served, summing
-from commlayer.planner.model.paths import Op, Path, parse, spell
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.prune import alone_s, unbeaten
+from commlayer.planner.candidates import alone_s, unbeaten
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, Node, Profile
+from commlayer.planner.tree import KINDS, Kind, Op, Path, check, encodes, kind, options, parse, served, spell, summing
 from commlayer.records import over_server
 
 UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))

@@ -8,16 +8,14 @@ from support.planner import DENSE, PROFILE
 from support.plans import toy_job
 from support.splits import closed_form
 
-from commlayer.planner.model import buckets
-from commlayer.planner.model.cluster import Cluster, Link, Node, Policy
-from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.candidates import options
-from commlayer.planner.search.layout import Layout
-from commlayer.planner.search.layout_candidate import LayoutCandidate, SearchInputs
-from commlayer.planner.search.plan import host_sets, plan
-from commlayer.planner.search.ways import Ways
-from commlayer.planner.tables import machines as tables
+from commlayer.planner import buckets, tables
+from commlayer.planner.candidates import options
+from commlayer.planner.costs import Prices
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.layout_candidate import LayoutCandidate, SearchInputs
+from commlayer.planner.model import Cluster, Link, Node, Policy
+from commlayer.planner.option_prices import Layout, Ways
+from commlayer.planner.search import host_sets, plan
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
 

@@ -13,24 +13,28 @@ from support.plans import cluster, toy_job
 from commlayer import plan_file, records
 from commlayer.compressors.plan_codecs import parse
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner.model.cluster import NO_LIMIT, Cluster, Link
-from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.tables import learning, machines
-from commlayer.planner.tables.jobs import PRESETS, PUBLISHED, builtin, published
-from commlayer.planner.tables.machines import (
+from commlayer.planner import tables as learning
+from commlayer.planner import tables as machines
+from commlayer.planner.costs import Prices
+from commlayer.planner.inputs import EXAMPLE, checked_inputs, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
+from commlayer.planner.model import NO_LIMIT, Cluster, Link
+from commlayer.planner.tables import (
     DEFAULT_CODECS,
     GPUS,
     INTRA,
+    MODELS,
+    PRESETS,
+    PUBLISHED,
     at_precision,
+    builtin,
     gpu,
+    layers,
     link,
     node,
     profile_from_tables,
+    published,
     speed,
 )
-from commlayer.planner.tables.model_layers import MODELS, layers
-from commlayer.planner.verbs.text_formats import EXAMPLE, cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
 from commlayer.records import Job, Spec
 
 SIZES = {

@@ -10,23 +10,18 @@ from msgspec import structs
 from support.plans import cluster, toy_job
 
 from bench.reference.espresso_cases import CASES, cluster_of, profile, run
-from commlayer.planner.model import buckets
-from commlayer.planner.model.cluster import Cluster, Policy
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.model.option import DENSE
-from commlayer.planner.pricing.batched import alone_s, busy_s, stack
-from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.problem import Load, load_of
-from commlayer.planner.search.candidates import options
-from commlayer.planner.search.layout import Layout
-from commlayer.planner.search.layout_candidate import SHARED, LayoutCandidate, SearchInputs
-from commlayer.planner.search.plan import Hosts, host_sets, plan
-from commlayer.planner.search.reasons import LOOKED_AT, NEVER, SAME, _verdict
-from commlayer.planner.search.ways import Ways
-from commlayer.planner.simulation.timeline import exact_s
-from commlayer.planner.tables.jobs import published
-from commlayer.planner.tables.learning import rows
+from commlayer.planner import buckets
+from commlayer.planner.candidates import options
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.costs import Prices
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.layout_candidate import SHARED, LayoutCandidate, SearchInputs
+from commlayer.planner.model import DENSE, Cluster, Policy
+from commlayer.planner.option_prices import Layout, Ways, alone_s, busy_s, stack
+from commlayer.planner.problem import Load, load_of
+from commlayer.planner.search import LOOKED_AT, NEVER, SAME, Hosts, _verdict, host_sets, plan
+from commlayer.planner.simulation import exact_s
+from commlayer.planner.tables import published, rows
 
 CLUSTERS = {
     "homes": cluster(4, "home-100/20", reachable=False),

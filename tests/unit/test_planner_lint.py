@@ -7,9 +7,9 @@ from msgspec import structs
 from support.plans import cluster, toy_job
 
 from commlayer.compressors.plan_codecs import parse
-from commlayer.planner.search.plan import plan
-from commlayer.planner.tables import machines
-from commlayer.planner.verbs.lint import lint
+from commlayer.planner import tables
+from commlayer.planner.plan_lint import lint
+from commlayer.planner.search import plan
 from commlayer.records import Plan, TensorInfo
 
 HOMES = cluster(3, "home-100/20", reachable=False)
@@ -47,7 +47,7 @@ def spelled(codec: str) -> str:
     ],
 )
 def test_a_broken_bucket_is_named_with_the_rule(fields: dict[str, object], message: str) -> None:
-    problems = lint(edited(1, **fields), toy_job(), HOMES, machines.profile_from_tables(HOMES), spelled)
+    problems = lint(edited(1, **fields), toy_job(), HOMES, tables.profile_from_tables(HOMES), spelled)
     assert any(line.startswith("bucket 1: ") and message in line for line in problems), problems
     assert all(line.startswith("bucket 1: ") for line in problems), "and nothing else is blamed"
 
@@ -62,7 +62,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_a_sound_plan_has_no_problems() -> None:
-    assert lint(PLAN, toy_job(), HOMES, machines.profile_from_tables(HOMES), spelled) == []
+    assert lint(PLAN, toy_job(), HOMES, tables.profile_from_tables(HOMES), spelled) == []
     assert lint(PLAN) == []
 
 

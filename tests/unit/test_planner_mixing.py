@@ -7,16 +7,14 @@ from msgspec import structs
 from support.plans import cluster, toy_job
 
 from commlayer.engine.plan_choice import unsuited
-from commlayer.planner.model import grammar
-from commlayer.planner.model.cluster import Cluster, CodecCost, Line, Policy, Profile
-from commlayer.planner.model.paths import parse, spell
-from commlayer.planner.model.runtime_form import lower
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.candidates import options
-from commlayer.planner.search.mixing import SIZES, WORTH, mixed
-from commlayer.planner.search.plan import plan
-from commlayer.planner.search.prune import alone_s, lane_s
-from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner import tree as grammar
+from commlayer.planner.candidates import SIZES, WORTH, alone_s, lane_s, mixed, options
+from commlayer.planner.costs import Prices
+from commlayer.planner.model import Cluster, CodecCost, Line, Policy, Profile
+from commlayer.planner.plan_rules import lower
+from commlayer.planner.search import plan
+from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.tree import parse, spell
 
 GPUS = cluster(4, "1g", device="rtx3090")
 CODEC = "int8()"

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.splits import closed_form
 
-from commlayer.planner.model.cluster import Cluster, Link, Node
-from commlayer.planner.search.placement import assign, shares
+from commlayer.planner.model import Cluster, Link, Node
+from commlayer.planner.option_prices import assign, shares
 
 M, BPS = 100e6, 10e9
 RATES = st.floats(1e7, 1e10)

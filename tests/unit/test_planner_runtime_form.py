@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from commlayer.planner import default_plan, lower, verify
-from commlayer.planner.model.grammar import kind
-from commlayer.planner.model.paths import parse, spell
+from commlayer.planner.tree import kind, parse, spell
 from commlayer.records import Bucket, Job, Plan, TensorInfo
 
 JOB = Job((TensorInfo("a", (50, 33)), TensorInfo("b", (7,)), TensorInfo("c", (1,)), TensorInfo("d", (4001,))))

@@ -20,20 +20,17 @@ from support.plans import cluster, toy_job
 from commlayer import records
 from commlayer.engine.plan_choice import unsuited
 from commlayer.plan_file import misread
-from commlayer.planner.model.cluster import Cluster, Line, Link, Node, Policy
-from commlayer.planner.model.option import DENSE
-from commlayer.planner.model.runtime_form import lower
-from commlayer.planner.pricing.input_checks import checked_inputs
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.pricing.steps_needed import plan_excess
-from commlayer.planner.search.candidates import options
-from commlayer.planner.search.choices import search
-from commlayer.planner.search.layout_candidate import FINEST
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.schedule import PortableSchedule
-from commlayer.planner.simulation.timeline import simulate
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.lint import lint
+from commlayer.planner.candidates import options
+from commlayer.planner.choices import search
+from commlayer.planner.costs import Prices, plan_excess
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.layout_candidate import FINEST
+from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, Policy
+from commlayer.planner.plan_lint import lint
+from commlayer.planner.plan_rules import lower
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import PortableSchedule, simulate
+from commlayer.planner.tables import profile_from_tables
 from commlayer.records import Job, TensorInfo, Timing
 
 DENSE_ONLY = Policy(codecs=(DENSE,))

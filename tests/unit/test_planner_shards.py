@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.planner.model.shards import cut, together
+from commlayer.planner.plan_rules import cut, together
 from commlayer.records import Bucket, Slice
 
 Shard = tuple[int, int, int, int]

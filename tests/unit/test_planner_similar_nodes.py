@@ -9,23 +9,18 @@ import pytest
 from msgspec import structs
 from support.plans import toy_job
 
-from commlayer.planner.model import similar_nodes
-from commlayer.planner.model.cluster import Cluster, Link, Policy
-from commlayer.planner.model.similar_nodes import EXACT, FEW, condensed
-from commlayer.planner.pricing.problem import Problem
-from commlayer.planner.search import layout_candidate
-from commlayer.planner.search import plan as planning
-from commlayer.planner.search.choices import ChoiceFound, Space, search
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation import turns
-from commlayer.planner.simulation.schedule import Schedule, schedule
-from commlayer.planner.simulation.timeline import simulate
-from commlayer.planner.tables import machines
+from commlayer.planner import layout_candidate, model, simulation, tables
+from commlayer.planner import search as planning
+from commlayer.planner.choices import ChoiceFound, Space, search
+from commlayer.planner.model import EXACT, FEW, Cluster, Link, Policy, condensed
+from commlayer.planner.problem import Problem
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import Schedule, schedule, simulate
 
 
 def unequal(nodes: int, low: float, high: float, *, seed: int = 1) -> Cluster:
     draw = random.Random(seed)
-    made = [machines.node(f"n{i}", "rtx3060", "fiber-100") for i in range(nodes)]
+    made = [tables.node(f"n{i}", "rtx3060", "fiber-100") for i in range(nodes)]
     links = [Link(draw.uniform(low, high), draw.uniform(low, high), 4e-3) for _ in range(nodes)]
     return Cluster(tuple(structs.replace(node, link=link) for node, link in zip(made, links, strict=True)), False)
 
@@ -70,7 +65,7 @@ def test_planning_unequal_nodes_simulates_few_of_them(monkeypatch: pytest.Monkey
         made_of.append(schedule(problem))
         return made_of[-1]
 
-    monkeypatch.setattr(turns, "schedule", counted)
+    monkeypatch.setattr(simulation, "schedule", counted)
     cluster = unequal(32, 90e6, 110e6)
     made = plan(toy_job(), cluster)
     searched = [p for p in seen if len(p.lanes) < 32]
@@ -103,6 +98,6 @@ def test_what_a_search_cannot_bring_forward_is_not_searched(monkeypatch: pytest.
 def test_a_plan_by_kinds_is_nearly_as_short(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = unequal(8, 20e6, 60e6)
     by_kinds = plan(toy_job(), cluster)
-    monkeypatch.setattr(similar_nodes, "EXACT", 8)
+    monkeypatch.setattr(model, "EXACT", 8)
     exactly = plan(toy_job(), cluster)
     assert by_kinds.step_s <= exactly.step_s * 1.03

@@ -13,12 +13,12 @@ from support.planner import at
 from commlayer.autotune.plan.measuring import _nonzero, filled_of
 from commlayer.compressors import codec_of
 from commlayer.engine.worker import Worker
-from commlayer.planner.model.cluster import Policy
-from commlayer.planner.model.default_plan import default_plan, fused
-from commlayer.planner.model.thin import MOST, full, is_thin, keeps_zeros, sent_numel, travels
-from commlayer.planner.search.plan import plain as plain_found
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.timeline import exact_s, simulate
+from commlayer.planner.buckets import default_plan, fused
+from commlayer.planner.model import Policy
+from commlayer.planner.search import plain as plain_found
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import exact_s, simulate
+from commlayer.planner.tensors import SPARSE_AT_MOST, full, is_thin, keeps_zeros, sent_numel, travels
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
@@ -103,10 +103,10 @@ def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: s
 
 
 def test_which_tensors_are_thin() -> None:
-    edge = job((MOST, 1.0, 0.0))
+    edge = job((SPARSE_AT_MOST, 1.0, 0.0))
     assert is_thin(edge, 0)
     assert not is_thin(edge, 2), "a small one is worth no bucket"
-    assert not is_thin(job((MOST + 0.01, 1.0, 1.0)), 0)
+    assert not is_thin(job((SPARSE_AT_MOST + 0.01, 1.0, 1.0)), 0)
     assert not is_thin(job(), 0)
     assert travels(job((0.0, 1.0, 1.0)), (Slice(0, 0, 64),)) == 1
     assert full(THIN) == job()

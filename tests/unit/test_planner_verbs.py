@@ -12,14 +12,24 @@ from support.learning import learnt
 from support.plans import cluster, toy_job
 
 from bench.reference import espresso_cases
-from commlayer.planner.model.cluster import Cluster, Policy
-from commlayer.planner.search.plan import plan
-from commlayer.planner.simulation.timeline import simulate
-from commlayer.planner.tables import machines as tables
-from commlayer.planner.tables.jobs import published
-from commlayer.planner.verbs.diff import diff, spelled
-from commlayer.planner.verbs.explain import bucket_of, explain, tensor_names
-from commlayer.planner.verbs.whatif import Curve, Point, at_rate, break_even, point, what_if
+from commlayer.planner import tables
+from commlayer.planner.explanation import (
+    Curve,
+    Point,
+    at_rate,
+    break_even,
+    bucket_of,
+    diff,
+    explain,
+    point,
+    spelled,
+    tensor_names,
+    what_if,
+)
+from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.search import plan
+from commlayer.planner.simulation import simulate
+from commlayer.planner.tables import published
 from commlayer.records import Plan
 
 HOMES = cluster(3, "home-100/20", reachable=False)

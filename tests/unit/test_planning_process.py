@@ -15,11 +15,11 @@ from support.autotuning import JOB, plan_of
 from commlayer.autotune.plan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.autotune.plan.planning_process import PlanningProcess
 from commlayer.errors import InvalidInput, InvalidState
-from commlayer.planner.model.cluster import Cluster, PlanInputs, Policy
-from commlayer.planner.model.learning import measured_local_steps
-from commlayer.planner.search.plan import plain, plan
-from commlayer.planner.tables.machines import learning_rows, profile_from_tables
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.convergence import measured_local_steps
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Cluster, PlanInputs, Policy
+from commlayer.planner.search import plain, plan
+from commlayer.planner.tables import learning_rows, profile_from_tables
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
 CURRENT = plan_of(0.0, "int4()")

@@ -8,8 +8,8 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.engine.trace import predict
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
-from commlayer.planner.model.cluster import Basis, Cluster, Link, Node, PlanInputs
-from commlayer.planner.verbs.text_formats import nodes_of
+from commlayer.planner.inputs import nodes_of
+from commlayer.planner.model import Basis, Cluster, Link, Node, PlanInputs
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 JOB = Job((TensorInfo("a", (5000,)), TensorInfo("b", (300,))), timing=Timing((2e-3, 1e-3), (0.0, 1e-3), 2e-3, 1e-3))

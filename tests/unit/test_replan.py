@@ -13,9 +13,8 @@ from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
 from commlayer.autotune.plan.plan_search import on_hosts, on_servers
 from commlayer.autotune.plan.replan import cluster_of
 from commlayer.engine.plan_choice import unsuited
-from commlayer.planner.model.cluster import Line, Link, Policy, Profile
-from commlayer.planner.tables.jobs import published
-from commlayer.planner.tables.machines import profile_from_tables
+from commlayer.planner.model import Line, Link, Policy, Profile
+from commlayer.planner.tables import profile_from_tables, published
 from commlayer.records import ServerInfo, View
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3

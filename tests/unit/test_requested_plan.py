@@ -16,16 +16,16 @@ from commlayer.config import Config
 from commlayer.engine import plan_choice
 from commlayer.engine.plan_choice import unsuited
 from commlayer.plan_file import basis_of, written
+from commlayer.planner import tables as machines
 from commlayer.planner import verify
-from commlayer.planner.model.cluster import CodecCost, Line, Policy
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.model.matrix_shapes import untouched
-from commlayer.planner.pricing.path_cost import Prices
-from commlayer.planner.search.plan import plan as planned
-from commlayer.planner.tables import machines
-from commlayer.planner.tables.machines import profile_from_tables
-from commlayer.planner.verbs.lint import lint
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.costs import Prices
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import CodecCost, Line, Policy
+from commlayer.planner.plan_lint import lint
+from commlayer.planner.search import plan as planned
+from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, TensorInfo
 
 

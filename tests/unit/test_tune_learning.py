@@ -15,11 +15,10 @@ from commlayer.config import Config
 from commlayer.engine.plan_choice import settle
 from commlayer.errors import code_of
 from commlayer.plan_file import PlanFileInputs, inputs_of
-from commlayer.planner import builtin
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.tables import learning, machines
-from commlayer.planner.tables.learning import LearningTable, Provenance, read, rows_in, shipped, written
-from commlayer.planner.verbs.text_formats import cluster_from_line
+from commlayer.planner import builtin, tables
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, shipped, written
 
 TASK = """
 import torch
@@ -129,8 +128,8 @@ def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
     first = [settle("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1, optimizer="adam").buckets[0].codec
              for path in (bad, good)]
     assert ["int8" in first[0], "int4" in first[1]] == [True, True]
-    assert machines.learning_rows(str(bad)) is rows_in(bad), "one object, since looks are kept by it"
-    assert machines.learning_rows() is learning.rows()
+    assert tables.learning_rows(str(bad)) is rows_in(bad), "one object, since looks are kept by it"
+    assert tables.learning_rows() is tables.rows()
     model = torch.nn.Linear(2, 2)
     session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"learning": str(bad)})
     assert session.inspect.connection.terms.learning == str(bad), "where planning of a running job looks it up"

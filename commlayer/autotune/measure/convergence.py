@@ -25,8 +25,8 @@ from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Vari
 from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim.outer import family_of
-from commlayer.planner.model.learning import ALONE, ALONE_AMONG, LearningRow
-from commlayer.planner.tables.learning import LearningTable, Provenance
+from commlayer.planner.convergence import ALONE, ALONE_AMONG, LearningRow
+from commlayer.planner.tables import LearningTable, Provenance
 
 MOST = 20.0
 """Factor of a training that has learned almost nothing."""

@@ -26,7 +26,7 @@ from commlayer.engine.local_steps import Lengths, LocalSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import InvalidInput
 from commlayer.optim import Outer, usual
-from commlayer.planner.model.fragments import fragments_of
+from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, Plan, Record
 from commlayer.transport.protocol import Header, Kind, Message
 

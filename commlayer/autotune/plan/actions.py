@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from commlayer.autotune.plan.candidate import Candidate, Price
 from commlayer.observe import StalePlan
-from commlayer.planner.model.cluster import Basis, Link
+from commlayer.planner.model import Basis, Link
 from commlayer.records import Plan, Record
 
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.planner.model.cluster import Basis, PlanInputs
-from commlayer.planner.model.option import DENSE
-from commlayer.planner.pricing.steps_needed import plan_excess
+from commlayer.planner.costs import plan_excess
+from commlayer.planner.model import DENSE, Basis, PlanInputs
 from commlayer.records import Plan
 
 Price = tuple[float, float]

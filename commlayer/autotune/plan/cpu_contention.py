@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from commlayer.planner.model.cluster import Profile
-from commlayer.planner.pricing.lines import times
+from commlayer.planner.costs import times
+from commlayer.planner.model import Profile
 
 MOST = 8.0
 """Largest slowdown; anything beyond is attributed to the network."""

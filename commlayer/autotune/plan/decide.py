@@ -47,8 +47,8 @@ from commlayer.autotune.plan.facts import (
 )
 from commlayer.autotune.plan.state import AutoPlanState, LeaderState, LinkState, Measuring, Warming, Watching
 from commlayer.observe import LinkWatch, Rates, ReprobeSchedule, SeenStep, differ, slower, spelled
-from commlayer.planner.model.cluster import Link
-from commlayer.planner.model.plan_words import in_words
+from commlayer.planner.model import Link
+from commlayer.planner.plan_rules import in_words
 from commlayer.records import digest
 
 WARM_STEPS = 2

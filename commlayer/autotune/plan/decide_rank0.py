@@ -18,7 +18,7 @@ from commlayer.autotune.plan.facts import ActivePlan, PlanningDone
 from commlayer.autotune.plan.state import LeaderState, LinkState, Planning, Proposing, Settling, Steady, Trying
 from commlayer.observe import LinkWatch, PredictionCheck, Rates, differ
 from commlayer.observe.prediction_check import LIMIT
-from commlayer.planner.model.cluster import Link
+from commlayer.planner.model import Link
 from commlayer.records import Plan, digest
 
 WORTH = 0.02

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from commlayer.autotune.plan.actions import StartPlanning
 from commlayer.autotune.plan.candidate import Candidate, Price
 from commlayer.observe import Direction, Throughput
-from commlayer.planner.model.cluster import Basis, Link
+from commlayer.planner.model import Basis, Link
 from commlayer.records import Plan, Record
 
 

@@ -14,7 +14,7 @@ from commlayer.config import host_port
 from commlayer.engine.connection import JobContext
 from commlayer.observe import InterfaceCounters, Rates, Throughput, counters_of
 from commlayer.observe.link_monitor import PAYLOAD
-from commlayer.planner.model.cluster import Link
+from commlayer.planner.model import Link
 from commlayer.transport import own_address
 
 

@@ -16,8 +16,8 @@ from commlayer.compressors import parse
 from commlayer.engine import plan_choice
 from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
 from commlayer.engine.connection import JobContext
-from commlayer.planner.model.cluster import Policy, Profile
-from commlayer.planner.model.learning import measured_local_steps
+from commlayer.planner.convergence import measured_local_steps
+from commlayer.planner.model import Policy, Profile
 
 YOUNG = 1000
 """Training steps. Early in a job sparse codecs cost more than the table of trainings predicts."""

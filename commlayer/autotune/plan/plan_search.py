@@ -18,13 +18,12 @@ from commlayer.autotune.plan.cpu_contention import dearer, factor
 from commlayer.autotune.shares.comm_cost import communication
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.plan_choice import in_updates
-from commlayer.planner.model.cluster import Basis, Cluster, PlanInputs, Policy, Profile
-from commlayer.planner.model.default_plan import COLLECTIVE_NBYTES
-from commlayer.planner.model.learning import Recipe, excess
-from commlayer.planner.model.option import DENSE
-from commlayer.planner.search.other_ways import Found
-from commlayer.planner.search.plan import plain as plain_found
-from commlayer.planner.verbs.baselines import by_itself
+from commlayer.planner.buckets import COLLECTIVE_NBYTES
+from commlayer.planner.convergence import Recipe, excess
+from commlayer.planner.explanation import by_itself
+from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Policy, Profile
+from commlayer.planner.search import plain as plain_found
+from commlayer.planner.sync_modes import Found
 from commlayer.records import Job, Plan
 
 NEARLY = 0.03

@@ -25,10 +25,10 @@ from commlayer.codec_spec import parse_spec
 from commlayer.compressors import build
 from commlayer.engine.connection import JobContext
 from commlayer.errors import InvalidState
-from commlayer.planner.model.cluster import Cluster, Line, Link, Node, PlanInputs, Profile
-from commlayer.planner.model.learning import LearningRow
-from commlayer.planner.pricing.path_cost import bare
-from commlayer.planner.tables.machines import learning_rows
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.costs import bare
+from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Profile
+from commlayer.planner.tables import learning_rows
 from commlayer.records import Plan
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from commlayer.autotune.plan.actions import StartPlanning
 from commlayer.autotune.plan.candidate import Candidate, ReplanVerdict
 from commlayer.autotune.plan.facts import ActivePlan
 from commlayer.observe import LinkWatch, PredictionCheck, Rates, ReprobeSchedule
-from commlayer.planner.model.cluster import Link
+from commlayer.planner.model import Link
 from commlayer.records import Plan, Record
 
 # ---- phases of all ranks

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from commlayer.balance import Communication
 from commlayer.planner import simulate
-from commlayer.planner.model.cluster import Cluster, Node, Policy, Profile
+from commlayer.planner.model import Cluster, Node, Policy, Profile
 from commlayer.records import Job, Plan
 
 

@@ -27,8 +27,8 @@ from commlayer.engine.paths.path import BucketPath, fill, take_back
 from commlayer.engine.step import Counters, Step
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.gpu import launch
-from commlayer.planner.model import paths
-from commlayer.planner.model.paths import CODING, Op, Path
+from commlayer.planner import tree as paths
+from commlayer.planner.tree import CODING, Op, Path
 from commlayer.records import Plan, Spec
 
 TINY = 1e-30

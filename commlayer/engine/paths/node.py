@@ -21,7 +21,7 @@ from commlayer.engine.paths.path import BucketPath, fill, take_back
 from commlayer.engine.paths.server import FOREVER_S, ServerExchange
 from commlayer.engine.step import Step
 from commlayer.errors import CommError, DeadlineExceeded
-from commlayer.planner.model.shards import together
+from commlayer.planner.plan_rules import together
 from commlayer.transport.protocol import peer_name
 
 Error = Callable[[], BaseException | None]

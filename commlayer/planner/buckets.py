@@ -1,0 +1,330 @@
+"""The plan before anything is measured: buckets by size alone, one codec and one path for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+from commlayer.codec_spec import parse_spec
+from commlayer.errors import InvalidInput
+from commlayer.planner.tensors import DOUBLE, is_thin, row_of, shaped, unrounded
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
+
+ELEMENT_NBYTES = 4
+"""Codecs see float32, whatever the parameter's dtype."""
+COLLECTIVE_NBYTES = 25 << 20
+"""A collective has a cost per call, so its buckets are large. Both values are DistributedDataParallel's."""
+FIRST_COLLECTIVE_NBYTES = 1 << 20
+"""The first bucket is small, so that sending begins early."""
+SPREAD_NBYTES = 256 << 10
+"""Parts below this size are not worth a bucket's fixed cost of about 0.1 ms."""
+FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
+"""Size limit for fused buckets if layers wait for results one by one: this fraction of the model, but at least this many
+bytes."""
+TURN_PARTS = 4
+"""With fragments, a fused bucket is at most this fraction of a server's part of a fragment, and a cut piece at most that
+part. Each fragment waits for the server that has most."""
+BUFFER_CODEC = "identity()"
+"""Buffers (running statistics) are few and are averaged uncompressed."""
+
+
+def least_spread_nbytes(turns: int) -> int:
+    """Least size of the parts when a tensor is spread over servers. Smaller with fragments, since each fragment waits for
+    the server that has most."""
+    return SPREAD_NBYTES if turns == 1 else LEAST_FUSED_NBYTES
+
+
+def default_plan(
+    job: Job, *, codec: str, path: str, servers: int, ranks_per_node: int, fuse_nbytes: int, cut_nbytes: int,
+    forward: bool = False, fragments: int = 1, down: str = "",
+) -> Plan:
+    """A plan with one path for every bucket: "service" (balanced by bytes over `servers` and local ranks) or "allreduce".
+
+    `down`: the codec of servers' results, if it is not `codec`. `fragments`: all servers get about the same part of each
+    fragment.
+
+    `forward`: layers wait for their results one by one. Fused buckets are then a small part of the model: the first layers'
+    gradients are ready last and needed first, and would wait for the rest of a large bucket.
+
+    Small neighbours of one dtype are fused up to fuse_nbytes and large tensors are cut to at most cut_nbytes; "allreduce"
+    uses its own sizes. Equal arguments give equal plans.
+
+    >>> from commlayer.records import TensorInfo
+    >>> job = Job((TensorInfo("weight", (1000, 1000)), TensorInfo("bias", (1000,))))
+    >>> plan = default_plan(job, codec="fp16()", path="service", servers=1, ranks_per_node=1,
+    ...                     fuse_nbytes=1 << 20, cut_nbytes=1 << 21)
+    >>> [(b.id, b.slices[0].tensor, b.numel) for b in plan.buckets]
+    [(0, 1, 1000), (1, 0, 500000), (2, 0, 500000)]
+    """
+    _check(path, servers, ranks_per_node, cut_nbytes)
+    name = parse_spec(codec)
+    matrices = path == "service" and name.needs_shape
+    if forward:
+        fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // FUSED_PARTS))
+    if fragments > 1:
+        turn_nbytes = job.numel * ELEMENT_NBYTES // (fragments * max(1, servers))
+        fuse_nbytes = min(fuse_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes // TURN_PARTS))
+        cut_nbytes = min(cut_nbytes, max(LEAST_FUSED_NBYTES, turn_nbytes))
+    fuse_nbytes, cut_nbytes = min(fuse_nbytes, MAX_BUCKET_NBYTES), min(cut_nbytes, MAX_BUCKET_NBYTES)
+    first_nbytes = fuse_nbytes
+    if path == "allreduce":
+        # At most one fragment's part of the model; without fragments that is the whole model.
+        cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
+        first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
+    collective = path == "allreduce"
+    spread_nbytes = least_spread_nbytes(fragments)
+    groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
+                        MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
+    # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
+    groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
+    sizes = [sum(s.numel for s in group) for group in groups]
+    service = path == "service"
+    hosts = _in_turns(groups, sizes, servers, fragments) if service else [0] * len(sizes)
+    owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
+    buckets = []
+    for i, group in enumerate(groups):
+        buffer = _buffer(job, group)
+        mine, shape = shaped(BUFFER_CODEC if buffer else codec, job, group)
+        buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
+    return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
+
+
+def _buffer(job: Job, group: Sequence[Slice]) -> bool:
+    return job.tensors[group[0].tensor].buffer
+
+
+def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
+    """Like `shared`, for each fragment separately; ties within a fragment go to the host with the least so far."""
+    pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
+    chosen, loads = [0] * len(sizes), [0] * hosts
+    # Callers check whether the plan has enough buckets for its fragments.
+    for places in fragments_of(pieces, min(fragments, len(pieces))):
+        order = sorted(range(hosts), key=loads.__getitem__)
+        for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
+            chosen[place] = order[number]
+            loads[order[number]] += sizes[place]
+    return chosen
+
+
+class _Piece(NamedTuple):
+    slices: tuple[Slice, ...]
+    numel: int
+
+
+def shared(sizes: Sequence[int], hosts: int) -> list[int]:
+    """A host for each size: the largest size first, each to the host with the least so far. This balances hosts well: a step
+    waits for the host that has most.
+
+    >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
+    ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
+    """
+    chosen = [0] * len(sizes)
+    ordered = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    for place, host in zip(ordered, spread([sizes[place] for place in ordered], hosts), strict=True):
+        chosen[place] = host
+    return chosen
+
+
+def spread(sizes: Sequence[int], hosts: int) -> list[int]:
+    """A host for each size, in order: the one with the least so far, ties to the lowest number."""
+    loads = [0] * hosts
+    chosen = []
+    for size in sizes:
+        host = min(range(hosts), key=loads.__getitem__)
+        loads[host] += size
+        chosen.append(host)
+    return chosen
+
+
+def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
+    """Cuts a tensor into `parts` slices whose sizes differ by at most one element (or one row, with `row`)."""
+    edges = [numel // row * i // parts * row for i in range(parts + 1)]
+    return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
+
+
+def fused(
+    job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
+    matrix_nbytes: int = 0, spread_nbytes: int = SPREAD_NBYTES,
+) -> Iterator[tuple[Slice, ...]]:
+    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; buffers follow.
+
+    A collective's bucket takes tensors until it has reached the limit, so that the first starts as early as DDP's does. With
+    `matrix_nbytes`, matrices up to that size stay whole, and larger ones are cut between rows.
+    """
+    limit = first_nbytes
+    held: list[Slice] = []
+    held_nbytes, held_kind = 0, ("", False, False)
+    numbered = list(enumerate(job.tensors))
+    gradients = [pair for pair in numbered if not pair[1].buffer]
+    buffers = [pair for pair in numbered if pair[1].buffer]
+    for tensor, info in [*reversed(gradients), *buffers]:
+        kind = (info.dtype, info.buffer, not collective and is_thin(job, tensor))
+        nbytes = info.numel * ELEMENT_NBYTES
+        # A whole tensor uses one server's links; a cut one uses several servers' links in parallel.
+        parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1
+        if matrix_nbytes and len(info.shape) > 1 and not info.buffer and row_of(info.shape) * ELEMENT_NBYTES <= matrix_nbytes:
+            row = max(row_of(info.shape), 1)
+            parts = -(-info.numel // (matrix_nbytes // ELEMENT_NBYTES // row * row))
+        if parts > 1:
+            for part in cut(tensor, info.numel, parts, row):
+                yield (part,)
+            limit = fuse_nbytes
+        elif nbytes:
+            room = held_nbytes < limit if collective else held_nbytes + nbytes <= limit
+            fits = room and len(held) < MAX_TENSORS_PER_BUCKET and kind == held_kind
+            if held and not fits:
+                yield tuple(held)
+                held, held_nbytes, limit = [], 0, fuse_nbytes
+            held.append(Slice(tensor, 0, info.numel))
+            held_nbytes += nbytes
+            held_kind = kind
+    # Small tensors wait here for others while large tensors pass.
+    if held:
+        yield tuple(held)
+
+
+def _check(path: str, servers: int, ranks_per_node: int, cut_nbytes: int) -> None:
+    if path not in ("service", "allreduce"):
+        raise InvalidInput("E-PLAN-INPUT", f'path: got {path!r}, allowed: "service" or "allreduce"')
+    if path == "service" and servers < 1:
+        raise InvalidInput("E-PLAN-INPUT", f'servers: got {servers}, path "service" needs at least 1')
+    if ranks_per_node < 1:
+        raise InvalidInput("E-PLAN-INPUT", f"ranks_per_node: got {ranks_per_node}, allowed: at least 1")
+    if cut_nbytes < ELEMENT_NBYTES:
+        raise InvalidInput("E-PLAN-INPUT", f"cut_nbytes: got {cut_nbytes}, allowed: at least {ELEMENT_NBYTES}, one element")
+
+
+class Limits(NamedTuple):
+    """Size limits for turning tensors into buckets."""
+
+    fuse_nbytes: int
+    cut_nbytes: int
+    matrix_nbytes: int = 0
+    """For codecs that need matrices: a matrix up to this size stays whole."""
+
+
+class Sort(IntEnum):
+    """Kind of a bucket's contents. Only gradients are compressed. Every path except all-reduce rounds doubles. THIN:
+    mostly zero gradients, whose zeros are not sent if they go uncompressed or rounded."""
+
+    GRADIENTS = 0
+    BUFFERS = 1
+    DOUBLES = 2
+    THIN = 3
+
+
+KIB, MIB = 1 << 10, 1 << 20
+MOST_BUCKETS = 100
+"""Approximate limit for the number of buckets; size limits grow with the model to keep it. Each bucket costs planning time
+and run time."""
+TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * MIB), Limits(25 * MIB, 100 * MIB))
+"""From good overlap (small buckets start early) to few calls (each pays latency and fixed costs)."""
+
+
+def limits(
+    job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False, small: bool = True,
+) -> tuple[Limits, ...]:
+    """Distinct limits worth trying for a model of this size. `most`: largest bucket in bytes.
+
+    `small`: also try each tensor alone, as in Espresso. For dozens of biases this costs more than the prices say.
+    """
+    floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
+    tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
+    alone = [Limits(0, most)] if small and len(job.tensors) <= MOST_BUCKETS * 2 else []
+    kept = most if matrices else 0
+    return tuple(dict.fromkeys([limit._replace(matrix_nbytes=kept) for limit in (*tried, *alone)]))
+
+
+def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
+    """Slices by bucket, in the order in which backward makes them ready; buffers last."""
+    unsorted = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
+    return sorted(unsorted, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
+                                           group[0].start))
+
+
+def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
+    """Elements [start, stop) of a group, as slices.
+
+    >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
+    (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
+    """
+    parts = []
+    at = 0
+    for part in group:
+        numel = part.stop - part.start
+        first, last = max(start - at, 0), min(stop - at, numel)
+        if first < last:
+            parts.append(Slice(part.tensor, part.start + first, part.start + last))
+        at += numel
+        if at >= stop:
+            break
+    return tuple(parts)
+
+
+def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
+    return job.tensors[group[0].tensor].buffer
+
+
+def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
+    if job.tensors[group[0].tensor].dtype == DOUBLE:
+        return Sort.DOUBLES
+    if is_buffer(job, group):
+        return Sort.BUFFERS
+    return Sort.THIN if is_thin(job, group[0].tensor) else Sort.GRADIENTS
+
+
+def readiness(job: Job, group: tuple[Slice, ...]) -> float:
+    """Seconds from the start of backward until all of the bucket is final. Buffers are ready when backward ends."""
+    if job.timing is None:
+        return 0.0
+    return job.timing.backward_s if is_buffer(job, group) else max(job.timing.ready_s[s.tensor] for s in group)
+
+
+class Cut(Protocol):
+    """A bucket, or a group of slices that becomes one."""
+
+    @property
+    def slices(self) -> tuple[Slice, ...]: ...
+    @property
+    def numel(self) -> int: ...
+
+
+def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
+    """Places of each fragment's buckets in the plan's order, balanced by elements. ValueError if there are too few buckets.
+
+    A fragment is a contiguous part of the plan, since collectives run in its order. The buckets of a cut tensor may be in
+    several fragments.
+    """
+    if count == 1:
+        return [list(range(len(buckets)))]
+    if len(buckets) < count:
+        raise InvalidInput("E-SYNC-FRAGMENTS", f"fragments={count}: the plan's buckets make {len(buckets)} at most")
+    done = list(accumulate([b.numel for b in buckets], initial=0))
+    cuts = [0]
+    for part in range(1, count):
+        free = range(cuts[-1] + 1, len(buckets) + 1 - (count - part))
+        cuts.append(min(free, key=lambda i, part=part: (abs(done[i] * count - done[-1] * part), i)))  # type: ignore[misc]
+    return [list(range(low, high)) for low, high in pairwise([*cuts, len(buckets)])]
+
+
+def most_fragments(count: int, every: int, buckets: int) -> int:
+    """The largest divisor of `every` that is at most `count` and at most the number of buckets.
+
+    >>> most_fragments(4, 12, 3), most_fragments(4, 8, 3), most_fragments(4, 8, 9)
+    (3, 2, 4)
+    """
+    return max(number for number in range(1, max(1, min(count, buckets)) + 1) if every % number == 0)
+
+
+def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
+    """Element ranges that these buckets hold, by tensor; adjacent ranges are joined."""
+    by_tensor: dict[int, list[tuple[int, int]]] = {}
+    for s in sorted((s for bucket in buckets for s in bucket.slices), key=lambda s: (s.tensor, s.start)):
+        ranges = by_tensor.setdefault(s.tensor, [])
+        if ranges and ranges[-1][1] == s.start:
+            ranges[-1] = ranges[-1][0], s.stop
+        else:
+            ranges.append((s.start, s.stop))
+    return by_tensor

@@ -1,0 +1,427 @@
+"""Looks up convergence factors of a training recipe in rows of measured trainings.
+
+    excess(rows, "topk(ratio=0.01)", Recipe("adam", every=4)).high     # 0.2: a cautious fifth more steps than dense needs
+
+Measured points are returned as measured, made monotonic: a smaller ratio or more local steps never cost less. Between them,
+values are interpolated over log(ratio) and log2(every). An unmeasured combination costs as much as the worst measured one
+that is related to it.
+
+Rows are for whole exchanges: waited for, or merged a round late. With F fragments, merged H / F steps late, the cost is
+interpolated between the two; measured lags of 3 and 5 of 16 steps confirm it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from commlayer.codec_spec import SPARSE, CodecSpec, parse_spec, spec_error
+from commlayer.records import Record
+
+FIELDS = ("steps", "high", "loss", "loss_high")
+ALONE, ALONE_AMONG = 1, 4
+"""A row with workers=ALONE is for one worker by itself, compared with ALONE_AMONG workers that exchange in every step."""
+
+
+class LearningRow(Record, frozen=True):
+    """One measured combination over several tasks and seeds."""
+
+    optimizer: str
+    """"sgd" (with momentum) or "adam" (Adam, AdamW, LANS and similar)."""
+    codes: str
+    """"gradients" or "updates"."""
+    codec: str
+    """As plans spell it, without error feedback: "topk(ratio=0.01)"."""
+    every: int
+    """Steps per exchange."""
+    overlap: str
+    """"" or "round". ("forward" is exact and uses the row of "".)"""
+    late: bool
+    """Whether results are used one step late."""
+    workers: int
+    """0: the worst over all measured numbers of workers. `ALONE`: one worker by itself."""
+    steps: float
+    """Convergence factor: steps to the same loss relative to dense training with an exchange in every step; the median
+    over tasks and seeds."""
+    steps_high: float
+    """The cautious convergence factor: the 80th percentile."""
+    loss: float
+    """Relative increase of the loss after equally many steps, the median: 0.01 is 1 %, the unit of loss budgets."""
+    loss_high: float
+    tasks: int
+    runs: int
+
+
+def row_problem(row: LearningRow) -> str:
+    """What is wrong with a row from a user's table; empty if it is valid."""
+    if wrong := spec_error(row.codec):
+        return wrong
+    allowed = {"optimizer": ("sgd", "adam"), "codes": ("gradients", "updates"), "overlap": ("", "round")}
+    which = [name for name, values in allowed.items() if getattr(row, name) not in values]
+    which += [name for name, least in {"every": 1, "workers": 0, "steps": 1, "steps_high": 1, "loss": 0, "loss_high": 0}.items()
+              if not (getattr(row, name) >= least and math.isfinite(getattr(row, name)))]
+    problems = "; ".join(f"{name} is {getattr(row, name)!r}" for name in which)
+    return problems and (f"row {row.optimizer} {row.codec} every={row.every}: {problems}, "
+                         "allowed: sgd or adam, gradients or updates, "
+                     "overlap of round or nothing, every and steps of 1 or more, workers and losses of 0 or more, all finite")
+
+
+class Recipe(NamedTuple):
+    """How a plan trains, apart from codecs."""
+
+    optimizer: str = "adam"
+    """"sgd" or "adam"; anything else costs the worse of both."""
+    codes: str = "gradients"
+    every: int = 1
+    overlap: str = ""
+    late: bool = False
+    workers: int = 4
+    fragments: int = 1
+    """Number of parts in which a round is exchanged, one after the other."""
+
+
+class Excess(NamedTuple):
+    """Cost on top of dense training with an exchange in every step."""
+
+    steps: float = 0.0
+    """Convergence factor - 1."""
+    high: float = 0.0
+    loss: float = 0.0
+    loss_high: float = 0.0
+
+
+NONE = Excess()
+
+
+def alone(rows: Iterable[LearningRow], optimizer: str, workers: float) -> float:
+    """Steps that one worker alone needs, with its own batch, relative to `workers` together; 0: not measured.
+
+    An unmeasured optimizer gets the smallest measured value, since plans must beat it. For other numbers of workers the value
+    grows as a power of that number.
+    """
+    known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
+    steps = known.get(optimizer) or min(known.values(), default=0.0)
+    return steps ** (math.log(workers) / math.log(ALONE_AMONG)) if steps else 0.0
+
+
+def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
+    """Whether stale results were measured for every optimizer family that counts. Their cost is not inferred from related
+    rows: one stale step costs some optimizers nothing and makes others diverge."""
+    rows = tuple(rows)
+    late = {row.optimizer for row in rows if row.late}
+    return bool(rows) and late.issuperset(_families(rows, optimizer))
+
+
+def measured_local_steps(rows: Iterable[LearningRow]) -> int:
+    """The most local steps in any row; costs beyond that are extrapolated."""
+    return max((row.every for row in rows), default=1)
+
+
+def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
+    """The optimizer's family if it was measured, else all measured families."""
+    known = {row.optimizer for row in rows if row.workers != ALONE}
+    return [optimizer] if optimizer in known else sorted(known)
+
+
+def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
+    """Excess of exchanging with `codec`, as plans spell it. Without rows all steps count equally."""
+    return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
+
+
+class _Same:
+    """Rows compared by identity: comparing hundreds of rows would take longer than the lookup."""
+
+    def __init__(self, rows: tuple[LearningRow, ...]) -> None:
+        self.rows = rows
+
+    def __hash__(self) -> int:
+        return id(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.rows is self.rows
+
+
+@functools.lru_cache(8)
+def _tables(same: _Same) -> _Tables:
+    return _Tables(same.rows)
+
+
+class _Tables:
+    """Curves of each field by optimizer and number of workers, built on first use."""
+
+    def __init__(self, rows: tuple[LearningRow, ...]) -> None:
+        self._rows = rows
+        self._curves: dict[tuple[str, int], tuple[Curves, ...]] = {}
+        self._found: dict[tuple[str, Recipe], Excess] = {}
+
+    def look(self, codec: str, recipe: Recipe) -> Excess:
+        value = self._found.get((codec, recipe))
+        if value is None:
+            value = self._found[codec, recipe] = self._look(codec, recipe)
+        return value
+
+    def _look(self, codec: str, recipe: Recipe) -> Excess:
+        if recipe.overlap == "round" and recipe.fragments > 1:
+            return self._sooner(codec, recipe)
+        part = place_of(codec, recipe.every)
+        place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
+        families = _families(self._rows, recipe.optimizer)
+        each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in families]
+        steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
+        return Excess(steps, max(steps, high), loss, max(loss, loss_high))
+
+    def _sooner(self, codec: str, recipe: Recipe) -> Excess:
+        """With fragments, each is merged H / fragments steps after it was sent: never worse than a whole round late."""
+        whole = self.look(codec, recipe._replace(fragments=1))
+        waited = self.look(codec, recipe._replace(fragments=1, overlap=""))
+        return Excess(*(late - max(0.0, late - soon) * (1 - 1 / recipe.fragments)
+                        for late, soon in zip(whole, waited, strict=True)))
+
+    def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
+        key = optimizer, workers
+        if key not in self._curves:
+            rows = _nearest((r for r in self._rows if r.optimizer == optimizer and r.workers != ALONE), workers)
+            self._curves[key] = tuple(
+                Curves({point: max(_value(r, field) for r in same) for point, same in rows.items()}) for field in FIELDS)
+        return self._curves[key]
+
+
+def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str, Point], list[LearningRow]]:
+    """For each combination, the rows for this number of workers, else the worst-case rows, else all."""
+    by: dict[tuple[Place, str, Point], list[LearningRow]] = {}
+    for row in rows:
+        by.setdefault(_point(row), []).append(row)
+    counts = (workers, 0)
+    return {point: next((matching for n in counts if (matching := [r for r in same if r.workers == n])), same)
+            for point, same in by.items()}
+
+
+def _point(row: LearningRow) -> tuple[Place, str, Point]:
+    kind, point = place_of(row.codec, row.every)
+    return Place(row.codes, row.overlap, row.late).plain(row.every), kind, point
+
+
+def _value(row: LearningRow, field: str) -> float:
+    return max(0.0, {"steps": row.steps - 1, "high": row.steps_high - 1, "loss": row.loss, "loss_high": row.loss_high}[field])
+
+
+DENSE = "identity"
+EXACT = ("identity", "fp16")
+"""Codecs that cost no steps when gradients are compressed."""
+LADDER = ("bf16", "int8", "int4", "onebit")
+"""Each sends fewer bits per entry than the one before, and costs at least as many steps."""
+FULL_RANK = 256
+"""The rank at which powersgd counts as dense."""
+
+Point = tuple[float, float]
+Points = dict[Point, float]
+Curve = Callable[[Point], float]
+
+
+class Place(NamedTuple):
+    """What is compressed, and when the result is used. Rows of different places are separate measurements."""
+
+    codes: str = "gradients"
+    overlap: str = ""
+    late: bool = False
+
+    def plain(self, every: int) -> Place:
+        """The canonical place. Several local steps and overlapped rounds always exchange updates; overlap="forward" is
+        exact."""
+        overlap = "" if self.overlap == "forward" else self.overlap
+        return Place("updates" if every > 1 or overlap else self.codes, overlap, self.late)
+
+
+GRADIENTS = Place()
+
+
+def place_of(codec: str, every: int) -> tuple[str, Point]:
+    """The kind of codec and its point on the kind's grid. Value types, blocks and wrappers do not matter."""
+    kind, ratio = _kind(parse_spec(codec).core)
+    return kind, (-math.log(ratio) + 0.0, math.log2(every))
+
+
+def _kind(core: CodecSpec) -> tuple[str, float]:
+    family = core.family
+    if family == "powersgd":
+        return family, core.get("rank") / FULL_RANK
+    if family in EXACT:
+        return DENSE, 1.0
+    extra = [f"{what}={core.get(what)}" for what in ("levels", "bits") if core.get(what) is not None]
+    return " ".join([family, *extra]), core.ratio or 1.0
+
+
+def _group(kind: str) -> str:
+    family = kind.partition(" ")[0]
+    return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
+
+
+class Curves:
+    """Curves of one field: excesses >= 0 by place, kind and point."""
+
+    def __init__(self, measured: Mapping[tuple[Place, str, Point], float]) -> None:
+        self._points: dict[Place, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}
+        for (place, kind, point), value in measured.items():
+            if (place, kind, point) != (GRADIENTS, DENSE, (0.0, 0.0)):
+                self._points.setdefault(place, {}).setdefault(kind, {})[point] = value
+        self._made: dict[tuple[Place, str], Curve] = {}
+
+    def at(self, place: Place, kind: str, point: Point) -> float:
+        if place not in self._points:
+            return max(self.at(other, kind, point) for other in self._points)
+        return self._curve(place, kind)(point)
+
+    def _curve(self, place: Place, kind: str) -> Curve:
+        key = place, kind
+        if key not in self._made:
+            own = self._points[place].get(kind)
+            self._made[key] = self._unmeasured(place, kind) if own is None else self._measured(place, kind, own)
+        return self._made[key]
+
+    def _waited(self, place: Place) -> Place | None:
+        """The same place without delay, if it was measured. A late result is never better than one that was waited for."""
+        waited = place._replace(overlap="", late=False)
+        return waited if waited != place and waited in self._points else None
+
+    def _measured(self, place: Place, kind: str, own: Points) -> Curve:
+        points, kinds, waited = dict(own), self._points[place], self._waited(place)
+        waited_kinds = {} if waited is None else self._points[waited]
+        ys = sorted({y for of_kind in (*kinds.values(), *waited_kinds.values()) for _, y in of_kind})
+        if _group(kind) != "bits":  # at ratio 1 it is dense
+            points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in kinds}
+        others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
+        plain = None if waited is None else self._curve(waited, kind)
+
+        def growth(x: float, before: float, after: float) -> float:
+            among = _growth(others, kinds.values(), before, after)
+            return among if plain is None else max(among, _over(plain((x, after)), plain((x, before))))
+
+        raised = _raised(points)
+        grid = _Grid(raised, ys, growth)
+        return grid if plain is None else functools.partial(_no_less, grid, plain, raised)
+
+    def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
+        group = [points for other, points in here.items() if _group(other) == _group(kind)]
+        return group or list(here.values())
+
+    def _unmeasured(self, place: Place, kind: str) -> Curve:
+        """Estimate for an unmeasured kind: the next coarser kind, else the worst of the same family here, else of its
+        group, else of all. Also at least its value without overlap, or its value for gradients, scaled like the related
+        kinds'."""
+        kinds = [k for k in self._points[place] if k != DENSE] or [DENSE]
+        family = kind.partition(" ")[0]
+        coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
+        near = (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
+                or [k for k in kinds if _group(k) == _group(kind)] or kinds)
+        worst = [self._curve(place, k) for k in near]
+        waited = self._waited(place)
+        if kind == DENSE:  # never more than a codec that sends less
+            plain = None if waited is None else self._curve(waited, kind)
+            return lambda point: max(min(curve((0.0, point[1])) for curve in worst), plain(point) if plain else 0.0)
+        if waited is not None:
+            return self._as_elsewhere(place, waited, kind, near)
+        base = self._curve(GRADIENTS, kind) if place != GRADIENTS else None
+        both = [(self._curve(place, k), self._curve(GRADIENTS, k), [x for x, _ in self._points[place][k]])
+                for k in near if k in self._points[GRADIENTS]]
+
+        def at(point: Point) -> float:
+            x, y = point
+            highest = max(curve(point) for curve in worst)
+            if base is None:
+                return highest
+            ratios = [_over(placed((at_x, y)), before((at_x, 0.0))) for placed, before, xs in both for at_x in xs]
+            grown = max(ratios, default=1.0)
+            return max(highest, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
+
+        return at
+
+    def _as_elsewhere(self, place: Place, waited: Place, kind: str, near: list[str]) -> Curve:
+        """Its cost without overlap, increased by the worst factor measured here; at least the cost of the related kinds
+        here."""
+        kinds, plain = self._points[place], self._curve(waited, kind)
+        worst = [self._curve(place, k) for k in near]
+        later = [_over(self._curve(place, k)(at), self._curve(waited, k)(at))
+                 for k in near if k in self._points[waited] for at in kinds[k]]
+        more = max([1.0, *later])
+        return lambda point: max(*(curve(point) for curve in worst), (1 + plain(point)) * more - 1)
+
+
+class _Grid:
+    """Monotonic values at all crossings of x and y, with linear interpolation between them."""
+
+    def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
+        self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
+        self._at: Points = {}
+        for i, x in enumerate(self._xs):
+            for j, y in enumerate(self._ys):
+                value = points.get((x, y))
+                if value is None:
+                    above = min((v for (a, b), v in points.items() if a >= x and b >= y), default=math.inf)
+                    steps = [b for a, b in points if a == x and b < y]
+                    guess = (1 + points[x, max(steps)]) * growth(x, max(steps), y) - 1 if steps else math.inf
+                    easier = [self._at[self._xs[i - 1], y]] if i else []
+                    easier += [self._at[x, self._ys[j - 1]]] if j else []
+                    value = min(max([guess, *easier]), above)
+                    if value == math.inf:
+                        value = max(easier, default=0.0)
+                self._at[x, y] = value
+
+    def __call__(self, point: Point) -> float:
+        """Beyond the last x or y, extrapolates with the last slope, or a larger one of easier points: otherwise lines
+        could cross, and a harder point would cost less."""
+        x, y = point
+        rows: list[float] = []
+        steepest = 0.0
+        for b in self._ys:
+            row = [self._at[a, b] for a in self._xs]
+            slope = _last_slope(self._xs, row)
+            steepest = max(steepest, slope)
+            rows.append(_along(self._xs, x, row) + (steepest - slope) * max(0.0, x - self._xs[-1]))
+        slope = _last_slope(self._ys, rows)
+        easier = [_last_slope(self._ys, [self._at[a, b] for b in self._ys]) for a in self._xs if a <= x]
+        return _along(self._ys, y, rows) + (max([slope, *easier]) - slope) * max(0.0, y - self._ys[-1])
+
+
+def _along(places: list[float], at: float, values: list[float]) -> float:
+    """Interpolates between values that never fall: constant before the first place, and with the last slope beyond the
+    last."""
+    if at <= places[0] or len(places) == 1:
+        return values[0]
+    i = next((i for i, place in enumerate(places) if place >= at), len(places) - 1)
+    if places[i] == at:
+        return values[i]
+    slope = (values[i] - values[i - 1]) / (places[i] - places[i - 1])
+    return values[i - 1] + slope * (at - places[i - 1])
+
+
+def _last_slope(places: list[float], values: list[float]) -> float:
+    return (values[-1] - values[-2]) / (places[-1] - places[-2]) if len(places) > 1 else 0.0
+
+
+def _raised(points: Points) -> Points:
+    """Raises each value to those of easier points."""
+    return {(x, y): max(v for (a, b), v in points.items() if a <= x and b <= y) for x, y in points}
+
+
+def _over(there: float, before: float) -> float:
+    return (1 + there) / (1 + before)
+
+
+def _no_less(grid: Curve, plain: Curve, measured: Points, point: Point) -> float:
+    """The grid's value, but at least the value without overlap. Measured values take precedence: no easier point costs
+    more than a harder one that was measured."""
+    (x, y), value = point, grid(point)
+    most = min((v for (a, b), v in measured.items() if a >= x and b >= y), default=math.inf)
+    return max(value, min(plain(point), most))
+
+
+def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
+    """Growth of the cost with local steps: that of the worst related kind measured at both; else the worst value."""
+    for some in (relatives, everybody):
+        ratios = [_over(_raised(points)[x, after], _raised(points)[x, before])
+                  for points in some for x, y in points if y == after and (x, before) in points]
+        if ratios:
+            return max(1.0, *ratios)
+    return max((1 + value for points in everybody for (_, y), value in points.items() if y == after), default=1.0)

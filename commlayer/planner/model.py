@@ -1,0 +1,314 @@
+"""Inputs of the planner (machines, measured costs, policy), and the tasks that a path consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from msgspec import structs
+
+from commlayer.errors import InvalidInput
+from commlayer.planner.convergence import LearningRow
+from commlayer.records import Job, Plan, Record, over_server
+
+NO_LIMIT = 1e9
+"""A limit on loss that excludes nothing."""
+
+
+class Line(Record, frozen=True):
+    """Seconds as a linear function of a size in elements or bytes: floor_s + size * slope_s."""
+
+    floor_s: float
+    slope_s: float = 0.0
+    error: float = 0.0
+    """Largest relative deviation from the fitted points."""
+
+    def __call__(self, size: float) -> float:
+        return self.floor_s + size * self.slope_s
+
+
+class Link(Record, frozen=True):
+    """One machine's connection, with separate rates for each direction. alpha_s: one-way latency to the network's core."""
+
+    up_bps: float
+    down_bps: float
+    alpha_s: float = 0.0
+
+
+class Node(Record, frozen=True):
+    """One machine: its ranks, their device, and its links inside and out."""
+
+    name: str
+    ranks: int
+    device: str
+    """A GPU of the tables ("rtx3060"), or "cpu"."""
+    link: Link
+    intra_bps: float = 0.0
+    """Bandwidth between two ranks of the node, in each direction. 0: the node has one rank."""
+    intra_alpha_s: float = 0.0
+    speed: float = 1.0
+    """Compute speed relative to the profile's device."""
+    server: bool = True
+
+
+class Cluster(Record, frozen=True):
+    """The machines. Nodes without ranks (ranks = 0) can only host servers."""
+
+    nodes: tuple[Node, ...]
+    reachable: bool = True
+    """Whether collectives may cross nodes. False over the internet, where only servers connect them."""
+
+    @property
+    def ranks(self) -> int:
+        return sum(n.ranks for n in self.nodes)
+
+
+class CodecCost(Record, frozen=True):
+    """Time and payload size of one codec on one device, by number of elements."""
+
+    codec: str
+    """As plans spell it, without error feedback."""
+    device: str
+    """"gpu", "cpu", or one GPU's name as nodes have it, which takes precedence over "gpu"."""
+    encode: Line
+    decode: Line
+    """Also the cost of adding one payload to a sum."""
+    nbytes: Line
+    """Payload bytes by number of elements: the only Line that is not a time."""
+    task_loss: float | None = None
+    """Relative increase of the loss after equally many steps (0.01: 1 %), measured on the user's own task with an exchange
+    in every step. None: the profile's learning rows decide."""
+    rounds: int = 1
+    """Exchanges per bucket; each pays the latency again. `nbytes` is their total."""
+    sums: bool = False
+    """Whether an all-reduce can add its payloads as they are."""
+    alone: bool = True
+    """Whether a payload can be decoded on its own and added to a dense sum."""
+    answers: bool = True
+    """Whether a server may encode its sums with it when workers use another codec."""
+    reduced: Line = Line(0.0)
+    """Bytes that an all-reduce adds instead of payloads, by number of elements; 0: same as `nbytes`."""
+
+
+class Profile(Record, frozen=True):
+    """Measured costs, or costs from tables."""
+
+    codecs: tuple[CodecCost, ...]
+    server: Line
+    """A server's seconds per payload byte, in addition to its codec's."""
+    bucket_s: float = 0.0
+    """Further cost of each bucket at a worker: hooks, frames, threads."""
+    copy: Line = Line(0.0)
+    """Seconds by bytes, between a GPU and its host."""
+    inside: Line = Line(0.0)
+    """Collectives among a node's ranks: seconds per message, and per byte on each link. A measured value takes precedence
+    over the nodes' links; 0: not measured."""
+    across: Line = Line(0.0)
+    """The same for collectives between nodes. No collective is faster than the links that it crosses."""
+    learning: tuple[LearningRow, ...] = ()
+    """Measured convergence factors and losses; empty: all steps count equally."""
+    energy: tuple[float, ...] = ()
+    """Each tensor's part of the gradients' energy. A bucket's codec loss is weighted half by energy, half by elements.
+    Empty: by elements."""
+    source: str = "tables"
+    """"tables", "measured" or a name that the user gave."""
+
+
+class Policy(Record, frozen=True):
+    """What the planner may do."""
+
+    codecs: tuple[str, ...] = ()
+    """Allowed codecs; empty: all of the profile's."""
+    max_loss: float = NO_LIMIT
+    """Highest allowed relative increase of the loss after equally many steps: 0.01 is 1 %."""
+    objective: Literal["loss", "step"] = "loss"
+    """What to minimize. "loss": seconds to reach a loss, which is step time times convergence factor. "step": step time."""
+    optimizer: str = ""
+    """Optimizer family: "sgd" (with momentum) or "adam" (AdamW, LANS and similar). Anything else: the worse of both."""
+    exact: bool = True
+    """True: only synchronous SGD, exact up to compression. False: also local steps, compressed updates and stale results."""
+    forward: bool = False
+    """Whether results may arrive during the next forward pass (overlap="forward"), which needs a plain module."""
+    devices: tuple[str, ...] = ("gpu", "cpu")
+    max_encodes: int = 4
+    """Most compressions of one gradient along its path."""
+    max_local_steps: int = 0
+    """Most local steps per exchange. 0: one if `exact`, else as many as pay off. The search tries powers of two."""
+    staleness: bool | None = None
+    """Whether results may be one step stale. None: if not `exact`, and if learning rows cover staleness."""
+    fragments: bool = True
+    """Whether a round's exchange may be split into fragments that are merged one by one. Not possible if workers may
+    leave."""
+    priority: bool = True
+    """Forward order on the wire; otherwise order of readiness."""
+    whole_tree: bool = False
+    """Also search paths that workers cannot run yet (an all-reduce of payloads from GPUs); for comparison only."""
+
+
+class PlanInputs(Record, frozen=True):
+    """A plan's inputs. They are stored next to the plan, so that it can be explained and varied later."""
+
+    job: Job
+    cluster: Cluster
+    profile: Profile | None = None
+    policy: Policy | None = None
+
+
+class Basis(NamedTuple):
+    """A plan before lowering, and its inputs."""
+
+    plan: Plan
+    inputs: PlanInputs
+
+
+class Task(Record, frozen=True, gc=False):
+    """One piece of a bucket's work. It starts on all its lanes together and occupies each for its own time."""
+
+    lanes: tuple[tuple[str, float], ...]
+    """(lane, seconds). A transfer occupies the sender's uplink and the receiver's downlink."""
+    after: tuple[int, ...] = ()
+    """Tasks of the same bucket (by index) that end before this one starts. Empty: it starts when the gradient is ready."""
+    latency_s: float = 0.0
+    """Delay from the end of its longest lane to the end of the task."""
+    op: str = ""
+    """The op that it is part of, for timelines."""
+    nbytes: int = 0
+
+
+DENSE = "identity()"
+
+
+class Option(NamedTuple):
+    """What a plan decides for a bucket, except its server and owner."""
+
+    path: str
+    codec: str = DENSE
+    down: str = ""
+    by_node: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> bool:
+        """Whether a summation server takes part."""
+        return over_server(self.path)
+
+    def __str__(self) -> str:
+        extra = [f"down {self.down}"] if self.down else []
+        extra += [f"by node {', '.join(self.by_node)}"] if self.by_node else []
+        return " ".join([self.codec, "over", self.path, *(f"({e})" for e in extra)])
+
+
+class Group(NamedTuple):
+    """Nodes that do the same work at the same time. The first node's lanes represent those of all."""
+
+    name: str
+    """Name in lanes: the first node's."""
+    node: Node
+    members: tuple[int, ...]
+    """Places in the cluster."""
+    hosts: bool
+    """Whether each of them runs a summation server."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.members)
+
+    @property
+    def workers(self) -> int:
+        """Number of its nodes that train."""
+        return self.nodes if self.node.ranks else 0
+
+
+def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
+    """Groups in the order of their first nodes. `hosts` are the places of the nodes with servers.
+
+    A node with a server is its own group, unless every bucket is `spread` over all servers. Nodes that neither train nor host
+    a server are left out.
+    """
+    for host in hosts:
+        if not 0 <= host < len(cluster.nodes):
+            raise InvalidInput("E-PLAN-INPUT", f"host {host}: the cluster has nodes 0 to {len(cluster.nodes) - 1}")
+    places_of: dict[object, list[int]] = {}
+    for place, node in enumerate(cluster.nodes):
+        if not node.ranks and place not in hosts:
+            continue
+        alone = place if place in hosts and not spread else -1
+        same = (node.ranks, node.device, node.link, node.intra_bps, node.intra_alpha_s, node.speed)
+        places_of.setdefault((same, place in hosts, alone), []).append(place)
+    return tuple(
+        Group(cluster.nodes[places[0]].name, cluster.nodes[places[0]], tuple(places), places[0] in hosts)
+        for places in places_of.values()
+    )
+
+
+EXACT = 6
+"""Up to this many kinds are kept as they are."""
+FEW = 3
+"""Target number of kinds if there are more, while merged nodes differ by less than FAR; otherwise EXACT."""
+ERROR, FAR = 0.05, 0.5
+"""Relative difference between two measurements of one link; doubled until few kinds remain. Beyond FAR, nodes count as
+different."""
+
+
+def condensed(cluster: Cluster) -> Cluster:
+    """The same nodes at the same places, reduced to few kinds.
+
+    >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
+    >>> made = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
+    >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in made.nodes})]
+    [100, 111]
+    """
+    if len({_unnamed(node) for node in cluster.nodes}) <= EXACT:
+        return cluster
+    error, groups = ERROR, _groups(cluster.nodes, ERROR)
+    least = len({_sort(node) for node in cluster.nodes})
+    while len(groups) > max(least, FEW if 2 * error <= FAR else EXACT):
+        error *= 2
+        groups = _groups(cluster.nodes, error)
+    nodes = list(cluster.nodes)
+    for places in groups:
+        slowest = _slowest([cluster.nodes[place] for place in places])
+        for place in places:
+            nodes[place] = structs.replace(slowest, name=cluster.nodes[place].name)
+    return structs.replace(cluster, nodes=tuple(nodes))
+
+
+def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
+    """Groups of nodes whose rates differ by at most `error`. Each group starts with the slowest node left."""
+    left = sorted(range(len(nodes)), key=lambda place: (_sort(nodes[place]), _rates(nodes[place]), place))
+    groups = []
+    while left:
+        first = nodes[left[0]]
+        group = [left[0]]
+        low = high = _rates(first)
+        for place in left[1:]:
+            each = _rates(nodes[place])
+            lower, higher = tuple(map(min, low, each)), tuple(map(max, high, each))
+            if _sort(nodes[place]) == _sort(first) and all(b <= a * (1 + error) for a, b in zip(lower, higher, strict=True)):
+                low, high = lower, higher
+                group.append(place)
+        groups.append(group)
+        taken = set(group)
+        left = [place for place in left if place not in taken]
+    return groups
+
+
+def _sort(node: Node) -> tuple[object, ...]:
+    """Properties in which nodes of one kind must be equal."""
+    return node.device, node.ranks, node.server
+
+
+def _rates(node: Node) -> tuple[float, ...]:
+    """Rates, larger is faster; only those that the node has."""
+    inside = (node.intra_bps, 1 / max(node.intra_alpha_s, 1e-9)) if node.ranks > 1 else ()
+    # Latencies below 0.02 ms do not distinguish links.
+    return (node.link.up_bps, node.link.down_bps, node.speed, 1 / max(node.link.alpha_s, 2e-5), *inside)
+
+
+def _slowest(nodes: Sequence[Node]) -> Node:
+    link = Link(min(n.link.up_bps for n in nodes), min(n.link.down_bps for n in nodes), max(n.link.alpha_s for n in nodes))
+    return structs.replace(nodes[0], link=link, speed=min(n.speed for n in nodes), intra_bps=min(n.intra_bps for n in nodes),
+                           intra_alpha_s=max(n.intra_alpha_s for n in nodes))
+
+
+def _unnamed(node: Node) -> Node:
+    return structs.replace(node, name="")

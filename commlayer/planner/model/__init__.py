@@ -1,1 +1,0 @@
-"""The planner's model: machines, jobs, buckets, paths, options, and the rules that every plan keeps."""

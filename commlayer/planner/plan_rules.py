@@ -1,0 +1,265 @@
+"""Verifies a plan against the model before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from msgspec import structs
+
+from commlayer.codec_spec import parse_spec
+from commlayer.errors import InvalidInput
+from commlayer.planner import tree
+from commlayer.planner.tensors import rounded
+from commlayer.planner.tree import parse, spell
+from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
+
+FLOAT32_NBYTES = 4
+
+
+def verify(plan: Plan, job: Job) -> list[str]:
+    """All problems, a line each; empty for a plan that sums every element exactly once."""
+    if plan.schema == SCHEMA and plan.job != job.digest():
+        return [f"this plan was made for another model: job {plan.job}, here {job.digest()} "
+                f"({len(job.tensors)} tensors, {job.numel} elements)"]
+    problems = verify_alone(plan)
+    if plan.schema != SCHEMA:
+        return problems
+    problems += [line for bucket in plan.buckets for line in _slices(job, bucket)]
+    return problems + list(rounded(plan, job)) + list(_buffers(plan, job)) + list(_coverage(plan, job))
+
+
+def verify_alone(plan: Plan, world: int = 0) -> list[str]:
+    """Checks that need no model, as on a server. With `world`, also whether the plan fits that number of workers."""
+    if plan.schema != SCHEMA:
+        return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
+    problems = []
+    if plan.ranks_per_node < 1:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
+    elif world % plan.ranks_per_node:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
+    least = {"local_steps": 1, "fragments": 1, "servers": 0, "warmup": 0}
+    problems += [f"{name} is {getattr(plan, name)}, allowed: at least {n}" for name, n in least.items()
+                 if getattr(plan, name) < n]
+    if plan.ratio_over not in ("bucket", "plan"):
+        problems.append(f"ratio_over is {plan.ratio_over!r}, allowed: 'bucket' or 'plan'")
+    problems += [*_steps(plan)]
+    problems += [f"{name} is {getattr(plan, name)}, allowed: seconds, 0 or more"
+                 for name in ("step_s", "free_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
+    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
+
+
+def _steps(plan: Plan) -> Iterator[str]:
+    """Combinations of sync settings that exclude each other."""
+    late = any(b.stale for b in plan.buckets)
+    if plan.codes not in ("gradients", "updates"):
+        yield f"codes is {plan.codes!r}, allowed: 'gradients' or 'updates'"
+    if plan.overlap not in ("", "round", "forward"):
+        yield f"overlap is {plan.overlap!r}, allowed: 'round', 'forward', or nothing"
+    if plan.overlap == "round" and not plan.steps_locally:
+        yield ("overlap is 'round' with local_steps 1: a step on averaged gradients waits for them; allowed: local_steps of "
+               "2 or more, or codes 'updates'")
+    if plan.overlap == "forward" and (plan.steps_locally or late):
+        what = "results that are a step late" if not plan.steps_locally else \
+            f"{plan.local_steps} local steps" if plan.local_steps > 1 else "coded updates"
+        yield f"has {what}, and overlap='forward' brings each step's results in ahead of the next: one or the other"
+    if late and plan.steps_locally:
+        what = f"of {plan.local_steps} local steps" if plan.local_steps > 1 else "of coded updates, which ranks step on"
+        yield f"{what}, and results that are a step late: one or the other"
+    if plan.local_steps > 0 < plan.fragments and plan.local_steps % plan.fragments:
+        yield (f"of {plan.local_steps} local steps, and fragments={plan.fragments}, of which one goes every H / fragments "
+               "steps: take a divisor")
+
+
+def _buffers(plan: Plan, job: Job) -> Iterator[str]:
+    """Gradients must come before buffers: buffers are ready only when backward ends. They are never mixed, since buffers
+    have no loss scale."""
+    begun = False
+    for bucket in plan.buckets:
+        kinds = {job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)}
+        if len(kinds) > 1:
+            yield f"bucket {bucket.id}: mixes gradients and buffers"
+        if begun and False in kinds:
+            yield f"bucket {bucket.id}: gradients stand behind buffers, which are ready last"
+        begun = begun or True in kinds
+
+
+def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
+    name = f"bucket {bucket.id}"
+    if bucket.id != place:
+        yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
+    try:
+        yield from (f"{name}: path {bucket.path!r}: {line}" for line in tree.check(tree.parse(bucket.path)))
+    except ValueError as error:
+        yield f"{name}: {error}"
+    if bucket.coder not in ("", "gpu"):
+        yield f"{name}: coder {bucket.coder!r}, allowed: 'gpu', or nothing for the host"
+    if not bucket.codec.strip():
+        yield f"{name}: no codec"
+    if bucket.served and not 0 <= bucket.server < plan.servers:
+        yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
+    if bucket.path != "allreduce" and not 0 <= bucket.owner < plan.ranks_per_node:
+        yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
+    if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
+        yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
+    if bucket.shape and (min(bucket.shape) < 1 or math.prod(bucket.shape) != bucket.numel):
+        yield f"{name}: shape {bucket.shape} for {bucket.numel} elements"
+    backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
+    for part in backward:
+        yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
+    if not backward and bucket.served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
+        yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
+               "cut it into several")
+
+
+def _slices(job: Job, bucket: Bucket) -> Iterator[str]:
+    name = f"bucket {bucket.id}"
+    for part in bucket.slices:
+        if not 0 <= part.tensor < len(job.tensors):
+            yield f"{name}: tensor {part.tensor}, the model has {len(job.tensors)}"
+        elif part.stop > job.tensors[part.tensor].numel:
+            info = job.tensors[part.tensor]
+            yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has {info.numel}"
+
+
+def _coverage(plan: Plan, job: Job) -> Iterator[str]:
+    parts: list[list[tuple[Slice, int]]] = [[] for _ in job.tensors]
+    for bucket in plan.buckets:
+        for part in bucket.slices:
+            if 0 <= part.tensor < len(parts):
+                parts[part.tensor].append((part, bucket.id))
+    for info, entries in zip(job.tensors, parts, strict=True):
+        reached, last = 0, -1
+        for part, bucket_id in sorted(entries, key=lambda entry: (entry[0].start, entry[0].stop, entry[1])):
+            if part.start > reached:
+                yield f"{info.name}: elements {reached}..{part.start} are in no bucket"
+            elif part.start < reached:
+                yield f"{info.name}: elements {part.start}..{min(reached, part.stop)} are in buckets {last} and {bucket_id}"
+            if part.stop >= reached:
+                reached, last = part.stop, bucket_id
+        if reached < info.numel:
+            yield f"{info.name}: elements {reached}..{info.numel} are in no bucket"
+
+
+MERGED = "topk(ratio=1.0, values='int8')"
+"""All entries of a merged sparse sum, without zeros."""
+AS_IT_IS = "identity()"
+
+
+def lower(plan: Plan) -> Plan:
+    """The same sums in the runtime's terms. A plan that is already lowered is returned unchanged."""
+    lowered = [bucket for old in plan.buckets for bucket in _lowered(old, plan.ranks_per_node)]
+    buckets = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(lowered))
+    return plan if buckets == plan.buckets else structs.replace(plan, buckets=buckets)
+
+
+def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
+    path = parse(bucket.path, ranks_per_node)
+    if path == parse("allreduce"):
+        yield structs.replace(bucket, path="allreduce")
+        return
+    if bucket.path == "service" or not bucket.served:
+        yield bucket
+        return
+    coders = {op.where for op in path if op.name in ("encode", "decode")}
+    if len(coders) > 1:
+        raise InvalidInput("E-PLAN-PATH",
+                           f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
+                           "server is coded on one of them")
+    forwards = any(op.name == "forward" for op in path)
+    down = (MERGED if parse_spec(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
+    served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")
+    if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
+        yield served
+        return
+    # Workers sum these shards in one reduce_scatter, and share their results in one allgather.
+    for owner, slices in enumerate(cut(bucket.slices, ranks_per_node)):
+        if slices:
+            yield structs.replace(served, slices=slices, owner=owner, shape=())
+
+
+def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
+    """Cuts slices into `parts` runs of nearly equal size; a run may be empty."""
+    numel = sum(s.numel for s in slices)
+    runs = []
+    for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
+        run, at = [], 0
+        for s in slices:
+            first, last = max(low, at), min(high, at + s.numel)
+            if first < last:
+                run.append(Slice(s.tensor, s.start + first - at, s.start + last - at))
+            at += s.numel
+        runs.append(tuple(run))
+    return runs
+
+
+def together(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
+    """Ranges of places that a node handles as one, in order: the shards of one former bucket, or a single bucket.
+
+    Shards are neighbours of equal size, owned by local ranks 0, 1, ... Each begins in the tensor in which the one before
+    ends, so that one gradient makes all of them ready, or nearly so.
+    """
+    runs: list[range] = []
+    place = 0
+    while place < len(buckets):
+        run = range(place, place + ranks_per_node)
+        alike = ranks_per_node > 1 and run.stop <= len(buckets) and _shards([buckets[i] for i in run])
+        runs.append(run if alike else range(place, place + 1))
+        place = runs[-1].stop
+    return runs
+
+
+def _shards(buckets: Sequence[Bucket]) -> bool:
+    sizes = [bucket.numel for bucket in buckets]
+    return (
+        [bucket.owner for bucket in buckets] == [*range(len(buckets))]
+        and max(sizes) - min(sizes) <= 1
+        and all(_joined(before.slices[-1], after.slices[0]) for before, after in pairwise(buckets))
+    )
+
+
+def _joined(before: Slice, after: Slice) -> bool:
+    return before.tensor == after.tensor and before.stop == after.start
+
+
+def way_of(made: Plan) -> str:
+    """The plan's sync mode in a few words; empty for an exchange in every step."""
+    parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
+    parts += [made.overlap] if made.overlap else []
+    parts += [f"fragments={made.fragments}"] if made.fragments > 1 else []
+    late = sum(b.numel for b in made.buckets if b.stale) / max(1, sum(b.numel for b in made.buckets))
+    return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
+
+
+def most_used(made: Plan) -> str:
+    by: dict[str, int] = {}
+    for bucket in made.buckets:
+        name = bucket.codec + (f" down {bucket.down}" if bucket.down else "")
+        by[name] = by.get(name, 0) + bucket.numel
+    return max(by, key=by.__getitem__, default="")
+
+
+def in_words(made: Plan) -> str:
+    """
+    >>> in_words(Plan("job", (), local_steps=4, step_s=0.02))
+    '0 buckets, H=4, 20.0 ms a step predicted'
+    """
+    codec = f", mostly {most_used(made)}" if made.buckets else ""
+    predicted = f"{1e3 * made.step_s:.1f} ms a step predicted" if made.step_s else ""
+    return ", ".join(part for part in (f"{len(made.buckets)} buckets{codec}", way_of(made), predicted) if part)
+
+
+def gradients_of(job: Job) -> Job:
+    """The job without its buffers. Buffers come after the gradients, so the gradients keep their numbers."""
+    return Job(tuple(info for info in job.tensors if not info.buffer))
+
+
+def without_buffers(plan: Plan, job: Job) -> Plan:
+    """The plan without buckets of buffers. Unchanged if it is for another job or has none."""
+    buffers = {number for number, info in enumerate(job.tensors) if info.buffer}
+    if not buffers or plan.job != job.digest():
+        return plan
+    kept = [bucket for bucket in plan.buckets if not buffers & {s.tensor for s in bucket.slices}]
+    buckets = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(kept))
+    return structs.replace(plan, job=gradients_of(job).digest(), buckets=buckets)

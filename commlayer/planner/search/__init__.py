@@ -1,1 +1,0 @@
-"""Finds a good plan by search over simulated steps."""

@@ -1,0 +1,613 @@
+"""The verb `simulate`: a plan's step as a timeline."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from commlayer.errors import InvalidInput
+from commlayer.native import core
+from commlayer.planner import buckets
+from commlayer.planner.buckets import Cut, fragments_of
+from commlayer.planner.convergence import Recipe
+from commlayer.planner.costs import Prices, Template, hidden, recipe_of
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.model import Cluster, Group, Policy, Profile
+from commlayer.planner.problem import Load, Pace, Problem, flatten, load_of
+from commlayer.planner.tensors import sent_numel
+from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
+
+
+class Span(Record, frozen=True):
+    """One task of one bucket in the simulated step; seconds from the step's start, which is the start of its forward pass."""
+
+    bucket: int
+    op: str
+    lanes: tuple[str, ...]
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+class Timeline(Record, frozen=True):
+    step_s: float
+    """From one forward pass to the next."""
+    compute_s: float
+    """Compute time of the slowest node: the duration of a step without communication."""
+    ready_s: tuple[float, ...]
+    """By bucket: when the slowest node's gradient is final, if nothing delays backward."""
+    done_s: tuple[float, ...]
+    """By bucket: when its last task ends. A stale bucket may end after the step."""
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """Time that communication and coding add to computing."""
+        return self.step_s - self.compute_s
+
+
+def simulate(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    prices: Prices | None = None, spans: bool = True,
+) -> Timeline:
+    """The timeline of one step. With local steps: of the exchange after `local_steps` of them, or alongside them with
+    overlap="round". With fragments: of all fragments of a round in sequence.
+
+    `prices`: of the cluster with the plan's servers, if the caller has them. Without `spans` it has only times by bucket.
+    """
+    turns, templates, before_s = _lay_out(plan, job, cluster, profile, policy, prices)
+    step_s = compute_s = 0.0
+    ready = [before_s] * len(templates)
+    done = list(ready)
+    all_spans = []
+    for places, problem, paces in turns:
+        turn_s, starts, ends = schedule(problem).trace([0] * len(places))
+        total = len(starts) // problem.steps
+        at, begun = 0, 0.0
+        if problem.steps > 1:
+            # If steps overlap, the second step is the first one that shares lanes with another step's transfers; its own
+            # transfers are followed to their end.
+            at, begun = total, schedule(problem._replace(steps=1)).run([0] * len(places))
+        begun -= before_s + step_s
+        times = iter(zip(starts[at:], ends[at:], strict=True))
+        for place in problem.order:
+            b = places[place]
+            option = problem.bucket_options[place]
+            tasks = problem.option_tasks[option + 1] - problem.option_tasks[option]
+            each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)][: len(templates[b].steps)]
+            ready[b] += max(p.ready_s[place] for p in paces) + step_s
+            done[b] = max([ready[b], *[end_s for _, end_s in each]])
+            all_spans += _spans(b, templates[b], sent_numel(plan, plan.buckets[b], job), each) if spans else []
+        step_s += turn_s
+        compute_s += max(p.work_s for p in paces) + problem.tail
+    return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(all_spans))
+
+
+def _spans(b: int, template: Template, numel: int, times: Sequence[tuple[float, float]]) -> list[Span]:
+    return [
+        Span(b, step.op, lanes, start_s, end_s, nbytes) for step, lanes, nbytes, (start_s, end_s)
+        in zip(template.steps, template.shape.lanes, template.sent(numel), times, strict=True)
+    ]
+
+
+def exact_s(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+    """Seconds of one step, without the timeline. The cost of an exchange is divided among the steps that share it."""
+    turns, templates, _ = _lay_out(plan, job, cluster, profile, policy)
+    return Round(turns).schedule.run([0] * len(templates)) / plan.local_steps
+
+
+def _lay_out(
+    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
+) -> tuple[list[Turn], list[Template], float]:
+    """Also returns the duration of the forward pass before the problem begins."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    prices = prices or Prices(hidden(cluster) if plan.overlap == "round" else cluster, profile, hosts_of(plan, cluster))
+    templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
+    recipe = recipe_of(plan, cluster, policy)
+    loads = [
+        load_of([each.way(sent_numel(plan, bucket, job))], urgent(timing, bucket.slices), bucket.stale)
+        for each, bucket in zip(templates, plan.buckets, strict=True)
+    ]
+    turns = turns_of(job, timing, plan.buckets, loads, prices.groups, recipe, priority=policy.priority)
+    return turns, templates, begun_s(timing, prices.groups, recipe)
+
+
+def per_step(timeline: Timeline, local_steps: int) -> float:
+    """Seconds of one step if `local_steps` of them share an exchange."""
+    return timeline.step_s / local_steps
+
+
+def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The nodes that run the plan's servers: those that it names, else the first that can."""
+    able = tuple(i for i, node in enumerate(cluster.nodes) if node.server)
+    if plan.hosts:
+        return plan.hosts
+    if plan.servers > len(able):
+        raise InvalidInput("E-PLAN-INPUT",
+                           f"the plan has {plan.servers} servers, but only {len(able)} nodes of the cluster can host one")
+    return able[: plan.servers]
+
+
+def bucket_template(prices: Prices, bucket: Bucket) -> Template:
+    """Prices a bucket's path; errors name the bucket."""
+    try:
+        return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
+    except ValueError as error:
+        raise InvalidInput("E-PLAN-INPUT", f"bucket {bucket.id}: {error}") from None
+
+
+def urgent(timing: Timing, slices: Sequence[Slice]) -> float:
+    """When the next forward pass first needs a tensor of the bucket."""
+    return min(timing.needed_s[s.tensor] for s in slices)
+
+
+def pace(
+    job: Job, timing: Timing, groups: Sequence[tuple[Slice, ...]], nodes: Sequence[Group], recipe: Recipe = Recipe(),
+) -> tuple[Pace, ...]:
+    """When each kind of node has each bucket's gradient (or weight update), and when it finishes computing. `groups`: the
+    buckets of one exchange, or of one fragment."""
+    step_s = timing.forward_s + timing.backward_s + timing.update_s
+    if recipe.overlap == "round":
+        ready, work_s = [0.0] * len(groups), recipe.every // recipe.fragments * step_s
+    elif recipe.overlap == "forward":
+        ready, work_s = [buckets.readiness(job, slices) for slices in groups], step_s
+    elif locally(recipe):
+        work_s = recipe.every // recipe.fragments * step_s
+        ready = [work_s] * len(groups)
+    else:
+        work_s = timing.forward_s + timing.backward_s
+        ready = [timing.forward_s + buckets.readiness(job, slices) for slices in groups]
+    return tuple(
+        Pace(group.name, tuple(at / group.node.speed for at in ready), work_s / group.node.speed)
+        for group in nodes if group.workers
+    )
+
+
+def locally(recipe: Recipe) -> bool:
+    """Whether each rank steps on its own gradients."""
+    return recipe.every > 1 or recipe.codes == "updates"
+
+
+def tail(timing: Timing, nodes: Sequence[Group], recipe: Recipe = Recipe()) -> float:
+    """The optimizer's step on the slowest node, if it waits for all results."""
+    return 0.0 if locally(recipe) or recipe.overlap else timing.update_s / _slowest(nodes)
+
+
+def begun_s(timing: Timing, nodes: Sequence[Group], recipe: Recipe) -> float:
+    """Duration of the forward pass that precedes the times of pace()."""
+    return timing.forward_s / _slowest(nodes) if recipe.overlap == "forward" else 0.0
+
+
+def behind_s(timing: Timing, urgencies: Sequence[float], nodes: Sequence[Group], recipe: Recipe) -> list[float]:
+    """By bucket: what the slowest node still computes after it has the result, until the end of the period."""
+    if recipe.overlap != "forward":
+        return []
+    return [(timing.forward_s - needed_s) / _slowest(nodes) for needed_s in urgencies]
+
+
+def awaited(loads: Sequence[Load], behind: Sequence[float]) -> list[Load]:
+    """Adds a task on no lane to each bucket's end, of this many seconds."""
+    delayed = []
+    for load, seconds in zip(loads, behind, strict=True):
+        latency: list[float] = []
+        at = 0
+        for shape in load.shapes:
+            latency += [*load.latency[at : at + len(shape.after)], seconds]
+            at += len(shape.after)
+        delayed.append(load._replace(shapes=tuple([shape.awaited for shape in load.shapes]), latency=latency))
+    return delayed
+
+
+def _slowest(nodes: Sequence[Group]) -> float:
+    return min(group.node.speed for group in nodes if group.workers)
+
+
+class Turn(NamedTuple):
+    places: list[int]
+    """Its buckets, which the problem numbers from 0."""
+    problem: Problem
+    paces: tuple[Pace, ...]
+
+
+def turns_of(
+    job: Job, timing: Timing, buckets: Sequence[Cut], loads: Sequence[Load], nodes: Sequence[Group], recipe: Recipe, *,
+    priority: bool,
+) -> list[Turn]:
+    """The turns of a round. ValueError if there are too few buckets for the fragments."""
+    turns = []
+    if behind := behind_s(timing, [load.urgency for load in loads], nodes, recipe):
+        loads = awaited(loads, behind)
+    for places in fragments_of(buckets, recipe.fragments):
+        paces = pace(job, timing, [buckets[b].slices for b in places], nodes, recipe)
+        problem = flatten([loads[b] for b in places], paces, tail_s=tail(timing, nodes, recipe), priority=priority)
+        turns.append(Turn(places, problem, paces))
+    return turns
+
+
+class Round:
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = turns
+        self._each = [schedule(turn.problem) for turn in turns]
+        self.schedule: Timed = self._each[0] if len(turns) == 1 else self
+        self._at = {b: (number, place) for number, turn in enumerate(turns) for place, b in enumerate(turn.places)}
+        self._last: list[tuple[list[int], float]] = [([], math.nan)] * len(turns)
+        """For each turn, the choice that was simulated last and its seconds."""
+
+    def critical(self, choice: Sequence[int]) -> set[int]:
+        """Buckets whose change could shorten the round."""
+        result: set[int] = set()
+        for turn, each in zip(self._turns, self._each, strict=True):
+            mine = [choice[b] for b in turn.places]
+            _, starts, ends = each.trace(mine)
+            result |= {turn.places[place] for place in critical(turn.problem, mine, starts, ends)}
+        return result
+
+    def run(self, choice: list[int], limit: float = math.inf) -> float:
+        seconds = 0.0
+        for number in range(len(self._turns)):
+            seconds += self._turn_s(number, choice, limit - seconds)
+            if seconds > limit:
+                return math.inf
+        return seconds
+
+    def sweep(
+        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
+        only: list[int] | None = None, enough: float = -math.inf, factors: list[float] | None = None,
+    ) -> list[float]:
+        """`most` and `enough` apply to the round, so each turn is swept completely."""
+        del now_s, most, enough
+        changed: dict[int, list[int]] = {}
+        for b in buckets:
+            number, place = self._at[b]
+            changed.setdefault(number, []).append(place)
+        rest = sum(self._turn_s(number, choice) for number in range(len(self._turns)) if number not in changed)
+        left = limit / min(factors or [1.0]) - rest
+        swept = [self._each[number].sweep([choice[b] for b in self._turns[number].places], places, left, math.nan, 0, only)
+                 for number, places in changed.items()]
+        return [rest + sum(each) for each in zip(*swept, strict=True)]
+
+    def _turn_s(self, number: int, choice: Sequence[int], limit: float = math.inf) -> float:
+        mine = [choice[b] for b in self._turns[number].places]
+        before, seconds = self._last[number]
+        if before != mine:
+            seconds = self._each[number].run(mine, limit)
+            if seconds < math.inf:
+                self._last[number] = mine, seconds
+        return seconds
+
+
+CLOSE = 1e-9
+"""Ends closer than this fraction of the step count as simultaneous."""
+
+
+def critical(problem: Problem, choice: Sequence[int], starts: Sequence[float], ends: Sequence[float]) -> set[int]:
+    """The critical buckets; all buckets if steps overlap."""
+    everything = set(range(problem.buckets))
+    if problem.steps > 1:
+        return everything
+    kinds, buckets = laid_out(problem, choice)
+    lines = [problem.task_line[k] for k in kinds]
+    over = ((i, problem.lane_node[lane]) for i, line in enumerate(lines) for lane in _lanes(problem, line))
+    stopping = [(i, node) for i, node in over if node >= 0]
+    slack = CLOSE * max(ends, default=0.0)
+    free = [end - problem.latency[kind] for end, kind in zip(ends, kinds, strict=True)]
+    traffic = _Traffic(problem, lines, starts, free)
+    before = _predecessors(problem, kinds, buckets)
+    last = max(ends, default=0.0)
+    waiting = [i for i, end in enumerate(ends) if end >= last - slack]
+    seen = set(waiting)
+    while waiting:
+        i = waiting.pop()
+        causes = [j for j in before[i] if ends[j] >= starts[i] - slack] + traffic.beside(i, slack)
+        gates = problem.gate[problem.task_gates[kinds[i]] : problem.task_gates[kinds[i] + 1]]
+        # Earlier coding on the node's GPU has delayed this gradient.
+        causes += [j for j, node in stopping if node in gates and starts[j] < starts[i]] if gates else []
+        for j in causes:
+            if j not in seen:
+                seen.add(j)
+                waiting.append(j)
+    return {buckets[i] for i in seen}
+
+
+class _Traffic:
+    """Tasks that occupied or shared the lanes of a task. A line takes one task at a time, so its ends are in the order of
+    its starts."""
+
+    def __init__(self, problem: Problem, lines: Sequence[int], starts: Sequence[float], free: Sequence[float]) -> None:
+        self._lines, self._starts, self._free = lines, starts, free
+        self._on: dict[int, list[int]] = {}
+        for i in sorted(range(len(lines)), key=starts.__getitem__):
+            self._on.setdefault(lines[i], []).append(i)
+        self._on.pop(-1, None)
+        self._place = {i: place for on in self._on.values() for place, i in enumerate(on)}
+        self._ends = {line: [free[i] for i in on] for line, on in self._on.items()}
+        over: dict[int, list[int]] = {}
+        for line in self._on:
+            for lane in _lanes(problem, line):
+                over.setdefault(lane, []).append(line)
+        self._beside = {line: sorted({o for lane in _lanes(problem, line) for o in over[lane]} - {line}) for line in self._on}
+
+    def beside(self, i: int, slack: float) -> list[int]:
+        """The task that left this line when task i began, and all tasks that shared a lane with it."""
+        line, start, end = self._lines[i], self._starts[i], self._free[i]
+        if line < 0:
+            return []
+        place = self._place[i]
+        tasks = self._on[line][place - 1 : place] if place and self._ends[line][place - 1] >= start - slack else []
+        for other in self._beside[line]:
+            on = self._on[other]
+            at = bisect.bisect_right(self._ends[other], start + slack)
+            while at < len(on) and self._starts[on[at]] < end - slack:
+                tasks.append(on[at])
+                at += 1
+        return tasks
+
+
+def _lanes(problem: Problem, line: int) -> list[int]:
+    return problem.line_lane[problem.line_lanes[line] : problem.line_lanes[line + 1]] if line >= 0 else []
+
+
+def laid_out(problem: Problem, choice: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Task and bucket of each instance of a step, in the simulation's numbering."""
+    kinds: list[int] = []
+    buckets: list[int] = []
+    for b in problem.order:
+        option = problem.bucket_options[b] + choice[b]
+        kinds += range(problem.option_tasks[option], problem.option_tasks[option + 1])
+        buckets += [b] * (len(kinds) - len(buckets))
+    return kinds, buckets
+
+
+def _predecessors(problem: Problem, kinds: list[int], buckets: list[int]) -> list[list[int]]:
+    before: list[list[int]] = [[] for _ in kinds]
+    first = 0
+    for i, kind in enumerate(kinds):
+        if i and buckets[i] != buckets[i - 1]:
+            first = i
+        for place in problem.next[problem.task_next[kind] : problem.task_next[kind + 1]]:
+            before[first + place].append(i)
+    return before
+
+
+class Timed(Protocol):
+    """Seconds of a step for a choice, which is one option number per bucket."""
+
+    def run(self, choice: list[int], limit: float = math.inf) -> float:
+        """Infinity if certainly above `limit`."""
+
+    def sweep(
+        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
+        only: list[int] | None = None, enough: float = -math.inf, factors: list[float] | None = None,
+    ) -> list[float]:
+        """Seconds with each option set for all of `buckets`, which have equally many options; infinity if above `limit`.
+
+        `factors`, by option: seconds are multiplied by them before any comparison. `now_s`: seconds of the present choice, if
+        known. `most`, up to 8: only this many of the shortest are needed; others may be infinity. `only`: options to try;
+        others are infinity. `enough`: the sweep may stop at a step this short.
+        """
+
+
+class Schedule(Timed, Protocol):
+    """The simulation of one exchange."""
+
+    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
+        """Also the start and end of each task, by step, then by task in the order of buckets."""
+
+
+class PortableSchedule:
+    """The same without a compiler, about 100 times slower."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def run(self, choice: Sequence[int], limit: float = math.inf) -> float:
+        del limit
+        return Twin(self.problem, choice).run()
+
+    def trace(self, choice: Sequence[int]) -> tuple[float, list[float], list[float]]:
+        twin = Twin(self.problem, choice)
+        step_s = twin.run()
+        return step_s, twin.start, twin.end
+
+    def sweep(
+        self, choice: Sequence[int], buckets: Sequence[int], limit: float, now_s: float = math.nan, most: int = 0,
+        only: Sequence[int] | None = None, enough: float = -math.inf, factors: Sequence[float] | None = None,
+    ) -> list[float]:
+        del limit, now_s, most, enough, factors
+        edges = self.problem.bucket_options
+        changed = list(choice)
+        seconds = []
+        for option in range(edges[buckets[0] + 1] - edges[buckets[0]]):
+            for b in buckets:
+                changed[b] = option
+            seconds.append(self.run(changed) if only is None or option in only else math.inf)
+        return seconds
+
+
+def schedule(problem: Problem) -> Schedule:
+    if core is None:
+        return PortableSchedule(problem)
+    native: Schedule = core.Schedule(problem)
+    return native
+
+
+CIRCLE = "the tasks of an option wait for one another in a circle"
+
+
+class Twin:
+    """One simulation. `start` and `end`: seconds by instance, that is by step, then by task in the order of buckets."""
+
+    def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
+        self.p = problem
+        self.first = [0] * problem.buckets
+        self.kind: list[int] = []
+        self.bucket: list[int] = []
+        for b in problem.order:
+            option = problem.bucket_options[b] + choice[b]
+            self.first[b] = len(self.kind)
+            tasks = range(problem.option_tasks[option], problem.option_tasks[option + 1])
+            self.kind += tasks
+            self.bucket += [b] * len(tasks)
+        self.total = len(self.kind)
+        everything = self.total * problem.steps
+        self.left = [problem.need[kind] for kind in self.kind] * problem.steps
+        late = sum(problem.stale[b] for b in self.bucket)
+        self.open = [[self.total - late, late] for _ in range(problem.steps)]
+        self.start, self.end = [math.nan] * everything, [math.nan] * everything
+        lines = len(problem.line_lanes) - 1
+        self.current = [-1] * lines
+        self.unserved = [0] * lines
+        self.waiting: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
+        self.check: set[int] = set()
+        self.on: list[list[tuple[float, int]]] = [[] for _ in problem.lanes]
+        """By lane: when each task on it leaves (in `shared_s` if the lane is shared), and the task's line."""
+        self.shared_s = [0.0] * len(problem.lanes)
+        self.shared_until = [0.0] * len(problem.lanes)
+        self.due_at = [math.inf] * len(problem.lanes)
+        self.later: list[tuple[float, int]] = []
+        """Instances that end this long after their line is free again."""
+        self.over: list[int] = []
+        self.at = [0] * problem.nodes
+        self.offset = [0.0] * problem.nodes
+        self.now = 0.0
+        self.arrivals = 0
+
+    def run(self) -> float:
+        """Seconds of the last step. With stale transfers, the mean of the last two, which may alternate."""
+        begun = last = before = 0.0
+        for step in range(self.p.steps):
+            over = self._step(step, begun)
+            before, last = last, over + self.p.tail - begun
+            begun = over + self.p.tail
+        return (before + last) / 2 if self.p.steps > 2 else last
+
+    def _step(self, step: int, begun: float) -> float:
+        p = self.p
+        self.at = [0] * p.nodes
+        self.offset = [begun] * p.nodes
+        computing = p.nodes
+        self.now = begun
+        while computing or self.open[step][0] or (step and self.open[step - 1][1]):
+            self.now = min([*map(self._due, range(p.nodes)), *self.due_at, *(at for at, _ in self.later[:1])])
+            if self.now == math.inf:
+                raise InvalidInput("E-PLAN-INPUT", CIRCLE)
+            for n in range(p.nodes):
+                while self._due(n) <= self.now:
+                    if self.at[n] < p.buckets:
+                        self._gradient(step, p.ready_order[n * p.buckets + self.at[n]], n)
+                    else:
+                        computing -= 1
+                    self.at[n] += 1
+            self.over = []
+            for lane, at in enumerate(self.due_at):
+                if at <= self.now:
+                    self._leave(lane)
+            while self.later and self.later[0][0] <= self.now:
+                self.over.append(heapq.heappop(self.later)[1])
+            for instance in sorted(self.over):
+                self._ended(instance)
+            self._serve()
+        return self.now
+
+    def _due(self, n: int) -> float:
+        p, at = self.p, self.at[n]
+        if at > p.buckets:
+            return math.inf
+        which = p.ready_order[n * p.buckets + at] if at < p.buckets else p.buckets
+        return self.offset[n] + p.ready[n * (p.buckets + 1) + which]
+
+    def _gradient(self, step: int, b: int, node: int) -> None:
+        i = self.first[b]
+        while i < self.total and self.bucket[i] == b:
+            kind = self.kind[i]
+            if node in self.p.gate[self.p.task_gates[kind] : self.p.task_gates[kind + 1]]:
+                self._met(step * self.total + i)
+            i += 1
+
+    def _met(self, instance: int) -> None:
+        self.left[instance] -= 1
+        if self.left[instance] > 0:
+            return
+        kind = self.kind[instance % self.total]
+        line = self.p.task_line[kind]
+        if line < 0:
+            self.start[instance] = self.now
+            heapq.heappush(self.later, (self.now + self.p.latency[kind], instance))
+            return
+        key = instance
+        if not self.p.priority:
+            key, self.arrivals = self.arrivals, self.arrivals + 1
+        heapq.heappush(self.waiting[line], (key, instance))
+        self.check.add(line)
+
+    def _serve(self) -> None:
+        """Each free line takes the first of its waiting tasks."""
+        for line in sorted(self.check):
+            if self.current[line] < 0 and self.waiting[line]:
+                self._begin(heapq.heappop(self.waiting[line])[1], line)
+        self.check.clear()
+
+    def _begin(self, instance: int, line: int) -> None:
+        p, kind = self.p, self.kind[instance % self.total]
+        lanes = p.line_lane[p.line_lanes[line] : p.line_lanes[line + 1]]
+        self.current[line], self.unserved[line] = instance, len(lanes)
+        for lane, seconds in zip(lanes, p.seconds[p.task_seconds[kind] : p.task_seconds[kind + 1]], strict=True):
+            if p.lane_shared[lane]:
+                self._serve_until_now(lane)
+                self.on[lane].append((self.shared_s[lane] + seconds, line))
+                self._foresee(lane)
+                continue
+            self.on[lane].append((0.0, line))
+            self.due_at[lane] = self.now + seconds
+            node = p.lane_node[lane]
+            if node >= 0 and self.at[node] <= p.buckets:
+                self.offset[node] += seconds
+        self.start[instance] = self.now
+
+    def _serve_until_now(self, lane: int) -> None:
+        on = len(self.on[lane])
+        self.shared_s[lane] = self.shared_s[lane] + (self.now - self.shared_until[lane]) / on if on else 0.0
+        self.shared_until[lane] = self.now
+
+    def _foresee(self, lane: int) -> None:
+        """Computes when the next task leaves a shared lane."""
+        on = self.on[lane]
+        left_s = (min(on)[0] - self.shared_s[lane]) * len(on) if on else math.inf
+        self.due_at[lane] = max(self.now, self.now + left_s)
+
+    def _leave(self, lane: int) -> None:
+        """Ends a lane's part of a task, or of all tasks that leave at the same moment."""
+        shared, first = self.p.lane_shared[lane], min(self.on[lane])[0]
+        gone = [line for at, line in self.on[lane] if at <= first]
+        self.on[lane] = [(at, line) for at, line in self.on[lane] if at > first]
+        if shared:
+            self.shared_s[lane], self.shared_until[lane] = first, self.now
+            self._foresee(lane)
+        else:
+            self.due_at[lane] = math.inf
+        for line in gone:
+            self.unserved[line] -= 1
+            if self.unserved[line] == 0:
+                self._release(line)
+
+    def _release(self, line: int) -> None:
+        instance, self.current[line] = self.current[line], -1
+        latency = self.p.latency[self.kind[instance % self.total]]
+        self.check.add(line)
+        if latency:
+            heapq.heappush(self.later, (self.now + latency, instance))
+        else:
+            self.over.append(instance)
+
+    def _ended(self, instance: int) -> None:
+        step, i = divmod(instance, self.total)
+        kind, b = self.kind[i], self.bucket[i]
+        self.end[instance] = self.now
+        self.open[step][self.p.stale[b]] -= 1
+        base = step * self.total + self.first[b]
+        for place in self.p.next[self.p.task_next[kind] : self.p.task_next[kind + 1]]:
+            self._met(base + place)

@@ -1,0 +1,183 @@
+"""Sparse gradients ("thin" tensors): how much of a bucket is sent if zeros are left out.
+
+An embedding's gradient is zero in every row that no sample of the batch used, and frames leave zeros out. This
+shortens uncompressed and rounded payloads, which are zero where gradients are. With error feedback a codec sends residuals
+later, so its payloads fill up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from msgspec import structs
+
+from commlayer.codec_spec import ELEMENT_NBYTES, CodecSpec, parse_spec, spec_error
+from commlayer.planner.codec_sizes import touch
+from commlayer.planner.model import Option
+from commlayer.records import Bucket, Job, Plan, Slice
+
+SPARSE_AT_MOST = 0.25
+"""A tensor is thin if at most this part of it is nonzero. Rounded to 16 bits it is then no longer than in int4."""
+LEAST_NUMEL = 1 << 12
+"""Smaller tensors are not worth a bucket of their own."""
+KEEP_ZEROS = ("identity", "fp16", "bf16")
+"""Codecs whose payloads are zero where gradients are, in every step."""
+
+
+def is_thin(job: Job, tensor: int) -> bool:
+    filled = _filled(job)
+    return bool(filled) and filled[tensor] <= SPARSE_AT_MOST and job.tensors[tensor].numel >= LEAST_NUMEL
+
+
+def travels(job: Job, slices: Sequence[Slice]) -> int:
+    """Elements of a bucket that are sent: nonzero ones only, if its tensors are thin."""
+    if not is_thin(job, slices[0].tensor):
+        return sum([s.numel for s in slices])
+    filled = _filled(job)
+    return max(1, round(sum([s.numel * filled[s.tensor] for s in slices])))
+
+
+def keeps_zeros(option: Option | Bucket) -> bool:
+    """Whether zeros stay out of frames in both directions. This holds between workers and servers, not in collectives."""
+    return option.served and all(parse_spec(codec).family in KEEP_ZEROS
+                                 for codec in (option.codec, option.down, *option.by_node) if codec)
+
+
+def sent_numel(plan: Plan, bucket: Bucket, job: Job) -> int:
+    """Elements of a plan's bucket that are sent."""
+    zeros = not plan.steps_locally and keeps_zeros(bucket)
+    return travels(job, bucket.slices) if zeros else bucket.numel
+
+
+def full(job: Job) -> Job:
+    """The job with dense gradients. Weight updates are dense even where gradients are sparse, once an optimizer has
+    momentum."""
+    return structs.replace(job, timing=structs.replace(job.timing, filled=())) if job.timing and job.timing.filled else job
+
+
+def _filled(job: Job) -> tuple[float, ...]:
+    return job.timing.filled if job.timing else ()
+
+
+Shape = tuple[int, ...]
+
+REPORTED_ABOVE = 0.5
+"""A lossy codec that leaves more than this part of a model's elements uncompressed is reported."""
+WHOLE = 0.9
+"""A payload of this part of the dense bytes saves nothing."""
+
+
+def shape_of(job: Job, part: Slice) -> Shape:
+    """The shape of a matrix, whole or cut between rows; else an empty shape."""
+    shape = job.tensors[part.tensor].shape
+    row = row_of(shape)
+    if len(shape) < 2 or row == 0 or part.start % row or part.stop % row:
+        return ()
+    return (part.numel // row, *shape[1:])
+
+
+def row_of(shape: Shape) -> int:
+    """Elements of a matrix's row. A matrix may be cut only between rows."""
+    return math.prod(shape[1:])
+
+
+def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
+    """The codec and shape of a bucket with these slices. In a bucket of several slices, a codec that needs matrices
+    gets the shape of each slice.
+
+    >>> from commlayer.records import TensorInfo
+    >>> job = Job((TensorInfo("weight", (64, 32)), TensorInfo("bias", (64,))))
+    >>> shaped("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
+    ('error_feedback(powersgd(shapes=((64, 32), (64,))))', ())
+    >>> shaped("powersgd()", job, [Slice(0, 0, 2048)])
+    ('powersgd()', (64, 32))
+    """
+    shape = shape_of(job, group[0]) if len(group) == 1 else ()
+    name = parse_spec(codec)
+    if not name.needs_shape:
+        return codec, shape if shape == job.tensors[group[0].tensor].shape else ()
+    if shape:
+        return codec, shape
+    shapes = tuple([shape_of(job, part) or (part.numel,) for part in group])
+    if all(len(each) < 2 for each in shapes):
+        return codec, ()
+    return str(name.with_core(lambda core: CodecSpec("powersgd", (("rank", core.get("rank")), ("shapes", shapes))))), ()
+
+
+def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
+    """A line for a codec that leaves most of the model uncompressed although it should compress it."""
+    gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and _buffer(job, b))]
+    total = sum(b.numel for b in gradients)
+    whole: dict[str, int] = {}
+    for bucket in gradients:
+        core = parse_spec(bucket.codec).core
+        whole[str(core)] = whole.get(str(core), 0) + _as_it_is(bucket, parse_spec(bucket.codec))
+    codec = max(whole, key=lambda name: whole[name], default="")
+    if codec and whole[codec] > REPORTED_ABOVE * total:
+        yield (f"{whole[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
+               + ("it compresses matrices that are whole, or named in powersgd(shapes=...), and larger than their factors"
+                  if parse_spec(codec).needs_shape else "its payloads are as large as uncompressed ones, or larger"))
+
+
+def _as_it_is(bucket: Bucket, name: CodecSpec) -> int:
+    """Elements of the bucket that the codec leaves uncompressed."""
+    if bucket.path == "allreduce" or name.core.family == "identity":
+        return 0
+    if name.core.family == "powersgd":
+        shapes = name.core.get("shapes") or (bucket.spec.shape,)
+        return sum(math.prod(shape) for shape in shapes if not _gains(shape, name.core.get("rank")))
+    try:
+        return bucket.numel if touch(name).sent >= WHOLE * ELEMENT_NBYTES else 0
+    except ValueError:
+        return 0
+
+
+def _gains(shape: Shape, rank: int) -> bool:
+    """Whether the matrix's factors have fewer elements."""
+    if len(shape) < 2 or 0 in shape:
+        return False
+    rows, row = shape[0], row_of(shape)
+    return min(rank, rows, row) * (rows + row) < rows * row
+
+
+def _buffer(job: Job, bucket: Bucket) -> bool:
+    return any(job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors))
+
+
+DOUBLE = "float64"
+EXACT = "allreduce"
+
+
+def unrounded(plan: Plan, job: Job) -> Plan:
+    """The plan with every bucket of doubles on an uncompressed all-reduce. Unchanged if there are no doubles."""
+    buckets = tuple(
+        structs.replace(b, path=EXACT, codec="identity()", server=0, owner=0, down="", by_node=(), coder="", stale=False)
+        if _doubles(b, job) else b for b in plan.buckets
+    )
+    if buckets == plan.buckets:
+        return plan
+    served = any(b.served for b in buckets)
+    return structs.replace(plan, buckets=buckets, servers=plan.servers if served else 0, hosts=plan.hosts if served else ())
+
+
+def told(job: Job, nodes: int) -> str:
+    """A notice for the user that doubles are not compressed; empty if it does not apply."""
+    count = sum(t.numel for t in job.tensors if t.dtype == DOUBLE and not t.buffer)
+    if not count or nodes < 2:
+        return ""
+    return (f"{count} of {job.numel} elements are float64, which codecs would round: they are all-reduced as they are, and not "
+            "compressed; model.float() makes them float32")
+
+
+def rounded(plan: Plan, job: Job) -> Iterator[str]:
+    """Buckets in which the plan would round doubles to float32, a line each."""
+    for bucket in plan.buckets:
+        if bucket.path != EXACT and (names := _doubles(bucket, job)):
+            yield (f"bucket {bucket.id}: {names[0]} is float64, which path {bucket.path!r} would round to float32, allowed for "
+                   f"it: {EXACT!r}; or make the model float32 (model.float())")
+
+
+def _doubles(bucket: Bucket, job: Job) -> list[str]:
+    numbers = [s.tensor for s in bucket.slices if 0 <= s.tensor < len(job.tensors)]
+    return [job.tensors[number].name for number in numbers if job.tensors[number].dtype == DOUBLE]

@@ -1,0 +1,376 @@
+"""Paths: the ops of one bucket, and their spelling in a plan. grammar.py defines which paths are legal.
+
+    encode@cpu net.push net.pull decode@cpu                                    summed by a server, compressed both ways
+    node.reduce_scatter encode@gpu net.allgather decode@cpu node.allgather     two-level, compressed between nodes
+
+A collective carries payloads between an encode and the next decode, and floats elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from commlayer.errors import InvalidInput
+from commlayer.planner.model import Cluster, CodecCost
+
+Scope = Literal["all", "node", "net"]
+"""Ranks that take part: all; the ranks of one node; between nodes, the ranks of one local number (or one rank of each
+node)."""
+
+Device = Literal["gpu", "cpu"]
+
+COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "alltoall", "reduce", "gather", "broadcast")
+SERVICE = ("push", "pull", "forward")
+"""Ops of a summation server (scope net). `pull`: the server encodes the sum again. `forward`: it sends the merged sum as
+it is."""
+
+CODING = ("encode", "decode")
+
+ALIASES = {
+    "allreduce": "all.allreduce",
+    "service": "encode@cpu net.push net.pull decode@cpu",
+}
+"""Short names. On nodes of several ranks, "service" adds node.reduce before and node.broadcast after."""
+
+
+class Op(NamedTuple):
+    """One op: a collective in a scope, or an encode or decode on a device."""
+
+    name: str
+    where: str
+    """Scope of a collective, device of an encode or decode."""
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.where}" if self.name in CODING else f"{self.where}.{self.name}"
+
+
+Path = tuple[Op, ...]
+
+
+def spell(path: Path) -> str:
+    return " ".join(map(str, path))
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str, ranks_per_node: int = 1) -> Path:
+    """Parses a path, short names included."""
+    if text == "service" and ranks_per_node > 1:
+        text = f"node.reduce {ALIASES[text]} node.broadcast"
+    return tuple(_parsed_op(word, text) for word in ALIASES.get(text, text).split())
+
+
+def _parsed_op(word: str, text: str) -> Op:
+    coding, _, device = word.partition("@")
+    if coding in CODING:
+        if device not in get_args(Device):
+            raise InvalidInput("E-PLAN-PATH", f"path {text!r}: {word!r} is on no device, allowed: {coding}@gpu, {coding}@cpu")
+        return Op(coding, device)
+    scope, _, name = word.partition(".")
+    if scope not in get_args(Scope) or name not in COLLECTIVES + SERVICE or (name in SERVICE and scope != "net"):
+        raise InvalidInput("E-PLAN-PATH",
+            f"path {text!r}: {word!r} is no op, allowed: encode@DEVICE, decode@DEVICE, "
+            f"(all|node|net).({'|'.join(COLLECTIVES)}), "
+            f"net.({'|'.join(SERVICE)}); or the whole path as {' or '.join(ALIASES)}"
+        )
+    return Op(name, scope)
+
+
+Kind = Literal["flat", "two-level", "service", "sum"]
+KINDS: tuple[Kind, ...] = ("flat", "two-level", "service", "sum")
+GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
+
+FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
+PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
+SECOND = dict(FLOAT_PAIRS + PAYLOAD_PAIRS)
+"""First half of a pair -> its second half."""
+
+Paths = tuple[Path, ...]
+
+
+def encodes(path: Path) -> int:
+    return sum(op.name == "encode" for op in path)
+
+
+def served(path: Path) -> bool:
+    return any(op.name == "push" for op in path)
+
+
+def summing(path: Path) -> bool:
+    """Whether an all-reduce adds payloads, which needs a codec whose payloads add up."""
+    return encodes(path) > 0 and any(op.name == "allreduce" for op in path)
+
+
+def one_device(path: Path) -> bool:
+    """Whether all coding of a rank happens on one device."""
+    return len({op.where for op in path if op.name in CODING}) <= 1
+
+
+@cache
+def kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
+    """All paths of one kind, in a fixed order."""
+    tree = _Tree(devices)
+    build = {"flat": tree.flat, "two-level": tree.two_level, "service": tree.service, "sum": tree.sums}[name]
+    return tuple(build())
+
+
+class _Tree:
+    """The grammar's rules, a method each. `devices` are those that encode and decode."""
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self.C: Paths = tuple((Op("encode", d),) for d in devices)
+        self.D: Paths = tuple((Op("decode", d),) for d in devices)
+
+    def flat(self) -> Iterator[Path]:
+        yield (Op("allreduce", "all"),)
+        for first, second in FLOAT_PAIRS:
+            yield from _rows([_op(first, "all")], self.last("all", second))
+        yield from _rows(self.C, [_op("allgather", "all")], self.D)
+        for first, second in PAYLOAD_PAIRS:
+            yield from _rows(self.C, [_op(first, "all")], self.last_coded("all", second))
+
+    def two_level(self) -> Iterator[Path]:
+        for second, floats in self.inside():
+            if floats:
+                yield from _rows(floats, self.between(second))
+                yield from _rows(floats, self.C, self.between_coded(second))
+        for (_, second), merged, forwarded in self.inside_coded():
+            yield from _rows(forwarded, self.between_coded(second))
+            yield from _rows(merged, self.between(second))
+            yield from _rows(merged, self.C, self.between_coded(second))
+
+    def service(self) -> Iterator[Path]:
+        """A server adds one payload per rank and bucket, so sums made inside a node are encoded before they are pushed."""
+        for back in ("pull", "forward"):
+            yield from _rows(self.C, [(Op("push", "net"), Op(back, "net"))], self.D)
+        for back in ("pull", "forward"):
+            yield from self._middle((Op("push", "net"), Op(back, "net")))
+
+    def sums(self) -> Iterator[Path]:
+        yield from _rows(self.C, [_op("allreduce", "all")], self.D)
+        yield from self._middle(_op("allreduce", "net"))
+
+    def _middle(self, between: Path) -> Iterator[Path]:
+        """Sums floats inside each node, runs `between` on payloads of the sums, and returns floats to the node."""
+        for second, floats in self.inside():
+            yield from _rows(floats, self.C, [between], self.D, [_op(second, "node")])
+
+    def inside(self) -> Iterator[tuple[str, Paths]]:
+        for first, second in FLOAT_PAIRS:
+            yield second, (_op(first, "node"),)
+
+    def inside_coded(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
+        """The first half inside the node on payloads: decoded and summed, or forwarded as it came."""
+        for first, second in PAYLOAD_PAIRS:
+            forwarded = tuple(_rows(self.C, [_op(first, "node")]))
+            yield (first, second), tuple(_rows(forwarded, self.D)), forwarded
+
+    def last(self, scope: Scope, second: str) -> Paths:
+        return (_op(second, scope), *_rows(self.C, [_op(second, scope)], self.D))
+
+    def last_coded(self, scope: Scope, second: str) -> Paths:
+        return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last(scope, second)))
+
+    def between(self, inner: str) -> Iterator[Path]:
+        yield from _rows([_op("allreduce", "net")], self.last("node", inner))
+        for first, second in FLOAT_PAIRS:
+            yield from _rows([_op(first, "net")], self.between_second(second, inner))
+
+    def between_coded(self, inner: str) -> Iterator[Path]:
+        yield from _rows([_op("allgather", "net")], self.last_coded("node", inner))
+        for first, second in PAYLOAD_PAIRS:
+            yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_coded("node", inner))
+            yield from _rows([_op(first, "net")], self.D, self.between_second(second, inner))
+
+    def between_second(self, second: str, inner: str) -> Iterator[Path]:
+        yield from _rows([_op(second, "net")], self.last("node", inner))
+        yield from _rows(self.C, [_op(second, "net")], self.last_coded("node", inner))
+
+
+def _op(name: str, scope: Scope) -> Path:
+    return (Op(name, scope),)
+
+
+def _rows(*columns: Iterable[Path]) -> Iterator[Path]:
+    """All combinations of one entry from each column, concatenated."""
+    rows: list[Path] = [()]
+    for column in columns:
+        tails = list(column)
+        rows = [row + tail for row in rows for tail in tails]
+    yield from rows
+
+
+# ---- what a cluster allows
+
+
+def options(
+    cluster: Cluster, *, devices: Sequence[str] = GPU_AND_CPU, max_encodes: int = 4, sums: bool = False, mixed: bool = False,
+    kinds: Sequence[Kind] = KINDS, dense: bool = True, servers: bool = True,
+) -> Paths:
+    """The paths that this cluster can run.
+
+    `sums`: for a codec whose payloads add up. `mixed`: every coding step may use its own device, which makes 4341 paths of
+    339. `dense`: also paths without coding.
+    """
+    usable: tuple[Device, ...] = tuple(
+        d for d in GPU_AND_CPU if d in devices and (d == "cpu" or any(n.device != "cpu" for n in cluster.nodes if n.ranks))
+    )
+    return tuple(
+        path for name in KINDS if name in kinds and (sums or name != "sum") and (servers or name != "service")
+        for path in kind(name, usable)
+        if encodes(path) <= max_encodes and (mixed or one_device(path)) and (dense or encodes(path))
+        and not any(_cluster_breaks(path, cluster))
+    )
+
+
+def check(path: Path, cluster: Cluster | None = None) -> list[str]:
+    """Every rule that the path breaks, a line each."""
+    lines = list(_order_breaks(path))
+    if not lines and path not in _every():
+        lines.append(_first_wrong(path))
+    if not lines and cluster is not None:
+        lines += _cluster_breaks(path, cluster)
+    return lines
+
+
+def _cluster_breaks(path: Path, cluster: Cluster) -> Iterator[str]:
+    workers = [node for node in cluster.nodes if node.ranks]
+    ranks = {node.ranks for node in workers}
+    scopes = {op.where for op in path if op.name not in CODING}
+    inside = "node" in scopes
+    if len(workers) > 1 and not cluster.reachable and any(op.name in COLLECTIVES and op.where != "node" for op in path):
+        yield "a collective crosses nodes, which cannot reach each other here: between them only net.push and its results"
+    if len(workers) == 1 and "net" in scopes and not served(path):
+        yield "an exchange between nodes (net.*), and there is one node"
+    if inside and max(ranks, default=1) == 1:
+        yield "a phase inside nodes (node.*), and every node has one rank"
+    if served(path) and not inside and max(ranks, default=1) > 1:
+        yield "every rank would push for itself: nodes of several ranks sum inside first (node.reduce, node.reduce_scatter)"
+    shards = any(op.where == "node" and op.name in ("reduce_scatter", "alltoall") for op in path)
+    if shards and len(ranks) > 1 and not served(path):
+        yield (f"ranks of one local number meet between nodes, and nodes have {', '.join(map(str, sorted(ranks)))} ranks: "
+               "sum onto one rank of each, with node.reduce or node.gather")
+    bare = next((node.name for node in workers if node.device == "cpu"), None)
+    if bare is not None and any(op.name in CODING and op.where == "gpu" for op in path):
+        yield f"coding on a GPU, and node {bare} has none"
+    if served(path) and not any(node.server for node in cluster.nodes):
+        yield "a server is needed, and no node can host one"
+
+
+def _order_breaks(path: Path) -> Iterator[str]:
+    """Errors found by walking along the path; errors that this misses are found by comparing with the tree."""
+    coded, pushed = False, False
+    halves: dict[str, str] = {}
+    for op in path:
+        if op.name == "encode":
+            if coded:
+                yield f"{op} stands where payloads are: decode them first"
+            coded = True
+        elif op.name == "decode":
+            if not coded:
+                yield f"{op} stands where floats are"
+            coded = False
+        elif op.name == "push":
+            if not coded:
+                yield f"{op} stands where floats are: a server takes payloads (codec identity() for floats as they are)"
+            pushed = True
+        elif op.name in ("pull", "forward"):
+            if not pushed:
+                yield f"{op} stands before net.push"
+            pushed = False
+        else:
+            yield from _half_breaks(op, coded, halves)
+    if coded:
+        yield "the path ends in payloads: a decode is missing"
+    if pushed:
+        yield "net.push has no net.pull or net.forward behind it"
+    for scope, first in halves.items():
+        yield f"{scope}.{first} has no second half: {scope}.{SECOND[first]}"
+
+
+def _half_breaks(op: Op, coded: bool, halves: dict[str, str]) -> Iterator[str]:
+    first = halves.get(op.where)
+    if op.name in SECOND:
+        wants = op.name in dict(PAYLOAD_PAIRS)
+        if wants != coded:
+            yield f"{op} stands where {'payloads' if coded else 'floats'} are, it takes {'payloads' if wants else 'floats'}"
+        if first is not None:
+            yield f"{op} follows {op.where}.{first}, whose second half is {op.where}.{SECOND[first]}"
+        halves[op.where] = op.name
+    elif op.name in ("allgather", "broadcast"):
+        if first is not None and SECOND[first] != op.name:
+            yield f"{op} follows {op.where}.{first}, whose second half is {op.where}.{SECOND[first]}"
+        elif first is None and (op.name == "broadcast" or not coded):
+            yield f"{op} has no first half before it"
+        halves.pop(op.where, None)
+
+
+@cache
+def _every() -> frozenset[Path]:
+    return frozenset(path for name in KINDS for path in kind(name))
+
+
+def _first_wrong(path: Path) -> str:
+    """Where a path leaves the tree, and what the tree allows there."""
+    known = _every()
+    for place in range(len(path) + 1):
+        follow = {p[place] if place < len(p) else None for p in known}
+        op = path[place] if place < len(path) else None
+        if op not in follow:
+            break
+        known = frozenset(p for p in known if len(p) > place and p[place] == op)
+    allowed = ", ".join(sorted("the end" if o is None else str(o) for o in follow))
+    where = f"behind {spell(path[:place])!r}" if place else "at the beginning"
+    return f"{where} stands {'the end' if op is None else op}, allowed: {allowed}"
+
+
+class Promise(NamedTuple):
+    """What may be done with a codec's payloads."""
+
+    sums: bool
+    """An all-reduce may add them."""
+    alone: bool
+    """A payload can be decoded on its own and added to a dense sum."""
+    answers: bool
+    """A server may encode its sums with it, whatever the workers' codec is."""
+
+
+def promise_of(cost: CodecCost) -> Promise:
+    return Promise(cost.sums, cost.alone, cost.answers)
+
+
+def misfits(
+    path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
+) -> Iterator[str]:
+    """Reasons why these codecs cannot be used on this path, a line each. `gpus`: some worker's gradients are on a GPU."""
+    if not encodes(path):
+        return
+    ups = list(up)
+    if served(path):
+        forwards = any(op.name == "forward" for op in path)
+        if (forwards or down is not None) and not all(codec.alone for codec in ups):
+            yield "a server sends the sum otherwise than it came, allowed are codecs of one round that sum in dense float32"
+        if down is not None and not down.answers:
+            yield "`down` is coded from a dense sum, allowed is a codec of one round that sums in dense float32"
+        return
+    if down is not None or by_node:
+        yield "`down` and `by_node` are for path 'service'; here all payloads of a bucket have one codec"
+    elif summing(path) and not all(codec.sums for codec in ups):
+        yield "payloads go through an all-reduce, allowed are codecs whose payloads add up, such as identity()"
+    elif not summing(path) and not all(codec.alone for codec in ups):
+        yield ("every rank adds payloads to a dense sum, allowed are codecs of one round that need no server; "
+               "put this one on path 'service', or one whose payloads add up on 'encode@cpu all.allreduce decode@cpu'")
+    if gpus and summing(path):
+        yield "payloads are added up in host memory alone: for a model on GPUs take a path without an all-reduce of payloads"
+
+
+def fits(
+    path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
+) -> bool:
+    return next(misfits(path, up, down=down, by_node=by_node, gpus=gpus), None) is None
+
+
+def on_gpus(cluster: Cluster) -> bool:
+    """Whether some worker's gradients are on a GPU."""
+    return any(node.device != "cpu" for node in cluster.nodes if node.ranks)
