@@ -1,4 +1,5 @@
-"""How the process of one rank ends in a measurement. Knows no system, and imports no commlayer: rivals have none."""
+"""Entry point of a benchmark rank: runs it, then exits without destructors. Imports no commlayer, because rival environments
+have none."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import NoReturn
 
 
 def as_rank(run: Callable[[], object]) -> NoReturn:
-    """Ends the process without destructors: that of a Gloo group which DDP has used may join a thread that waits for the
-    interpreter lock."""
+    """Runs `run` and exits the process without destructors. After DDP has used a Gloo group, the group's destructor may join a
+    thread that waits for the interpreter lock."""
     code = 0
     try:
         run()

@@ -1,8 +1,8 @@
-"""Balancing: the paper's four GPUs and others, disturbed or not, ours beside LBB and its relatives; real processes at the end.
+"""Benchmark of load balancing: the paper's four GPUs and other clusters, ours against LBB and related methods.
 
-Emulated workers are lines with noise (bench.reference.balance_cluster), so a run is exact and repeats; only solve times are
-measured. Every mode meets the same noise. The oracle knows the truth of each step. Communication counts only in the rows that
-say so.
+Emulated workers are linear time models with noise (bench.reference.balance_cluster), so runs are reproducible; only solve times
+are measured. All modes see the same noise. The oracle knows the true times of each step. Communication counts only in the rows
+that name it. The last rows come from real processes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from commlayer.balance.profile import profile
 from commlayer.balance.time_models import Cubic, fit_cubic
 
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
-"""(ms per sample, ms of launch) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""
+"""(ms per sample, launch overhead in ms) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""
 PAPER = tuple(Line(slope / 1e3, launch / 1e3) for slope, launch in PAPER_MS)
 GPUS = ("M40", "GTX 1070 (a)", "GTX 1070 (b)", "GTX 750")
 BATCH = 512
 NOISE = 0.01
 ADDED_S = 0.05
 TURN = 40
-"""Steps that the added 50 ms stay with a worker before the next has them; the first at step 25, as in the paper's figure 7."""
+"""Number of steps for which one worker has the extra 50 ms before the next worker gets it. The first disturbance starts at step
+25, as in the paper's figure 7."""
 LBB_COMM_S = 0.1
-"""The communication of an iteration in the logs of the paper's authors: blocking, not overlapped."""
+"""Communication time of an iteration in the logs of the paper's authors: blocking, not overlapped."""
 BACKWARD = 2 / 3
-"""Part of the compute that communication can hide behind: backward takes about twice as long as forward."""
+"""Fraction of the compute time that communication can overlap with: backward takes about twice as long as forward."""
 
 
 def in_turn(workers: int) -> tuple[Disturbance, ...]:
@@ -63,7 +64,7 @@ SCENARIOS: dict[str, tuple[PlayedCluster, int]] = {
 
 
 def cubics(cluster: PlayedCluster) -> list[Cubic]:
-    """LBB's profile models: powers of two up to the total, with the cluster's noise."""
+    """LBB's profile models, fitted to batch sizes in powers of two up to the total, with the cluster's noise."""
     fitted = []
     for worker in range(len(cluster.lines)):
         draw = random.Random(worker)
@@ -103,12 +104,12 @@ def run(quick: bool) -> Result:
 
 
 def emulated(quick: bool) -> Result:
-    """In virtual time."""
+    """Runs all modes in virtual time."""
     rows: list[dict[str, Any]] = []
     done: dict[tuple[str, str], list[PlayedStep]] = {}
     for scenario, (cluster, steps) in SCENARIOS.items():
-        for name, made in MODES.items():
-            done[scenario, name] = run_mode(made(cluster), cluster, steps)
+        for name, build in MODES.items():
+            done[scenario, name] = run_mode(build(cluster), cluster, steps)
             rows.append(_row(scenario, name, done[scenario, name], cluster.total))
     rows += [_relaxed_row(name, call) for name, call in RELAXED.items()]
     comm_rows, vs_lbb = _with_communication()
@@ -138,7 +139,8 @@ def emulated(quick: bool) -> Result:
 
 
 def draw(path: Path) -> str:
-    """Shares, times and straggler effect over the iterations while 50 ms are added in turn; says where."""
+    """Plots shares, times and straggler effect over the iterations while 50 ms are added to each worker in turn. Returns a line
+    with the file's path."""
     cluster, steps = SCENARIOS["paper, +50 ms in turn"]
     bands = [Band(d.worker, d.start, d.stop) for d in cluster.disturbances]
     courses = [Timeline(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]
@@ -171,16 +173,16 @@ def _row(scenario: str, name: str, steps: list[PlayedStep], total: int) -> dict[
 
 
 def _relaxed_row(name: str, call: Callable[[PlayedCluster, int], Relaxed]) -> dict[str, Any]:
-    told = call(SCENARIOS["paper, static"][0], 98)
+    result = call(SCENARIOS["paper, static"][0], 98)
     return {
-        "scenario": "paper, static", "mode": name, "iteration_ms": BATCH / told.samples_per_s * 1e3,
-        "samples_per_s": told.samples_per_s, "updates": told.updates, "staleness": told.staleness_mean,
-        "staleness_max": told.staleness_max, "rate_scale": told.rate_scale,
+        "scenario": "paper, static", "mode": name, "iteration_ms": BATCH / result.samples_per_s * 1e3,
+        "samples_per_s": result.samples_per_s, "updates": result.updates, "staleness": result.staleness_mean,
+        "staleness_max": result.staleness_max, "rate_scale": result.rate_scale,
     }  # fmt: skip
 
 
 def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The authors' 100 ms of blocking all-reduce, and what is left of it overlapped, then also compressed to a tenth."""
+    """The authors' 100 ms of blocking all-reduce, the same all-reduce overlapped, and overlapped with a tenth of the bytes."""
     cluster = PlayedCluster(PAPER, BATCH, noise=NOISE)
     ways = {
         "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(lambda _active: LBB_COMM_S)),
@@ -188,15 +190,15 @@ def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
         "ours, overlapped, a tenth of the bytes": (MODES["ours"], Communication(lambda _active: LBB_COMM_S / 10, BACKWARD)),
     }
     rows, means = [], []
-    for name, (made, communication) in ways.items():
-        steps = run_mode(made(cluster), cluster, 100, communication)
+    for name, (build, communication) in ways.items():
+        steps = run_mode(build(cluster), cluster, 100, communication)
         rows.append(_row("paper, static, communication emulated", name, steps, BATCH))
         means.append(_mean_s(steps))
     return rows, {"vs_lbb_emulated_overlap": means[0] / means[1], "vs_lbb_emulated_compressed": means[0] / means[2]}
 
 
 def _recovery(seed: int) -> list[int]:
-    """Slow iterations, from the first on, after 50 ms were added to each worker in turn."""
+    """Number of slow iterations after 50 ms were added, for each worker in turn."""
     cluster = PlayedCluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE, seed=seed)
     steps = run_mode(Ours(cluster), cluster, 25 + 4 * TURN)
     return [slow_after(steps, 25 + TURN * w, 25 + TURN * (w + 1)) for w in range(4)]
@@ -204,9 +206,9 @@ def _recovery(seed: int) -> list[int]:
 
 MANY_TOTAL = 64_000
 MANY_CAPS = [40 if worker % 2 else None for worker in range(1000)]
-"""Memory that half of them use more than once."""
+"""Memory limits in samples for every second worker, below the mean share of 64."""
 MANY_LINKS = Communication(lambda active: max(0.0 if worker % 50 else 3.0 for worker in active) + 1e-5 * len(active))
-"""Twenty of them behind slow links, which are to be found."""
+"""Twenty workers are behind slow links, which the solver has to find."""
 
 
 @lru_cache
@@ -216,7 +218,7 @@ def _many_lines() -> list[Line]:
 
 
 def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:
-    """A thousand workers, fifty of which slow down in the third step."""
+    """A thousand workers, of which fifty slow down in the third step."""
     slower = tuple(Disturbance(worker, 3, 1000, factor=2.0) for worker in range(0, 1000, 20))
     cluster = PlayedCluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
     seen = run_mode(Ours(cluster), cluster, steps)
@@ -224,7 +226,7 @@ def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:
 
 
 def _solve_us(call: Callable[[], object], times: int) -> float:
-    """The least of several: other load only adds."""
+    """Minimum over several runs, because other load on the machine only adds time."""
     best = float("inf")
     for _ in range(times):
         begin = time.perf_counter()

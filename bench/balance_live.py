@@ -1,6 +1,6 @@
-"""Balancing with real processes: rows against LBB over a shaped link, after a slow-down, and of the accuracy reached.
+"""Balancing with real processes: comparison with LBB over a shaped link, recovery after a slow-down, accuracy reached.
 
-Knows how ranks are launched and what they say; lines and modes are handed in.
+The time models of the workers are parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bench.report import Result
 from commlayer.balance import Line, solve
 
 LINK_BPS, ONE_WAY_S = 200e6, 0.00025
-"""At which an all-reduce of the model takes the 100 ms that it took the paper's authors."""
+"""With this link an all-reduce of the model takes the 100 ms that the paper's authors measured."""
 WARM = 20
-"""Steps that are left out: shares settle in them."""
+"""Warm-up steps that are not counted, because shares settle in them."""
 MODES = {
     "LBB as published, blocking all-reduce": "lbb",
     "ours, overlapped, fp16": "fp16()",
@@ -51,12 +51,12 @@ def _against_lbb(
         checked = check(lab)
         for name, mode in MODES.items():
             before = lab.counters()
-            told = launch_hosts(lab, len(lines), _worker("--mode", mode, "--steps", steps), deadline_s=200)
+            results = launch_hosts(lab, len(lines), _worker("--mode", mode, "--steps", steps), deadline_s=200)
             after = lab.counters()
-            times[mode] = median(_iterations(told)[WARM:])
+            times[mode] = median(_iterations(results)[WARM:])
             rows.append({
                 "scenario": f"real processes, {LINK_BPS / 1e6:.0f} Mb/s", "mode": name, "iteration_ms": times[mode] * 1e3,
-                "moves": _moves(told), "final": _final(told), "void": not (checked.passed and sound(before, after)),
+                "moves": _moves(results), "final": _final(results), "void": not (checked.passed and sound(before, after)),
             })
     lbb, fp16, topk = times.values()
     exposed_s = lbb - _best_s(lines, total)
@@ -67,40 +67,41 @@ def _recovery(
     rows: list[dict[str, Any]], summary: dict[str, Any], sums: list[int], lines: Sequence[Line], total: int, added_s: float,
     ranks: Sequence[int],
 ) -> None:
-    """Slow iterations after the added time came. On loopback, so that what is counted is balancing."""
+    """Counts slow iterations after a worker was slowed down. Runs on loopback, so that only balancing is measured."""
     start, counted = 30, {}
     for rank in ranks:
-        told = launch_hosts(None, len(lines), _worker(
+        results = launch_hosts(None, len(lines), _worker(
             "--mode", "topk(ratio=0.01,values='int8')", "--steps", start + 30, "--slow", rank, "--from-step", start,
             "--added-ms", added_s * 1e3,
         ), deadline_s=200)
-        iterations = _iterations(told)
+        iterations = _iterations(results)
         best_s = _best_s(lines, total)
         over_s = median(iterations[WARM:start]) - best_s
         slowed = [Line(line.slope_s, line.intercept_s + added_s * (i == rank)) for i, line in enumerate(lines)]
         oracle_s = _best_s(slowed, total)
         counted[rank] = sum(one > 1.1 * oracle_s + over_s for one in iterations[start:])
-        sums += told[0]["sums"]
+        sums += results[0]["sums"]
         rows.append({
             "scenario": f"real processes, +{added_s * 1e3:.0f} ms on worker {rank + 1}", "mode": "ours, topk 1 % int8",
             "iteration_ms": median(iterations[start + 10 :]) * 1e3, "oracle_ms": (oracle_s + over_s) * 1e3,
-            "slow_iterations": counted[rank], "moves": _moves(told), "final": _final(told),
+            "slow_iterations": counted[rank], "moves": _moves(results), "final": _final(results),
         })
     summary["recover_iterations_additive50_real"] = max(n for rank, n in counted.items() if rank != len(lines) - 1)
     summary["recover_iterations_additive50_small_real"] = counted[len(lines) - 1]
 
 
 def _accuracy(rows: list[dict[str, Any]], summary: dict[str, Any], seeds: Sequence[int]) -> None:
-    """The example, balanced and with equal batches: each step's union of samples is the same, so only rounding differs."""
-    found: dict[str, list[float]] = {}
+    """Accuracy of the example, balanced and with equal batches. Each step uses the same samples overall, so only rounding
+    differs."""
+    accuracies: dict[str, list[float]] = {}
     for name, flags in (("equal batches", ["--modes", "equal"]), ("balanced", ["--modes", "balanced"])):
-        told = [_example("--epochs", "6", "--seed", str(seed), *flags) for seed in seeds]
-        found[name] = [accuracy for accuracy, _ in told]
+        runs = [_example("--epochs", "6", "--seed", str(seed), *flags) for seed in seeds]
+        accuracies[name] = [accuracy for accuracy, _ in runs]
         rows.append({
-            "scenario": "real processes, example uneven.py", "mode": name, "accuracy": mean(found[name]),
-            "accuracy_std": stdev(found[name]), "train_s": mean(seconds for _, seconds in told),
+            "scenario": "real processes, example uneven.py", "mode": name, "accuracy": mean(accuracies[name]),
+            "accuracy_std": stdev(accuracies[name]), "train_s": mean(seconds for _, seconds in runs),
         })
-    pairs = zip(found["balanced"], found["equal batches"], strict=True)
+    pairs = zip(accuracies["balanced"], accuracies["equal batches"], strict=True)
     summary["accuracy_minus_equal_pct"] = 100 * mean(mine - theirs for mine, theirs in pairs)
 
 
@@ -108,9 +109,9 @@ def _example(*flags: str) -> tuple[float, float]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     argv = [*launch, "examples/uneven.py", *flags]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
-    said = re.search(r"accuracy ([\d.]+) after ([\d.]+) s", done.stdout)
-    assert said, done.stdout
-    return float(said[1]), float(said[2])
+    match = re.search(r"accuracy ([\d.]+) after ([\d.]+) s", done.stdout)
+    assert match, done.stdout
+    return float(match[1]), float(match[2])
 
 
 def _worker(*flags: object) -> list[str]:
@@ -118,7 +119,7 @@ def _worker(*flags: object) -> list[str]:
 
 
 def _iterations(told: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of each step the slowest rank's."""
+    """For each step the time of the slowest rank."""
     return [max(times) for times in zip(*(one["step_s"] for one in told), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""The balance bench's picture: shares, times and straggler effect over iterations, a column for each mode. Knows no mode."""
+"""Plot of the balance benchmark: shares, times and straggler effect over iterations, one column per mode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from bench.reference.balance_cluster import PlayedStep
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Told apart by those who see fewer colours, too."""
+"""Distinguishable with colour blindness."""
 MARKS = ((0.05, "0.05: LBB tunes finely", ":"), (0.3, "0.3: LBB tunes rapidly", "--"))
 
 
 class Timeline(NamedTuple):
-    """What a mode did."""
+    """One mode's steps."""
 
     name: str
     steps: tuple[PlayedStep, ...]
@@ -30,11 +30,11 @@ class Band(NamedTuple):
 
 
 def write_png(path: Path, title: str, workers: Sequence[str], courses: Sequence[Timeline], bands: Sequence[Band]) -> None:
-    """Panels of a row share their scale, so that modes compare. ModuleNotFoundError where matplotlib is missing."""
+    """Panels of a row share their scale, so that modes can be compared. Raises ModuleNotFoundError if matplotlib is missing."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # At ten inches wide, text of ten points can still be read when the picture is shown 800 pixels wide.
+    # With a width of ten inches, ten-point text is still readable when the picture is displayed 800 pixels wide.
     figure: Any = Figure(figsize=(10, 7.5), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12)
@@ -59,7 +59,7 @@ def _column(axes: Sequence[Any], course: Timeline, workers: Sequence[str], bands
     for worker, (name, colour) in enumerate(zip(workers, COLOURS, strict=True)):
         look = {"color": colour, "linewidth": 1.5, "drawstyle": "steps-post", "label": name}
         shares.plot(at, [step.shares[worker] for step in course.steps], **look)
-        # A worker without share takes no time, which a logarithm cannot show: a gap.
+        # A worker without a share takes zero time, which a logarithmic axis cannot show: draw a gap.
         compute.plot(at, [step.times_s[worker] * 1e3 or math.nan for step in course.steps], **look)
     effect.plot(at, [step.effect for step in course.steps], color="black", linewidth=1.1, label="(max - min) / mean")
     for height, name, dashes in MARKS:
@@ -76,7 +76,7 @@ def _column(axes: Sequence[Any], course: Timeline, workers: Sequence[str], bands
 
 
 def _ticks(ax: Any, label: str, values: Sequence[float]) -> None:
-    """A logarithmic scale: a mode four times slower would flatten all others on a plain one."""
+    """Uses a logarithmic scale: on a linear one a mode four times slower would flatten all others."""
     ax.set_yscale("log")
     ax.set_yticks(values, [f"{value:g}" for value in values])
     ax.minorticks_off()

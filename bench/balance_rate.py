@@ -1,7 +1,7 @@
-"""The codec's ratio, chosen while a job trains: by a line of the link, or with the split by search.
+"""Choosing the codec's ratio while a job trains: from a linear model of the link, or by searching ratio and split together.
 
-In virtual time, over a played cluster and a link that may be slower for what exceeds a burst, as behind a token bucket. What
-counts is the seconds of a step times the steps that a ratio needs, and that factor is emulated, the same for all.
+Runs in virtual time on an emulated cluster. The link may be slower for bytes beyond a burst, like a token bucket. The cost is
+seconds per step times the convergence factor of the ratio; that factor is emulated and the same for all.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from commlayer.balance import Line
 from commlayer.balance.balancer import Policy
 
 WHOLE_NBYTES = 42e6
-"""What 25 M parameters would be as sparse entries at ratio 1."""
+"""Size of 25 M parameters as sparse entries at ratio 1."""
 DELAY_S, LINK_NBYTES_S, BURST_NBYTES = 0.03, 50e6, 1e6
 LINKS = {"link as its line says": 1.0, "link 8 x slower beyond a burst": 8.0}
 FIRST, RATES = 0.01, (0.002, 0.2)
 GRID = [RATES[0] * (RATES[1] / RATES[0]) ** (i / 40) for i in range(41)]
 STEPS_MORE = 0.004
-"""A ratio r takes 1 + this / r as many steps."""
+"""Ratio r has the convergence factor 1 + STEPS_MORE / r."""
 TRIED, SLOWER, GAIN = 6, 1.1, 0.02
-"""As a job's automatic plan has it: so many steps under a new plan tell its pace; a tenth slower, and all go back; a plan must
-promise to win so much."""
+"""The rules of a job's automatic plan: measure a new plan for TRIED steps, roll back if it is SLOWER times as slow, and try a
+plan only if it promises at least the relative gain GAIN."""
 MAY_TRY = 5
 
 LINE = Line(1e3 / LINK_NBYTES_S, DELAY_S)
-"""Seconds of kilobytes: what probes smaller than the burst have found."""
+"""Seconds as a function of kilobytes, as measured by probes smaller than the burst."""
 
 
 class _Job:
-    """Steps of a cluster behind a link, and what each cost."""
+    """The steps of a cluster behind a link, and the cost of each step."""
 
     def __init__(self, cluster: PlayedCluster, slower: float) -> None:
         self._cluster, self._slower = cluster, slower
@@ -52,7 +52,7 @@ class _Job:
             1 + self._cluster.noise * self._draw.gauss(0, 1))
 
     def run(self, shares: Sequence[int], ratio: float) -> tuple[list[float], float]:
-        """A step: what each worker took, and the exchange."""
+        """Runs one step. Returns the compute time of each worker and the time of the exchange."""
         step, exchange_s = next(self._step), self.exchange_s(ratio)
         times_s = [self._cluster.compute_s(worker, share, step) for worker, share in enumerate(shares)]
         self.costs_s.append((max(times_s) + exchange_s) * more(ratio))
@@ -62,12 +62,13 @@ class _Job:
 
 
 def more(ratio: float) -> float:
-    """As many times the steps."""
+    """Convergence factor of a ratio."""
     return 1 + STEPS_MORE / ratio
 
 
 def planned(cluster: PlayedCluster, policy: Policy, slower: float, steps: int) -> _Job:
-    """The default balancer, and the ratio that the link's line finds best: tried, left if it is slower, not tried again."""
+    """Default balancer, with the ratio that the link's linear model predicts as best. A ratio that turns out slower is rolled
+    back and not tried again."""
     job, ours, ratio = _Job(cluster, slower), Ours(cluster, policy), FIRST
     paces: dict[float, float] = {}
     under: list[tuple[float, float]] = []
@@ -92,9 +93,9 @@ def planned(cluster: PlayedCluster, policy: Policy, slower: float, steps: int) -
 
 
 def searched(cluster: PlayedCluster, policy: Policy, slower: float, steps: int) -> _Job:
-    """Nelder-Mead over split and ratio together, from where the default begins; then the best it has seen.
+    """Nelder-Mead over split and ratio together, starting from the default; then the best point seen.
 
-    Each step is a trial, in force at once: a change of plan in a job takes longer, so this is more than a job could have.
+    Each step is a trial that takes effect at once. A plan change in a job takes longer, so this is an upper bound.
     """
     job, best = _Job(cluster, slower), (math.inf, tuple(Ours(cluster, policy).shares(0)), FIRST)
 
@@ -117,20 +118,20 @@ WAYS: dict[str, Callable[[PlayedCluster, Policy, float, int], _Job]] = {
 
 
 def rows(clusters: Sequence[PlayedCluster], policy: Policy, steps: int) -> list[dict[str, Any]]:
-    """`to_loss_ms`: seconds of a step times the steps that its ratio needs."""
-    made = []
+    """`to_loss_ms`: seconds per step times the convergence factor of the ratio."""
+    table = []
     for link, slower in LINKS.items():
         for name, way in WAYS.items():
             jobs = [way(cluster, policy, slower, steps) for cluster in clusters]
-            made.append({
+            table.append({
                 "scenario": f"stairs, {link}", "mode": name, "to_loss_ms": 1e3 * mean(mean(job.costs_s) for job in jobs),
                 "last_50_ms": 1e3 * mean(mean(job.costs_s[-50:]) for job in jobs), "moves": mean(job.changes for job in jobs),
             })
-    return made
+    return table
 
 
 def summary(made: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What the search gains, link by link: the least and the most."""
+    """Minimum and maximum gain of the search over the links."""
     pairs = zip(made[::2], made[1::2], strict=True)
     gains = [100 * (1 - searched["to_loss_ms"] / ours["to_loss_ms"]) for ours, searched in pairs]
     return {"search_gain_with_rate_pct_min": min(gains), "search_gain_with_rate_pct_max": max(gains)}

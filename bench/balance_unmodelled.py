@@ -1,7 +1,8 @@
-"""Shares where lines do not hold: GPUs whose time rises in stairs, memory that spills over; and the codec's ratio beside them.
+"""Balancing where compute time is not linear: GPUs whose time rises in steps, and memory that spills; also the codec's ratio.
 
-The default, which fits lines all the same, beside Nelder-Mead, which fits nothing. In virtual time; decisions are announced two
-steps ahead, and nobody is left out, as in a job. The last scenario is a false alarm: there lines hold and machines change.
+Compares the default, which always fits linear models, with Nelder-Mead, which fits none. Runs in virtual time. As in a job,
+decisions are announced two steps in advance and no worker is excluded. The last scenario checks for false alarms: its workers
+are linear and their speed changes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def run(quick: bool) -> Result:
         heat = () if KINDS[kind] else HEAT
         return [PlayedCluster(LINES, BATCH, disturbances=heat, noise=NOISE, seed=seed, uneven=KINDS[kind]) for seed in seeds]
 
-    rows = [row(kind, name, made, played(kind)) for kind in KINDS for name, made in MODES.items()]
+    rows = [row(kind, name, build, played(kind)) for kind in KINDS for name, build in MODES.items()]
     rated = balance_rate.rows(played("stairs of 32 samples"), POLICY, STEPS)
     return {"rows": rows + rated, "summary": {**gains(rows), **balance_rate.summary(rated)}}
 
@@ -63,7 +64,7 @@ def row(kind: str, name: str, made: Callable[[PlayedCluster], Mode], clusters: l
 
 
 def gains(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the search gains over all steps: where it begins in any case, and where missed outcomes begin it."""
+    """Gain of the search over all steps: always started at step 40, and started only by missed predictions."""
     ours = {one["scenario"]: one["iteration_ms"] for one in rows if one["mode"] == "ours"}
     _, always, missed = MODES
     gained = {name: [100 * (1 - one["iteration_ms"] / ours[one["scenario"]]) for one in rows if one["mode"] == name]

@@ -1,7 +1,8 @@
-"""One rank of balancing with real processes: `python -m bench.balance_worker --mode lbb`. Prints one line of JSON.
+"""One rank of the balancing benchmark with real processes: `python -m bench.balance_worker --mode lbb`. Prints one line of
+JSON.
 
-Computing is slept as the rank's line says, a third forward and the rest through the backward pass, so that gradients become
-ready as they do while a GPU computes; bytes, shares and times are real. Knows nothing of the lab.
+Compute is replaced by sleeping for the rank's modelled time: a third in forward, the rest spread over backward, so that
+gradients become ready as on a GPU. Bytes, shares and times are real.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from commlayer.balance import Line, Sampler
 from commlayer.balance.lbb import Lbb
 
 WIDTHS = (64, 352, 352, 352, 10)
-"""1.1 MB of float32: with LBB's all-reduce of each parameter among four about 100 ms at 200 Mb/s, as it took its authors."""
+"""1.1 MB of float32. LBB's all-reduce of each parameter among four ranks then takes about 100 ms at 200 Mb/s, as its authors
+measured."""
 SAMPLES = 4
-"""What is really computed of a share: enough for gradients."""
+"""Number of samples that are really computed per share: enough to get gradients."""
 
 
 class Nap(torch.autograd.Function):
-    """Sleeps on the way back."""
+    """Sleeps in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, backward_s: float) -> torch.Tensor:
@@ -48,7 +50,7 @@ class Nap(torch.autograd.Function):
 
 
 class Slept(nn.Module):
-    """An MLP that takes `compute_s`."""
+    """An MLP whose forward and backward passes together take `compute_s`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Slept(nn.Module):
 
 
 class Truth(NamedTuple):
-    """This rank's line, and what is added to it from a step on."""
+    """This rank's linear time model, and the time added to it from a step on."""
 
     line: Line
     from_step: int
@@ -75,7 +77,7 @@ class Truth(NamedTuple):
 
 
 def published(model: Slept, truth: Truth, steps: int) -> Iterator[list[int]]:
-    """LBB as its authors run it: every parameter's all-reduce blocks, after backward. Yields shares, after each step."""
+    """LBB as its authors run it: a blocking all-reduce for each parameter after backward. Yields all shares after each step."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.01)
     mode = Lbb(cubics(PlayedCluster(PAPER, BATCH)), BATCH)
@@ -98,10 +100,10 @@ def published(model: Slept, truth: Truth, steps: int) -> Iterator[list[int]]:
 
 
 def balanced(model: Slept, truth: Truth, steps: int, codec: str, told: dict[str, Any]) -> Iterator[list[int]]:
-    """Ours: equal shares at first, no profile. Yields shares, after each step."""
+    """Our balancer: starts with equal shares, without a profile. Yields this rank's share after each step."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model's
+    config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model has
     plan = codec if codec == "auto" else commlayer.compressors.parse(codec)
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
     sampler = Sampler(steps * BATCH, BATCH, world=dist.get_world_size(), rank=dist.get_rank())
@@ -130,15 +132,15 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     truth = Truth(PAPER[rank], args.from_step, args.added_ms / 1e3 if rank == args.slow else 0.0)
-    model, told = Slept(), dict[str, Any]()
-    running = published(model, truth, args.steps) if args.mode == "lbb" else balanced(model, truth, args.steps, args.mode, told)
+    model, info = Slept(), dict[str, Any]()
+    running = published(model, truth, args.steps) if args.mode == "lbb" else balanced(model, truth, args.steps, args.mode, info)
     marks, clocks, shares = [], [], []
     for now in running:
         marks.append(time.perf_counter())
         clocks.append(time.time())
         shares.append(now[rank] if len(now) > 1 else now[0])
     step_s = [0.0] + [after - before for before, after in itertools.pairwise(marks)]
-    print(json.dumps({"rank": rank, "step_s": step_s, "at_s": clocks, "shares": shares} | told), flush=True)
+    print(json.dumps({"rank": rank, "step_s": step_s, "at_s": clocks, "shares": shares} | info), flush=True)
 
 
 if __name__ == "__main__":

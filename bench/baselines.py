@@ -1,5 +1,5 @@
-"""Runs one program on every host of a lab, or as many times on loopback, and gathers what each says. Knows ranks and deadlines,
-not what is trained: bench.worker is the program for plain DDP and its fp16 hook."""
+"""Runs one program on every host of a lab, or N times on loopback, and collects the JSON line that each rank prints.
+bench.worker is the program for plain DDP and its fp16 hook."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ports = itertools.count()
 
 
 class RankFailed(RuntimeError):
-    """A rank ended badly, said nothing, or was too slow: the message names it and shows the end of its stderr."""
+    """A rank failed, printed no result, or missed the deadline. The message names the rank and shows the end of its stderr."""
 
 
 def worker(mode: str, model: str = "mlp", *, batch: int = 32, warmup: int = 3, steps: int = 10) -> list[str]:
@@ -38,10 +38,13 @@ def launch_hosts(
     lab: Lab | None, ranks: int, argv: Sequence[str], *, deadline_s: float = 300.0, env: Mapping[str, str] | None = None,
     watch: Callable[[Sequence[subprocess.Popen[Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Starts argv as ranks 0..ranks-1, rank r on host r modulo the hosts (all on loopback where lab is None), and returns the
-    last line of JSON each prints, in rank order. Every rank gets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-    GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1, then env on top. `watch` is called with the ranks' processes again and again. When
-    one rank fails or the deadline passes, all are killed and RankFailed is raised."""
+    """Starts argv as ranks 0..ranks-1 and returns the last line of JSON that each prints, in rank order. Rank r runs on host r
+    modulo the number of hosts, or on loopback if lab is None.
+
+    Every rank gets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS=1; `env` overrides them.
+    `watch` is called repeatedly with the ranks' processes. If one rank fails or the deadline passes, all are killed and
+    RankFailed is raised.
+    """
     common = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": lab.addresses[0] if lab else "127.0.0.1",
@@ -53,10 +56,10 @@ def launch_hosts(
     with ExitStack() as stack:
         children: list[subprocess.Popen[Any]] = []
         stack.callback(_end, children)
-        said: list[tuple[IO[str], IO[str]]] = []
+        outputs: list[tuple[IO[str], IO[str]]] = []
         for rank in range(ranks):
             out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            said.append((out, err))
+            outputs.append((out, err))
             full = {**common, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                     "HOST_ADDRESS": lab.addresses[rank % lab.hosts] if lab else "127.0.0.1", **(env or {})}
             if lab:
@@ -66,12 +69,12 @@ def launch_hosts(
                     list(argv), env={**os.environ, **full}, stdin=subprocess.DEVNULL, stdout=out, stderr=err
                 )
             children.append(child)
-        _wait(children, said, deadline_s, watch)
-        return [_last_json(rank, out, err) for rank, (out, err) in enumerate(said)]
+        _wait(children, outputs, deadline_s, watch)
+        return [_last_json(rank, out, err) for rank, (out, err) in enumerate(outputs)]
 
 
 def median_step_s(answers: Sequence[Mapping[str, Any]]) -> float:
-    """The median over steps of the slowest rank's time: a step is over when the last rank has taken it."""
+    """Median over steps of the slowest rank's time: a step ends when the last rank has finished it."""
     slowest = sorted(max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True))
     middle = len(slowest) // 2
     return float(slowest[middle] if len(slowest) % 2 else (slowest[middle - 1] + slowest[middle]) / 2)
@@ -79,7 +82,7 @@ def median_step_s(answers: Sequence[Mapping[str, Any]]) -> float:
 
 def _free_port(lab: Lab | None) -> int:
     if lab:
-        # Only the lab's own programs listen there; a fresh number each time steps around ports still in TIME_WAIT.
+        # Only the lab's own programs listen in its namespaces. A new number each time avoids ports in TIME_WAIT.
         return 29500 + next(_ports) % 1000
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
-"""A handful of ratios against those in expected.json: memory, CPU time and step times that a change must not make worse.
+"""Regression check of a few ratios against expected.json: memory, CPU time and step times.
 
-Each is a ratio of two figures of one run, so that it holds on any machine. The stored ratios are provisional: a
-loaded machine measured them.
+Each ratio compares two measurements of one run, so that it holds on any machine. The stored ratios are provisional: they were
+measured on a loaded machine.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from bench import memory, overhead
 from bench.report import Result
 
 EXPECTED = Path(__file__).with_name("expected.json")
-"""By name: `ratio`, what is expected, and `tolerance`, the part of it by which a run may exceed it."""
+"""By name: the expected `ratio`, and `tolerance`, the relative amount by which a run may exceed it."""
 WAYS = ("int4", "topk", "every=16")
 
 
 def run(quick: bool) -> Result:
-    """`quick`: memory and codecs alone, which other work on the machine does not change."""
-    found = {f"peak memory of a rank over plain training, {way}, x model": ratio for way, ratio in _memory().items()}
-    found |= _codec()
+    """`quick`: only memory and codecs, which other load on the machine does not affect."""
+    ratios = {f"peak memory of a rank over plain training, {way}, x model": ratio for way, ratio in _memory().items()}
+    ratios |= _codec()
     if not quick:
-        told = overhead.answers("bucket", "--steps", "30")
-        found["CPU time per bucket, x calibration loop"] = overhead.bucket_us(told) / (_calibration_s() * 1e6)
+        answers = overhead.answers("bucket", "--steps", "30")
+        ratios["CPU time per bucket, x calibration loop"] = overhead.bucket_us(answers) / (_calibration_s() * 1e6)
         steps = overhead.answers("step", "--steps", "20")
         base = sum(overhead.slowest(steps, "ddp"))
-        found |= {f"step, {way}, x DDP": sum(overhead.slowest(steps, way)) / base for way in ("allreduce", "service")}
-    return compared(found, json.loads(EXPECTED.read_text()))
+        ratios |= {f"step, {way}, x DDP": sum(overhead.slowest(steps, way)) / base for way in ("allreduce", "service")}
+    return compared(ratios, json.loads(EXPECTED.read_text()))
 
 
 def compared(found: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
-    """Code 1 where a ratio is beyond its limit."""
+    """Returns code 1 if a ratio exceeds its limit."""
     rows: list[dict[str, Any]] = []
     for name, ratio in found.items():
         limit = expected[name]["ratio"] * (1 + expected[name]["tolerance"])
@@ -45,12 +45,12 @@ def compared(found: dict[str, float], expected: dict[str, dict[str, float]]) -> 
 
 
 def _memory() -> dict[str, float]:
-    told = memory.run(True, argparse.Namespace(ways=",".join(WAYS)))
-    return {str(way): float(ratio) for way, ratio in told["summary"].items()}
+    result = memory.run(True, argparse.Namespace(ways=",".join(WAYS)))
+    return {str(way): float(ratio) for way, ratio in result["summary"].items()}
 
 
 def _codec() -> dict[str, float]:
-    """Coding as int4 beside a copy of the same memory, in CPU time of one thread."""
+    """CPU time of int4 coding in one thread, relative to a copy of the same memory."""
     import torch
 
     from commlayer.compressors import int4
@@ -68,7 +68,7 @@ def _codec() -> dict[str, float]:
 
 
 def _calibration_s() -> float:
-    """A loop of calls in Python, which is what most of a bucket's cost is."""
+    """CPU time of a loop of Python calls, which make up most of a bucket's cost."""
     def loop() -> None:
         total: dict[int, list[int]] = {}
         for i in range(1000):

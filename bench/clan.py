@@ -1,7 +1,7 @@
-"""CLAN against LANS on both built-in tasks: loss and bytes after as many steps, each at the rate that suits it best.
+"""CLAN against LANS on both built-in tasks: loss and bytes after the same number of steps, each at its best learning rate.
 
-Four workers and a server in one thread (bench.virtual_workers), the runtime's own codecs, residuals and sums. Rates are chosen
-from one grid for all, by the same held-out loss that is compared. Knows no network: bytes are counted, seconds are not.
+Four workers and a server run in one thread (bench.virtual_workers) with the runtime's own codecs, residuals and sums. Learning
+rates come from one grid for all, chosen by the same held-out loss that is compared. Bytes are counted; time is not measured.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
 
 WORKERS, SAMPLES = 4, 16
-"""Of each worker in a step."""
+"""WORKERS is the number of workers, SAMPLES the batch size of each worker."""
 SEEDS = 3
 WARM = 0.05
-"""Of the steps the rate rises, then it falls to nothing."""
+"""Fraction of the steps in which the learning rate rises; then it falls to zero."""
 WITHIN_PCT, FEWER = 0.5, 20.0
 
 
 class Case(NamedTuple):
-    """A task, how long it is trained, and the rates to try."""
+    """A task, its number of steps, and the learning rates to try."""
 
     task: Callable[[int], tuning_tasks.TuningTask]
     steps: int
@@ -38,14 +38,14 @@ class Case(NamedTuple):
 
 
 class Way(NamedTuple):
-    """An optimizer and what codes its gradients, both ways."""
+    """An optimizer and the codec of its gradients in both directions."""
 
     optimizer: type[LANS]
     codec: str
 
 
 class Trained(NamedTuple):
-    """Of one run: held-out loss, training loss over the last tenth, bytes of a step."""
+    """Result of one run: held-out loss, training loss over the last tenth, bytes per step."""
 
     loss: float
     train_loss: float
@@ -78,7 +78,7 @@ def run(quick: bool) -> report.Result:
 
 
 def train(task: tuning_tasks.TuningTask, way: Way, rate: float, steps: int, seed: int) -> Trained:
-    """The same samples for equal seeds, whatever codes the gradients."""
+    """Trains once. Equal seeds use the same samples, whatever the codec."""
     job, parameters = job_of(task.model), list(task.model.parameters())
     plan = default_plan(job, codec=str(wrap(parse(way.codec))), path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
@@ -105,7 +105,7 @@ def train(task: tuning_tasks.TuningTask, way: Way, rate: float, steps: int, seed
 
 
 def _best(case: Case, way: Way, seeds: int) -> tuple[float, list[Trained]]:
-    """The rate of the least mean loss, with its runs."""
+    """The learning rate with the lowest mean loss, and its runs."""
     tried = {rate: [train(case.task(seed), way, rate, case.steps, seed) for seed in range(seeds)] for rate in case.rates}
     rate = min(tried, key=lambda rate: mean(run.loss for run in tried[rate]))
     return rate, tried[rate]
@@ -124,7 +124,7 @@ def _row(
 
 
 def _above(runs: list[Trained], others: list[Trained]) -> tuple[float, float]:
-    """By how many percent losses are above those of others, seed by seed, and the standard error of that."""
+    """By how many percent the losses are above those of others, paired by seed, and the standard error."""
     base = mean(run.loss for run in others)
     each = [100 * (mine.loss - other.loss) / base for mine, other in zip(runs, others, strict=True)]
     return mean(each), stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0

@@ -1,8 +1,9 @@
-"""Every codec over sizes and backends: speed, bits, error, beside torch's own and what memory allows. Knows codecs, no network.
+"""Benchmark of every codec over sizes and backends: speed, bits and error, compared with torch and memory bandwidth.
 
-A row is one bucket of normal numbers, one thread: "encode" is what a worker does from gradient to payload, all rounds, as a
-plan wraps the codec; "add" is the server's, "decode" the way back of the result. GB/s counts 4 bytes per element. Bits
-are those of the payloads up; the error is that of a first payload, before any residual, as a share of the gradient's norm.
+A row is one bucket of normally distributed numbers in one thread. "encode" is the worker's part from gradient to payload, all
+rounds, with the codec wrapped as in a plan. "add" is the server's part, "decode" the worker's decoding of the result. GB/s
+counts 4 bytes per element. Bits are those of the uploaded payloads. The error is that of the first payload, before any
+residual, relative to the gradient's norm.
 """
 
 from __future__ import annotations
@@ -32,39 +33,40 @@ CODECS = (
     "momentum(topk(0.01))",
 )  # fmt: skip
 SIZES = tuple(side**2 for side in (32, 128, 512, 1024, 4096, 10_000))
-"""Elements, of square matrices: 4 KB, 64 KB, 1 MB, 4 MB, 64 MB, 400 MB."""
+"""Number of elements of square matrices: 4 KB, 64 KB, 1 MB, 4 MB, 64 MB, 400 MB."""
 QUICK = SIZES[:3]
 FALLBACK_MOST = 1 << 20
-"""Elements up to which the fallback runs: 4 MB."""
+"""Largest number of elements for which the fallback runs: 4 MB."""
 FALLBACK_MOST_QUICK = 1 << 14
 BUDGET_S = 0.15
-"""For the repetitions of one row, after one call that is not counted; at least three."""
+"""Time for the repetitions of one row, after one warm-up call; there are at least three repetitions."""
 
 Calls = dict[str, Callable[[], object]]
 
 
 def steps(codec: Codec, x: torch.Tensor) -> Calls:
-    """The three parts of a step of one worker and a server. `encode` runs all rounds, since a later one needs the results."""
+    """The parts of a step of one worker and a server. `encode` runs all rounds, since a later round needs the results of the
+    earlier one."""
     spec = Spec((math.isqrt(x.numel()),) * 2)
     state, server, last = codec.init(spec), codec.init_server(spec), len(codec.rounds) - 1
     seed(state, "bench", 0, 0)
     out, room, total = memoryview(bytearray(codec.bound(spec))), memoryview(bytearray(codec.bound(spec))), torch.empty_like(x)
     accs = [codec.zeros(spec, r) for r in range(last + 1)]
-    turns = [x, x.flip(0)]  # a gradient that never changes would build up a residual that training does not
+    turns = [x, x.flip(0)]  # a constant gradient would build up a residual that does not occur in training
     sent: list[memoryview] = []
     results: list[bytes] = []
 
     def encode() -> int:
-        """Bytes of all payloads."""
+        """Returns the bytes of all payloads."""
         turns.reverse()
         nbytes = codec.start(turns[1], state, out)
-        whole = nbytes
+        total_nbytes = nbytes
         for r in range(last):
             codec.add(r, out[:nbytes], accs[r], first=True)
             nbytes = codec.next(r, bytes(room[: codec.emit(r, accs[r], server, room)]), state, out)
-            whole += nbytes
+            total_nbytes += nbytes
         sent[:] = [out[:nbytes]]
-        return whole
+        return total_nbytes
 
     def emit() -> None:
         results[:] = [bytes(room[: codec.emit(last, accs[last], server, room)])]
@@ -79,7 +81,7 @@ def steps(codec: Codec, x: torch.Tensor) -> Calls:
 
 
 def best_s(call: Callable[[], object], quick: bool) -> float:
-    """The least of the repetitions that fit."""
+    """Minimum over the repetitions that fit into the budget."""
     spent: list[float] = []
     while len(spent) < 3 or (sum(spent) < (BUDGET_S / 5 if quick else BUDGET_S) and len(spent) < 200):
         begin = time.perf_counter()
@@ -89,7 +91,7 @@ def best_s(call: Callable[[], object], quick: bool) -> float:
 
 
 def error_of(codec: Codec, x: torch.Tensor) -> tuple[float, float]:
-    """(bits per element, relative error) of a first payload, the result brought back exactly."""
+    """(bits per element, relative error) of a first payload, when the result is sent back exactly."""
     calls = steps(codec, x)
     nbytes = calls["encode"]()
     for name in ("add", "emit", "decode"):
@@ -102,7 +104,7 @@ def error_of(codec: Codec, x: torch.Tensor) -> tuple[float, float]:
 
 
 def row(text: str, backend: str, x: torch.Tensor, quick: bool) -> dict[str, Any]:
-    """Checked before it is timed: what came back points the way of what went in."""
+    """Measures one codec. Checks first, before timing, that the decoded result is close to the input."""
     codec = parse(text)
     with kernels.use(BACKENDS[backend]):
         bits, error = error_of(codec, x)
@@ -120,7 +122,7 @@ def row(text: str, backend: str, x: torch.Tensor, quick: bool) -> dict[str, Any]
 
 
 def rivals(x: torch.Tensor) -> dict[str, tuple[Callable[[], object], float, float]]:
-    """Name -> (call, bits per element, relative error) of what torch has, and of moving memory."""
+    """Name -> (call, bits per element, relative error) for torch's own operations and for memory bandwidth."""
     n, acc, half = x.numel(), torch.zeros_like(x), torch.empty(x.numel(), dtype=torch.float16)
     k, scale = max(1, n // 100), float(x.abs().max()) / 127
     kept = torch.zeros_like(x).scatter_(0, (top := torch.topk(x.abs(), k).indices), x[top])
@@ -128,7 +130,7 @@ def rivals(x: torch.Tensor) -> dict[str, tuple[Callable[[], object], float, floa
     codes = torch.empty(n, dtype=torch.int8)
 
     def quantise() -> None:
-        """Symmetric, a scale for the whole, as torch.quantize_per_tensor, which torch has given up."""
+        """Symmetric with one scale for the tensor, like torch.quantize_per_tensor, which torch has deprecated."""
         codes.copy_(torch.mul(x, 127 / float(x.abs().max()), out=acc).round_())
 
     def off(y: torch.Tensor) -> float:
@@ -161,7 +163,8 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def run(quick: bool) -> Result:
-    """The table; the ratios of bench.kernels, whose rivals are interleaved; what positions cost; a GPU where there is one."""
+    """The table, the ratios of bench.kernels (which interleaves its rivals), the cost of positions, and the GPU rows if there
+    is a GPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -181,5 +184,6 @@ def run(quick: bool) -> Result:
 
 
 def draw(json_file: Path) -> str:
-    """Error and speed against bits, as a PNG beside the file; the line that says where it is, or why there is none."""
+    """Plots error and speed against bits as a PNG next to the file. Returns a line with the path, or with the reason why there
+    is no plot."""
     return f"drawn: {draw_rows(json_file, json_file.with_suffix('.png'))}"

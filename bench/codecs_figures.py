@@ -1,4 +1,5 @@
-"""What sparse payloads cost and miss: bits per entry, positions against their entropy, recall of the threshold. No times."""
+"""Cost and quality of sparse payloads: bits per entry, positions against their entropy, recall of the threshold. Measures no
+times."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from commlayer.records import Spec
 
 N, N_QUICK = 10_000_000, 1_000_000
 SETTLE = 10
-"""Steps after which the threshold of a codec is steady."""
+"""Number of steps after which a codec's threshold is steady."""
 
 
 def figures(quick: bool) -> dict[str, float]:
@@ -27,7 +28,7 @@ def figures(quick: bool) -> dict[str, float]:
 
 
 def fed(n: int) -> dict[str, float]:
-    """Of a payload of topk at 1 % with int8 values and error feedback, when it is steady."""
+    """Bits per entry and number of entries of a steady payload of topk at 1 % with int8 values and error feedback."""
     codec = error_feedback(topk(0.01, "int8"))
     state, out = codec.init(Spec((n,))), memoryview(bytearray(codec.bound(Spec((n,)))))
     generator, nbytes = torch.Generator().manual_seed(1), 0
@@ -39,8 +40,9 @@ def fed(n: int) -> dict[str, float]:
 
 
 def recall(n: int) -> float:
-    """Share of the largest 1 % of gradient + residual that the tracked threshold sends, in steady steps with error feedback."""
-    inner, k, found = topk(0.01, "fp32"), math.ceil(0.01 * n), 0
+    """Fraction of the largest 1 % of gradient + residual that the tracked threshold sends, in steady steps with error feedback.
+    """
+    inner, k, hits = topk(0.01, "fp32"), math.ceil(0.01 * n), 0
     codec = error_feedback(inner)
     state, out = codec.init(Spec((n,))), memoryview(bytearray(codec.bound(Spec((n,)))))
     generator = torch.Generator().manual_seed(2)
@@ -53,12 +55,12 @@ def recall(n: int) -> float:
             entries_ = inner.read(out[:nbytes], n)
             assert entries_ is not None
             mine[entries_[0].long()] = True
-            found += int(mine[torch.topk(v.abs(), k).indices].sum())
-    return found / (2 * k)
+            hits += int(mine[torch.topk(v.abs(), k).indices].sum())
+    return hits / (2 * k)
 
 
 def position_cost(n: int, share: float) -> float:
-    """Bits of evenly spread positions over log2 C(n, k)."""
+    """Bits of uniformly distributed positions, divided by log2 C(n, k)."""
     k = int(n * share)
     idx = torch.randperm(n, generator=torch.Generator().manual_seed(3))[:k].sort().values.to(torch.int32)
     room = memoryview(bytearray(entries.positions_bound(n, k)))

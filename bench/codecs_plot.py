@@ -1,4 +1,4 @@
-"""Error against bits and speed against bits, from the rows of bench.codecs. Knows their columns; measures nothing."""
+"""Plots error and speed against bits, from the rows of bench.codecs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FAMILIES = {
     "torch": (),
 }
 LEAST = 1e-4
-"""Where exact codecs are drawn on the logarithmic axis of errors."""
+"""The position of exact codecs on the logarithmic error axis."""
 
 LIMITS = ("stream (r += g)", "copy")
 
 
 def draw_rows(json_file: Path, target: Path) -> Path | str:
-    """The picture's path, or in one line why there is none."""
+    """Returns the picture's path, or one line with the reason why there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -69,7 +69,7 @@ def family(row: dict[str, Any]) -> str:
 
 
 def label_points(axes: Any, rows: list[dict[str, Any]], key: str) -> None:
-    """Points that lie upon each other share a label."""
+    """Points at the same position share a label."""
     places: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
         cell = round(12 * math.log10(row["bits_per_element"])), round(16 * math.log10(max(row[key], LEAST)))

@@ -1,7 +1,8 @@
-"""Coded collectives beside summation servers and DDP's fp16 hook, over shaped links: where a path of stages earns its place.
+"""Coded collectives compared with summation servers and DDP's fp16 hook over shaped links.
 
-All-gathering payloads takes one trip where servers take two, but every host receives those of all others. So it should win on
-long links, for few hosts and small payloads, and nowhere else. A link's rows are void if the lab's self-check failed.
+An all-gather of payloads takes one network trip instead of two, but every host receives the payloads of all others. It should
+therefore win only on links with high latency, with few hosts and small payloads. A link's rows are void if the lab's self-check
+failed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WAYS = {
     "all-to-all, all-gather": "staged:encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu|{}",
 }
 MODEL = "mlp_small"
-"""0.3 MB: bytes rule for large models, trips for small ones."""
+"""0.3 MB. Bandwidth dominates for large models, latency for small ones."""
 STEPS = 30
 
 
@@ -52,8 +53,8 @@ def _row(
     fp16_s: float = 0.0,
 ) -> float:
     before = lab.counters()
-    told = launch_hosts(lab, hosts, worker(mode, warmup=3, steps=STEPS, model=model), deadline_s=300)
-    step_s = median_step_s(told)
+    results = launch_hosts(lab, hosts, worker(mode, warmup=3, steps=STEPS, model=model), deadline_s=300)
+    step_s = median_step_s(results)
     rows.append({"link": link, "hosts": hosts, "model": model, "way": way, "codec": codec, "step_ms": step_s * 1e3,
                  "x_vs_ddp_fp16": fp16_s / step_s if fp16_s else 1.0, "void": not (passed and sound(before, lab.counters()))})
     return step_s
