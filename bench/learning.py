@@ -58,25 +58,25 @@ def _outcome(way: Variant) -> str:
 
 def current(store: Store) -> dict[Variant, tuple[float, ...]]:
     """The curves that the code as it is would give."""
-    return {way: found.curve for way, found in store.runs.items() if found.mark == mark(way)}
+    return {way: one.curve for way, one in store.runs.items() if one.mark == mark(way)}
 
 
 def shown(store: Store) -> report.Result:
     curves = current(store)
-    found = learning_factors.costs(curves)
-    rows = learning_factors.rows(found)
-    told = learning_factors.held_out(found)
+    cost_by_variant = learning_factors.costs(curves)
+    rows = learning_factors.rows(cost_by_variant)
+    held_out = learning_factors.held_out(cost_by_variant)
     by_itself = [one.steps for _, one in learning_factors.alone(curves)]
     summary: dict[str, Any] = {
-        "tasks": len({way.task for way in found}),
+        "tasks": len({way.task for way in cost_by_variant}),
         "combinations": len([row for row in rows if row.workers == 0]),
         "runs": len(curves),
         "outdated_runs": len(store.runs) - len(curves),
         "alone_steps_p50": median(by_itself) if by_itself else 0.0,
     }
-    if told:
-        summary |= {"rank_correlation_held_out": fmean(one.rank_correlation for one in told),
-                    "factor_error_p50": median(one.error for one in told),
-                    "rank_correlation_cautious": fmean(one.cautious_rank for one in told),
-                    "covered_by_cautious": fmean(one.covered for one in told)}
+    if held_out:
+        summary |= {"rank_correlation_held_out": fmean(one.rank_correlation for one in held_out),
+                    "factor_error_p50": median(one.error for one in held_out),
+                    "rank_correlation_cautious": fmean(one.cautious_rank for one in held_out),
+                    "covered_by_cautious": fmean(one.covered for one in held_out)}
     return {"rows": [structs.asdict(row) for row in rows], "summary": summary}

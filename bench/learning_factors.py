@@ -61,11 +61,11 @@ def by_phase(curves: Mapping[Variant, Curve]) -> list[Phases]:
     """Of the ways that rows are made of, with 4 workers, where what workers exchange is merged in early steps at all."""
     mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS
             and way.every * (2 if way.overlap else 1) <= EARLY[0]}
-    found = costs(mine)
+    cost_by_variant = costs(mine)
     early: dict[tuple[object, ...], dict[str, list[float]]] = {}
-    for way in found:
+    for way in cost_by_variant:
         early.setdefault(key_of(way), {}).setdefault(way.task, []).append(convergence.early(mine[way], mine[way.dense]))
-    return [Phases(row, max(1.0, median(fmean(each) for each in early[_key(row)].values()))) for row in rows(found)]
+    return [Phases(row, max(1.0, median(fmean(each) for each in early[_key(row)].values()))) for row in rows(cost_by_variant)]
 
 
 def _key(row: LearningRow) -> tuple[object, ...]:

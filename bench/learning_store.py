@@ -71,12 +71,12 @@ class Store:
                                f"this bench has {FORM}, {STEPS} and {LOOKS}; move it away to begin anew")
         for number, line in enumerate(lines, 2):
             try:
-                told = msgspec.json.decode(line, type=_Line)
+                entry = msgspec.json.decode(line, type=_Line)
             except msgspec.MsgspecError as error:
                 raise Unmeasurable(f"{self.path}: line {number} is damaged ({error}); delete it and go on") from None
-            if len(told.curve) != LOOKS:
-                raise Unmeasurable(f"{self.path}: line {number} has {len(told.curve)} looks instead of {LOOKS}; delete it")
-            self.runs[told.way] = Run(told.mark, tuple(math.nan if loss is None else loss for loss in told.curve))
+            if len(entry.curve) != LOOKS:
+                raise Unmeasurable(f"{self.path}: line {number} has {len(entry.curve)} looks instead of {LOOKS}; delete it")
+            self.runs[entry.way] = Run(entry.mark, tuple(math.nan if loss is None else loss for loss in entry.curve))
 
     def add(self, way: Variant, run: Run) -> None:
         self.runs[way] = run

@@ -33,8 +33,8 @@ NOTABLE = 0.25
 def table(store: Store, date: str) -> LearningTable:
     """Of the trainings that the code as it is would repeat."""
     curves = learning.current(store)
-    found = learning_factors.costs(curves)
-    rows = learning_factors.rows(found)
+    costs = learning_factors.costs(curves)
+    rows = learning_factors.rows(costs)
     rows += convergence.alone_rows(curves, least_tasks=learning_factors.LEAST_TASKS)
     if not rows:
         raise Unmeasurable(f"{store.path} has no combination that was measured on {learning_factors.LEAST_TASKS} tasks: "
@@ -43,7 +43,7 @@ def table(store: Store, date: str) -> LearningTable:
     return LearningTable(Provenance(
         date=date, command="python -m bench learning; python -m bench.learning_table", runs=len(curves),
         tasks=tuple(sorted({way.task for way in curves})), torch=str(torch.__version__),
-        code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16], errors=errors(learning_factors.held_out(found)),
+        code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16], errors=errors(learning_factors.held_out(costs)),
     ), rows)
 
 
@@ -72,21 +72,21 @@ def _tables(made: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> st
     for row in (row for row in made.rows if row.workers == ALONE):
         lines += [f"One worker alone, with {NAMES[row.optimizer]}: {row.steps:.2f} times as many steps, cautiously "
                   f"{row.steps_high:.2f}; the median of {row.tasks} tasks in {row.runs} trainings.", ""]
-    found = learning_factors.costs(curves)
+    cost_by_variant = learning_factors.costs(curves)
     for name, outer in (("With an outer optimizer", "diloco"), ("With plain averages of changes", "plain")):
-        if others := learning_factors.with_outer(found, outer):
+        if others := learning_factors.with_outer(cost_by_variant, outer):
             lines += [f"**{name}**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
                       "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
                       *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in others), ""]
-    lines += [*_by_batch(found), *_by_phase(curves)]
-    told = learning_factors.held_out(found)
+    lines += [*_by_batch(cost_by_variant), *_by_phase(curves)]
+    tasks = learning_factors.held_out(cost_by_variant)
     heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
     lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-              *map(_foretold, told)]
-    if told:
-        lines += ["", f"The mean rank correlation is {fmean(one.rank_correlation for one in told):.2f}, that of the cautious "
-                  f"figures {fmean(one.cautious_rank for one in told):.2f}; the median error of the factor is "
-                  f"{median(one.error for one in told):.0%}."]
+              *map(_foretold, tasks)]
+    if tasks:
+        lines += ["", f"The mean rank correlation is {fmean(one.rank_correlation for one in tasks):.2f}, that of the cautious "
+                  f"figures {fmean(one.cautious_rank for one in tasks):.2f}; the median error of the factor is "
+                  f"{median(one.error for one in tasks):.0%}."]
     return "\n".join(lines)
 
 
@@ -104,13 +104,13 @@ def _by_batch(found: Mapping[Variant, Cost]) -> list[str]:
 
 
 def _by_phase(curves: Mapping[Variant, Curve]) -> list[str]:
-    told = [one for one in learning_factors.by_phase(curves) if abs(one.early / one.row.steps - 1) >= NOTABLE]
-    if not told:
+    large = [one for one in learning_factors.by_phase(curves) if abs(one.early / one.row.steps - 1) >= NOTABLE]
+    if not large:
         return []
     return [f"**Early steps**, where they differ by {NOTABLE:.0%} or more", "",
             f"| optimizer | way | steps, from the {EARLY[0]}th to the {EARLY[1]}th | from the {STEPS // 2}th on |",
             "| --- | --- | ---: | ---: |",
-            *(f"| {NAMES[one.row.optimizer]} | {_way(one.row)} | {one.early:.2f} | {one.row.steps:.2f} |" for one in told), ""]
+            *(f"| {NAMES[one.row.optimizer]} | {_way(one.row)} | {one.early:.2f} | {one.row.steps:.2f} |" for one in large), ""]
 
 
 def _figures(row: LearningRow) -> str:
@@ -119,10 +119,10 @@ def _figures(row: LearningRow) -> str:
 
 
 def _way(row: LearningRow) -> str:
-    said = [f"`{row.codec}`", "updates" if row.codes == "updates" and row.every == 1 else "",
-            f"`every={row.every}`" if row.every > 1 else "", f'`overlap="{row.overlap}"`' if row.overlap else "",
-            "one step late" if row.late else "", f"{row.workers} workers" if row.workers else ""]
-    return ", ".join(filter(None, said))
+    words = [f"`{row.codec}`", "updates" if row.codes == "updates" and row.every == 1 else "",
+             f"`every={row.every}`" if row.every > 1 else "", f'`overlap="{row.overlap}"`' if row.overlap else "",
+             "one step late" if row.late else "", f"{row.workers} workers" if row.workers else ""]
+    return ", ".join(filter(None, words))
 
 
 def _foretold(one: Foretold) -> str:
@@ -134,13 +134,13 @@ def main() -> int:
     torch.set_num_threads(1)
     try:
         store = Store(learning.STORE)
-        made = table(store, datetime.date.today().isoformat())
-        text = page(PAGE.read_text("utf-8"), made, store)
+        shipped = table(store, datetime.date.today().isoformat())
+        text = page(PAGE.read_text("utf-8"), shipped, store)
     except Unmeasurable as reason:
         print(f"bench.learning_table: {reason}", file=sys.stderr)
         return 2
-    write_whole({SHIPPED: written(made), PAGE: text.encode()})
-    print(f"{SHIPPED.relative_to(report.ROOT)}: {len(made.rows)} rows of {made.provenance.runs} trainings")
+    write_whole({SHIPPED: written(shipped), PAGE: text.encode()})
+    print(f"{SHIPPED.relative_to(report.ROOT)}: {len(shipped.rows)} rows of {shipped.provenance.runs} trainings")
     return 0
 
 

@@ -95,8 +95,8 @@ TASKS: dict[str, Callable[[int], Task]] = {
 
 
 def _classes(model: nn.Module, batch: Batch) -> torch.Tensor:
-    said = model(batch[0])
-    return functional.cross_entropy(said.reshape(-1, said.shape[-1]), batch[1].reshape(-1))
+    logits = model(batch[0])
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1))
 
 
 def _images(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -165,16 +165,16 @@ def texts() -> dict[str, tuple[str, str]]:
     """By folder of scikit-learn the docstrings of its files: those to learn from, those held back."""
     import sklearn
 
-    found = {}
+    result = {}
     for part in PARTS:
         divided: tuple[list[str], list[str]] = ([], [])
         files = sorted((Path(sklearn.__file__).parent / part).glob("*.py"))
         for i, file in enumerate(files):
             tree = ast.walk(ast.parse(file.read_text("utf-8")))
-            said = [ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
-            divided[i % HELD == HELD - 1].append("\n".join(said))
-        found[part] = "\n".join(divided[0]), "\n".join(divided[1])
-    return found
+            docs = [ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+            divided[i % HELD == HELD - 1].append("\n".join(docs))
+        result[part] = "\n".join(divided[0]), "\n".join(divided[1])
+    return result
 
 
 @functools.cache

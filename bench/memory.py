@@ -36,16 +36,16 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
     def measured(way: str) -> dict[str, Any]:
         program = [sys.executable, "-m", "bench.memory", way, size, str(STEPS.get(way, 8))]
-        told = launch_hosts(None, RANKS, program, deadline_s=900)
-        return max(told, key=lambda t: int(t["peak"])) | {"server": max(t["server"] for t in told)}
+        replies = launch_hosts(None, RANKS, program, deadline_s=900)
+        return max(replies, key=lambda t: int(t["peak"])) | {"server": max(t["server"] for t in replies)}
 
     base, rows, summary = measured("plain"), [], {}
     for way in args.ways.split(","):
-        told = measured(way)
-        unit = told["nbytes"]
-        row = {"way": way, "x_model": (told["peak"] - base["peak"]) / unit, "at_end_x": (told["end"] - base["end"]) / unit,
-               "server_x": told["server"] / unit, "attach_s": told["attach_s"], "attach_x": told["attached"] / unit,
-               "exchange_s": told["longest_s"] - base["longest_s"], "close_s": told["close_s"]}
+        worst = measured(way)
+        unit = worst["nbytes"]
+        row = {"way": way, "x_model": (worst["peak"] - base["peak"]) / unit, "at_end_x": (worst["end"] - base["end"]) / unit,
+               "server_x": worst["server"] / unit, "attach_s": worst["attach_s"], "attach_x": worst["attached"] / unit,
+               "exchange_s": worst["longest_s"] - base["longest_s"], "close_s": worst["close_s"]}
         rows.append({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
         print(rows[-1], file=sys.stderr, flush=True)  # a crash in a later one loses nothing
         summary[way] = row["x_model"]
@@ -109,14 +109,14 @@ def main(way: str, size: str, steps: int) -> None:
         times.append(time.perf_counter() - start)
     end, children = peak(field="VmRSS"), [] if session is None else session.inspect.connection.embedded
     server = max((peak(child.pid) for child in children), default=0)
-    said = [] if session is None else session.inspect.decisions()
+    decisions = [] if session is None else session.inspect.decisions()
     start = time.perf_counter()
     if session is not None:
         session.close()
     close_s = time.perf_counter() - start
     print(json.dumps({
         "peak": peak(), "end": end, "nbytes": nbytes, "server": server, "attach_s": attach_s, "attached": attached,
-        "longest_s": max(times[2:]), "step_s": sorted(times)[steps // 2], "close_s": close_s, "decisions": said,
+        "longest_s": max(times[2:]), "step_s": sorted(times)[steps // 2], "close_s": close_s, "decisions": decisions,
         "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
     }), flush=True)
     dist.barrier()

@@ -39,31 +39,31 @@ def run(quick: bool) -> Result:
     rows: list[dict[str, Any]] = []
     summary: dict[str, float] = {}
     for codec in CODECS[:2] if quick else CODECS:
-        told = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.nodes", codec, str(STEPS_QUICK if quick else STEPS)])
-        worst = max(t["disagreement"] for t in told)
+        replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.nodes", codec, str(STEPS_QUICK if quick else STEPS)])
+        worst = max(t["disagreement"] for t in replies)
         if codec == EXACT and worst > AGREE:
             raise RuntimeError(f"the ways compared did not train the same model: parameters differ by {worst:.2g}")
-        times = {way: [max(s) for s in zip(*(t["ways"][way]["step_s"] for t in told), strict=True)] for way in WAYS}
+        times = {way: [max(s) for s in zip(*(t["ways"][way]["step_s"] for t in replies), strict=True)] for way in WAYS}
         for way in WAYS:
-            cpu_s = sum(statistics.median(t["ways"][way]["cpu_s"]) for t in told)
+            cpu_s = sum(statistics.median(t["ways"][way]["cpu_s"]) for t in replies)
             ratio = statistics.median(t / b for t, b in zip(times[way], times["owner"], strict=True))
             rows.append({"codec": codec, "way": way, "ms": statistics.median(times[way]) * 1e3,
                          "least_ms": min(times[way]) * 1e3, "x_owner": ratio, "cpu_ms": cpu_s * 1e3,
-                         "buckets": told[0]["ways"][way]["buckets"]})
+                         "buckets": replies[0]["ways"][way]["buckets"]})
             if way != "owner":
                 summary[f"{way}_vs_owner_{codec.partition('(')[0]}"] = ratio
     return {"rows": rows, "summary": summary}
 
 
 def plan_of(job: Any, codec: str, way: str) -> Plan:
-    made = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=PER_NODE, fuse_nbytes=1 << 20,
+    plan = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=PER_NODE, fuse_nbytes=1 << 20,
                         cut_nbytes=8 << 20)
     if way != "owner":
-        made = lower(replace(made, buckets=tuple(replace(b, path=SHARDED, owner=0) for b in made.buckets)))
+        plan = lower(replace(plan, buckets=tuple(replace(b, path=SHARDED, owner=0) for b in plan.buckets)))
     if way == "halves":
-        made = replace(made, buckets=tuple(replace(b, owner=1 - b.owner) for b in made.buckets))
-    assert any(len(one) > 1 for one in together(made.buckets, PER_NODE)) == (way == "shards")
-    return made
+        plan = replace(plan, buckets=tuple(replace(b, owner=1 - b.owner) for b in plan.buckets))
+    assert any(len(one) > 1 for one in together(plan.buckets, PER_NODE)) == (way == "shards")
+    return plan
 
 
 def rank(codec: str, steps: int) -> None:
@@ -75,10 +75,10 @@ def rank(codec: str, steps: int) -> None:
         plan = plan_of(job_of(model), codec, way)
         session = commlayer.attach(model, plan=plan, config={"ranks_per_node": PER_NODE})
         ways[way] = trained(model, model, session.close, len(plan.buckets))
-    told, disagreement = paired(ways, WIDTH, BATCH, WIDTH, steps, WARMUP)
+    times, disagreement = paired(ways, WIDTH, BATCH, WIDTH, steps, WARMUP)
     for each in ways.values():
         each.close()
-    print(json.dumps({"ways": told, "disagreement": disagreement}), flush=True)
+    print(json.dumps({"ways": times, "disagreement": disagreement}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 def run(quick: bool) -> Result:
     steps = 20 if quick else 60
     rows: list[dict[str, Any]] = []
-    told = answers("step", "--steps", str(steps))
+    replies = answers("step", "--steps", str(steps))
     ratios: dict[str, float] = {}
-    base = slowest(told, "ddp")
+    base = slowest(replies, "ddp")
     for way in ("ddp", "allreduce", "service"):
-        times = slowest(told, way)
+        times = slowest(replies, way)
         ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
         ratios[way] = ratio
         rows.append({"what": f"step, {way}", "ms": statistics.median(times) * 1e3, "x_ddp": ratio,
-                     "buckets": told[0]["ways"][way]["buckets"], "steps": steps})
+                     "buckets": replies[0]["ways"][way]["buckets"], "steps": steps})
     few_and_many = answers("bucket", "--steps", str(steps))
     per_bucket = bucket_us(few_and_many)
     # The second session of a process has nothing left to import; its server is started, and loads what it needs.
@@ -45,11 +45,11 @@ def run(quick: bool) -> Result:
 
 
 def answers(what: str, *arguments: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    told = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead_worker", what, *arguments], env=env)
-    worst = max(t.get("disagreement", 0.0) for t in told)
+    replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead_worker", what, *arguments], env=env)
+    worst = max(t.get("disagreement", 0.0) for t in replies)
     if worst > AGREE:
         raise RuntimeError(f"the ways compared did not train the same model: parameters differ by {worst:.2g}")
-    return told
+    return replies
 
 
 def slowest(told: list[dict[str, Any]], way: str) -> list[float]:
@@ -75,21 +75,22 @@ def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, flo
 
     def train(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
         arguments = ["--mode", mode, "--megabytes", str(megabytes), "--steps", str(steps)]
-        first, *told = answers("memory", *arguments, env=MALLOC)
-        return sorted(told, key=lambda t: int(t["peak"]))[len(told) // 2] | {"servers": first["servers"]}
+        first, *others = answers("memory", *arguments, env=MALLOC)
+        return sorted(others, key=lambda t: int(t["peak"]))[len(others) // 2] | {"servers": first["servers"]}
 
     base = train("plain", megabytes, short)
     worst = 0.0
     for mode in ("allreduce", "service", "topk"):
-        told = train(mode, megabytes, short)
-        extra = (told["peak"] - base["peak"]) / told["nbytes"]
+        peaks = train(mode, megabytes, short)
+        extra = (peaks["peak"] - base["peak"]) / peaks["nbytes"]
         worst = max(worst, extra)
-        mb = told["nbytes"] / 2**20
+        mb = peaks["nbytes"] / 2**20
         rows.append({"what": f"peak memory beside plain training, {mode}", "x_model": extra, "model_mb": mb})
         if mode != "allreduce":
-            rows.append({"what": f"the one server's own peak memory, {mode}", "mb": told["servers"][0] / 2**20, "model_mb": mb})
+            rows.append({"what": f"the one server's own peak memory, {mode}", "mb": peaks["servers"][0] / 2**20,
+                         "model_mb": mb})
     steps = 200 if quick else 2000
-    told = train("topk", 4, steps)
-    growth = (told["rss"][-1] / told["rss"][1] - 1) * 100
+    peaks = train("topk", 4, steps)
+    growth = (peaks["rss"][-1] / peaks["rss"][1] - 1) * 100
     rows.append({"what": f"growth from step {steps // 10} to {steps}, topk", "pct": growth, "steps": steps})
     return worst, growth

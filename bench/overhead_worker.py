@@ -96,7 +96,7 @@ def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: in
     """Every way takes a step, then every way the next one. A barrier before each step, so that none pays for another's lag."""
     disagreement = 0.0
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-    told: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
+    times: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
     for number in range(warmup + steps):
         x = torch.randn(batch, width, generator=generator)
         y = torch.randint(0, classes, (batch,), generator=generator)
@@ -105,11 +105,11 @@ def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: in
             begin, cpu = time.perf_counter(), time.process_time()
             way.step(x, y)
             if number >= warmup:
-                told[name]["step_s"].append(time.perf_counter() - begin)
-                told[name]["cpu_s"].append(time.process_time() - cpu)
+                times[name]["step_s"].append(time.perf_counter() - begin)
+                times[name]["cpu_s"].append(time.process_time() - cpu)
         if number + 1 == min(COMPARED, warmup + steps):
             disagreement = agree(ways)
-    return told, disagreement
+    return times, disagreement
 
 
 def agree(ways: dict[str, Way]) -> float:
@@ -181,13 +181,13 @@ def main() -> int:
         make = partial(build, args.model)
         ways = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
         width = MODELS[args.model][0]
-        told, disagreement = paired(ways, width, 32, 10, args.steps, args.warmup)
+        times, disagreement = paired(ways, width, 32, 10, args.steps, args.warmup)
     else:
         # The same bytes in 64 buckets and in 4: what is different is the number of buckets.
         equal = many(64, 64)
         ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
-        told, disagreement = paired(ways, 64, 2, 64, args.steps, args.warmup)
-    answer = {"rank": dist.get_rank(), "ways": told, "disagreement": disagreement,
+        times, disagreement = paired(ways, 64, 2, 64, args.steps, args.warmup)
+    answer = {"rank": dist.get_rank(), "ways": times, "disagreement": disagreement,
               "attach_s": {name: way.attach_s for name, way in ways.items()},
               "nbytes": sum(p.numel() * 4 for p in next(iter(ways.values())).model.parameters())}
     print(json.dumps(answer), flush=True)

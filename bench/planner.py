@@ -42,9 +42,9 @@ MOST_OPTIONS = 20
 def unequal(nodes: int, low: float, high: float) -> Cluster:
     """Homes whose links were measured: no two are the same."""
     draw = random.Random(1)
-    made = [tables.node(f"n{i}", "rtx3060", "fiber-100") for i in range(nodes)]
+    nodes_of_table = [tables.node(f"n{i}", "rtx3060", "fiber-100") for i in range(nodes)]
     links = [Link(draw.uniform(low, high), draw.uniform(low, high), 4e-3) for _ in range(nodes)]
-    return Cluster(tuple(structs.replace(node, link=link) for node, link in zip(made, links, strict=True)), False)
+    return Cluster(tuple(structs.replace(node, link=link) for node, link in zip(nodes_of_table, links, strict=True)), False)
 
 
 def run(quick: bool) -> Result:
@@ -64,14 +64,14 @@ def run(quick: bool) -> Result:
         costs = profile(case.codec)
         machines = cluster_of(case.testbed)
         job = published(case.model)
-        made = plan(job, machines, costs, Policy(objective="step", whole_tree=True))
-        free[name] = _above(made)
+        chosen = plan(job, machines, costs, Policy(objective="step", whole_tree=True))
+        free[name] = _above(chosen)
         dense = plan(job, machines, costs, Policy(codecs=(DENSE,), objective="step"))
         steps = espresso(case)
-        over[name] = 100 * (made.step_s / steps.espresso_s - 1)
+        over[name] = 100 * (chosen.step_s / steps.espresso_s - 1)
         rows.append({
-            "what": f"{name} {case.codec}", "step_ms": made.step_s * 1e3, "espresso_ms": steps.espresso_s * 1e3,
-            "above_free_pct": free[name], "x_dense": dense.step_s / made.step_s,
+            "what": f"{name} {case.codec}", "step_ms": chosen.step_s * 1e3, "espresso_ms": steps.espresso_s * 1e3,
+            "above_free_pct": free[name], "x_dense": dense.step_s / chosen.step_s,
             "espresso_over_dense_pct": steps.over_dense_pct,
             "published_over_dense_pct": case.over_dense_pct if case.over_dense_pct is not None else "-",
             "espresso_over_all_pct": steps.over_all_pct, "published_over_all_pct": case.over_all_pct,
@@ -107,20 +107,20 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
                                        lambda: plan(published("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
-        seconds, made = _least(call, 2 if quick else 5)
-        rows.append({"what": what, "plan_s": seconds, "buckets": len(made.buckets), "step_ms": made.step_s * 1e3})
+        seconds, chosen = _least(call, 2 if quick else 5)
+        rows.append({"what": what, "plan_s": seconds, "buckets": len(chosen.buckets), "step_ms": chosen.step_s * 1e3})
         yield key, seconds
 
 
 def _least(call: Callable[[], Plan], times: int) -> tuple[float, Plan]:
-    made = call()
+    result = call()
     taken = []
     for _ in range(times):
         gc.collect()
         begin = time.process_time()
-        made = call()
+        result = call()
         taken.append(time.process_time() - begin)
-    return min(taken), made
+    return min(taken), result
 
 
 def _job(tensors: int) -> Job:
@@ -154,11 +154,11 @@ def _gap(seed: int) -> tuple[float, float]:
         useful.append(sorted([least, *rng.sample(others, min(len(others), most - 1))]))
     work_s = rng.uniform(0.01, 0.2)
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
-    made = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
+    built = [[ways.template(o).way(size) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     paces = tuple(Pace(group.name, ready, work_s) for group in prices.groups)
-    steps = schedule(flatten([load_of(each) for each in made], paces, tail_s=0.001))
+    steps = schedule(flatten([load_of(each) for each in built], paces, tail_s=0.001))
     loss = [[ways.losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
-    burden = [[sum(way.seconds) for way in each] for each in made]
+    burden = [[sum(way.seconds) for way in each] for each in built]
     everything = set(range(len(sizes)))
     space = Space(steps, loss, burden, lambda choice: everything, [[b] for b in everything], policy.max_loss)
     best_s = _brute(space)

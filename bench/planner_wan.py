@@ -37,7 +37,7 @@ STEPS = {"loopback": 20, "1g": 20, "100m": 12, "100/20m": 8, "10m": 6}
 
 def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The table's rows and the summary's figures of this part."""
-    made: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     errors: list[float] = []
     slower: list[float] = []
     for net in NETS[1:2] if quick else NETS:
@@ -46,25 +46,25 @@ def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
             for model in MODELS[:1] if quick else MODELS:
                 for codec in CODECS[:2] if quick else CODECS:
                     row = _priced(lab, net, model, codec)
-                    made.append(row)
+                    result.append(row)
                     errors += [] if row["void"] else [abs(row["error_pct"])]
                 row = _auto(lab, net, model)
-                made.append(row)
+                result.append(row)
                 slower += [] if row["void"] else [row["x_best_ddp"]]
     if not errors or not slower:
         raise Unmeasurable("planner: the lab did not hold its rates in any run")
-    return made, {
+    return result, {
         "predicted_vs_measured_pct_p50": statistics.median(errors), "predicted_vs_measured_pct_worst": max(errors),
-        "never_slower": max(slower), "never_slower_loopback": _loopback(made),
+        "never_slower": max(slower), "never_slower_loopback": _loopback(result),
     }
 
 
 def _priced(lab: Lab, net: Net, model: str, codec: str) -> dict[str, Any]:
     before = lab.counters()
     command = worker(f"priced:{codec}", model, warmup=PRICED_STEPS, steps=STEPS[net.name])
-    told = launch_hosts(lab, HOSTS, command, deadline_s=400)
-    measured_s = median_step_s(told)
-    verdict = told[0]["verdicts"][0]
+    replies = launch_hosts(lab, HOSTS, command, deadline_s=400)
+    measured_s = median_step_s(replies)
+    verdict = replies[0]["verdicts"][0]
     return {
         "link": net.name, "model": model, "what": codec, "step_ms": measured_s * 1e3,
         "predicted_ms": verdict["priced_s"] * 1e3, "error_pct": 100 * (verdict["priced_s"] / measured_s - 1),
@@ -78,8 +78,8 @@ def _auto(lab: Lab | None, net: Net, model: str) -> dict[str, Any]:
     times = {}
     for mode in ("ddp_fp32", "ddp_fp16", "commlayer:auto"):
         warmup = SETTLE_STEPS if mode == "commlayer:auto" else 2
-        told = launch_hosts(lab, HOSTS, worker(mode, model, warmup=warmup, steps=steps), deadline_s=500)
-        times[mode] = median_step_s(told)
+        replies = launch_hosts(lab, HOSTS, worker(mode, model, warmup=warmup, steps=steps), deadline_s=500)
+        times[mode] = median_step_s(replies)
     best = min(times["ddp_fp32"], times["ddp_fp16"])
     return {
         "link": net.name, "model": model, "what": 'plan "auto"', "step_ms": times["commlayer:auto"] * 1e3,

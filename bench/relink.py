@@ -120,13 +120,13 @@ class _Job:
     def _wait(self, find: Callable[[list[Step]], list[Step]]) -> list[Step]:
         """What it finds, once it finds something."""
         until = time.monotonic() + PATIENCE_S
-        while not (found := find(self._steps())):
+        while not (steps := find(self._steps())):
             if self._error is not None:
                 raise self._error
             if time.monotonic() > until:
                 raise Late(f"no plan, or too few steps under it, within {PATIENCE_S:g} s")
             time.sleep(0.1)
-        return found
+        return steps
 
 
 def _planned(step: Step) -> bool:

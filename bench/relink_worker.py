@@ -34,7 +34,7 @@ def main() -> None:
     session = trained.close.__self__  # type: ignore[attr-defined]
     generator, loss_of = torch.Generator().manual_seed(1000 + rank), nn.CrossEntropyLoss()
     stop = args.folder / "stop"
-    steps, told = 0, 0
+    steps, written = 0, 0
     with open(args.folder / "steps", "a") if rank == 0 else open(os.devnull, "w") as log:
         while not (stop.exists() and (word := stop.read_text()) and steps >= int(word)):
             begin = time.monotonic()
@@ -43,10 +43,10 @@ def main() -> None:
             loss_of(model(x), torch.randint(0, 10, (args.batch,), generator=generator)).backward()
             optimizer.step()
             steps += 1
-            end, said = time.monotonic(), trained.decisions()
+            end, decisions = time.monotonic(), trained.decisions()
             print(json.dumps({"step": steps, "at_s": end, "step_s": end - begin, "plan": digest(session.inspect.plan),
-                              "said": said[told:]}), file=log, flush=True)
-            told = len(said)
+                              "said": decisions[written:]}), file=log, flush=True)
+            written = len(decisions)
     print(json.dumps({"rank": rank, "steps": steps, "decisions": trained.decisions()}), flush=True)
     dist.barrier()
     trained.close()

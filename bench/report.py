@@ -64,13 +64,13 @@ def show(name: str, result: Result, console: Console | None = None) -> None:
 
 def table(title: str, rows: Sequence[Row]) -> Table:
     columns = list(dict.fromkeys(key for row in rows for key in row if not key.startswith("_")))
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for key in columns:
         numeric = all(isinstance(row.get(key, 0), int | float) for row in rows)
-        made.add_column(key, justify="right" if numeric else "left")
+        result.add_column(key, justify="right" if numeric else "left")
     for row in rows:
-        made.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # lines of processes have brackets
-    return made
+        result.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # lines of processes have brackets
+    return result
 
 
 def cell(value: object) -> str:

@@ -74,8 +74,8 @@ class _Rival:
 
     def state_nbytes(self) -> float:
         """A weight."""
-        held = [v for v in self.optimizer.state[self.parameter].values() if isinstance(v, torch.Tensor) and v.numel() > 1 << 16]
-        return sum(v.nbytes for v in held) / self.parameter.numel()
+        kept = [v for v in self.optimizer.state[self.parameter].values() if isinstance(v, torch.Tensor) and v.numel() > 1 << 16]
+        return sum(v.nbytes for v in kept) / self.parameter.numel()
 
 
 def _speed(kind: str, rounds: int) -> list[dict[str, Any]]:

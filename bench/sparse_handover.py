@@ -53,13 +53,13 @@ def rows(shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
     ways = {"dense first": _Way(shape, entries=False), "entries": _Way(shape, entries=True)}
     result, own = _result(shape), torch.empty(shape)
     took: dict[str, list[float]] = {name: [] for name in ways}
-    found = {}
+    gradients = {}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            took_s, found[name] = way.run(result, own)
+            took_s, gradients[name] = way.run(result, own)
             if number:
                 took[name].append(took_s)
-    first, second = (gradient.coalesce() for gradient in found.values())
+    first, second = (gradient.coalesce() for gradient in gradients.values())
     assert torch.equal(first.indices(), second.indices())
     assert torch.equal(first.values(), second.values())
     return [{"optimizer": "handed over", "step": name, "median_ms": round(1e3 * statistics.median(took[name]), 2),
@@ -78,9 +78,9 @@ def _memory_mb(shape: tuple[int, int], entries: bool) -> float:
     way, result, own = _Way(shape, entries=entries), _result(shape), torch.empty(shape)
     before = _resident_mb()
     for _ in range(3):
-        _, held = way.run(result, own)
+        _, gradient = way.run(result, own)
     taken_mb = _resident_mb() - before
-    del held
+    del gradient
     return taken_mb
 
 

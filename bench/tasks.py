@@ -48,8 +48,8 @@ class Task(NamedTuple):
         return self.draw(torch.Generator().manual_seed(1_000_003 * step + 101 * seed + rank))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        said = model(batch[0])
-        return functional.cross_entropy(said.reshape(-1, said.shape[-1]), batch[1].reshape(-1))
+        logits = model(batch[0])
+        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1))
 
     @torch.no_grad()
     def validation(self, model: nn.Module) -> float:
@@ -67,8 +67,8 @@ def together(batches: Sequence[Batch]) -> Batch:
 
 def characters(text: str, width: int, sequences: int) -> Task:
     """A transformer that says the next character of a text, with AdamW."""
-    found = sorted(set(text))
-    places = {c: i for i, c in enumerate(found)}
+    alphabet = sorted(set(text))
+    places = {c: i for i, c in enumerate(alphabet)}
     ids = torch.tensor([places[c] for c in text])
     edge = len(ids) * 9 // 10
     learnt, held = ids[:edge], ids[edge:]
@@ -79,7 +79,7 @@ def characters(text: str, width: int, sequences: int) -> Task:
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return GPT(len(found), width)
+        return GPT(len(alphabet), width)
 
     def draw(chosen: torch.Generator) -> Batch:
         return rows(learnt, torch.randint(len(learnt) - LENGTH, (sequences,), generator=chosen))
@@ -130,13 +130,13 @@ def digits(hidden: int = 640, images: int = 4) -> Task:
 
 def passages(width: int = 256, samples: int = 4) -> Task:
     """A GRU that says of 24 words which page of a handbook they are from, with AdamW: 1.2 million parameters."""
-    found = Passages(WORDS, 24)
+    source = Passages(WORDS, 24)
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return Classifier(WORDS, found.pages, width)
+        return Classifier(WORDS, source.pages, width)
 
-    return Task("passages", model, lambda chosen: found.draw(samples, chosen), found.held(256),
+    return Task("passages", model, lambda chosen: source.draw(samples, chosen), source.held(256),
                 lambda p: torch.optim.AdamW(p, lr=2e-3), "adam", (3.0, 2.7, 2.45))
 
 

@@ -54,15 +54,15 @@ class GPT(nn.Module):
 
 
 def conv(side: int, hidden: int) -> nn.Sequential:
-    made = nn.Sequential(
+    net = nn.Sequential(
         nn.Unflatten(1, (1, side)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * (side // 2) ** 2, hidden),
         nn.ReLU(), nn.Linear(hidden, 10),
     )
-    for layer in made:
+    for layer in net:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu" if layer.weight.shape[0] > 10 else "linear")
-    return made
+    return net
 
 
 class _States(nn.Module):
@@ -95,5 +95,5 @@ class Classifier(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        said: torch.Tensor = self.layers(x)
-        return said
+        logits: torch.Tensor = self.layers(x)
+        return logits

@@ -74,18 +74,18 @@ def run(quick: bool) -> Result:
 
 def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What rows that count say: ratios of ways to each other, and which part of a line's bits were a body's."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for place in (LOOPBACK, *LINES):
         for row in rows:
             if row["void"] or row["where"] != place.name or row["body"] != BODY:
                 continue
-            found |= {figure if place is FAST else f"{figure}_{place.key}": row[figure]
-                      for figure in ("tls_vs_plain", "grpc_vs_tcp") if figure in row}
-            found[f"tcp_vs_socket_{place.key}"] = row["vs_socket"]
+            result |= {figure if place is FAST else f"{figure}_{place.key}": row[figure]
+                       for figure in ("tls_vs_plain", "grpc_vs_tcp") if figure in row}
+            result[f"tcp_vs_socket_{place.key}"] = row["vs_socket"]
             if place.bps:
-                found |= {f"{name}_vs_line_{place.key}": 8e9 * row[f"{kind}_gb_s"] / place.bps
-                          for name, kind in (("tcp", "plain"), ("socket", "socket"))}
-    return found
+                result |= {f"{name}_vs_line_{place.key}": 8e9 * row[f"{kind}_gb_s"] / place.bps
+                           for name, kind in (("tcp", "plain"), ("socket", "socket"))}
+    return result
 
 
 def _keys(folder: Path) -> dict[str, str]:
@@ -112,7 +112,7 @@ def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: 
             *command, "send", "--keys", keys["source"], "--address", address, "--ports", json.dumps(ports), "--body",
             str(SIZES[size]), "--burst", str(place.burst_nbytes), "--times", str(3 if quick else place.times),
             "--kinds", place.kinds])
-        told = json.loads(source.communicate(timeout=DEADLINE_S)[0])
+        figures = json.loads(source.communicate(timeout=DEADLINE_S)[0])
     finally:
         for process in (sink, source):
             if process is not None:
@@ -121,12 +121,12 @@ def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: 
     kinds = place.kinds.split(",")
     row: dict[str, Any] = {"where": place.name, "body": size, "void": False}
     for kind in kinds:
-        row |= {f"{kind}_gb_s": median(told[kind])}
+        row |= {f"{kind}_gb_s": median(figures[kind])}
         # Of both ends: it is a share of a core, and says more than seconds where others are busy.
-        row |= {f"{kind}_cpu_s_gb": told[f"{kind}_cpu"]}
+        row |= {f"{kind}_cpu_s_gb": figures[f"{kind}_cpu"]}
     for figure, kind, other in RATIOS:
         if kind in kinds:
-            row[figure] = median(mine / its for mine, its in zip(told[kind], told[other], strict=True))
+            row[figure] = median(mine / its for mine, its in zip(figures[kind], figures[other], strict=True))
     return row
 
 

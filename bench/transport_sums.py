@@ -49,15 +49,15 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
     for ranks in RANKS:
-        told = launch_hosts(None, ranks, [sys.executable, "-m", "bench.transport_sums", *(["quick"] if quick else [])])
-        for body in told[0]["sums"]:
-            took = {way: _slowest([one["sums"][body][way] for one in told]) for way in ("service", "gloo")}
+        replies = launch_hosts(None, ranks, [sys.executable, "-m", "bench.transport_sums", *(["quick"] if quick else [])])
+        for body in replies[0]["sums"]:
+            took = {way: _slowest([one["sums"][body][way] for one in replies]) for way in ("service", "gloo")}
             rows.append({"where": f"{ranks} ranks", "body": body, "service_ms": 1e3 * statistics.median(took["service"]),
                          "gloo_ms": 1e3 * statistics.median(took["gloo"]),
                          "vs_gloo": statistics.median(g / s for s, g in zip(took["service"], took["gloo"], strict=True))})
-        summary[f"tcp_vs_gloo_n{ranks}"] = min(r["vs_gloo"] for r in rows[-len(told[0]["sums"]):]
+        summary[f"tcp_vs_gloo_n{ranks}"] = min(r["vs_gloo"] for r in rows[-len(replies[0]["sums"]):]
                                                if SIZES[r["body"]] >= LARGE_NBYTES)
-        trip = told[0]["trip"]
+        trip = replies[0]["trip"]
         summary.setdefault("small_roundtrip_vs_gloo", statistics.median(trip["service"]) / statistics.median(trip["gloo"]))
     return rows, summary
 
@@ -95,7 +95,7 @@ def summed(nbytes: int) -> dict[str, list[float]]:
             work.wait()
 
     _agree(ours, theirs)
-    told: dict[str, list[float]] = {"service": [], "gloo": []}
+    seconds: dict[str, list[float]] = {"service": [], "gloo": []}
     ways: dict[str, Callable[[], None]] = {"service": service, "gloo": gloo}
     models = {"service": ours, "gloo": theirs}
     times = max(5, min(50, BUDGET_NBYTES // nbytes))
@@ -106,9 +106,9 @@ def summed(nbytes: int) -> dict[str, list[float]]:
             begin = time.perf_counter()
             ways[way]()
             if number >= WARMUP:
-                told[way].append(time.perf_counter() - begin)
+                seconds[way].append(time.perf_counter() - begin)
     session.close()
-    return told
+    return seconds
 
 
 def _agree(ours: Gradients, theirs: Gradients) -> None:
@@ -128,7 +128,7 @@ def _agree(ours: Gradients, theirs: Gradients) -> None:
 def round_trips(times: int) -> dict[str, list[float]]:
     """Of a small body between ranks 0 and 1: as a frame over TCP, and by Gloo's send and recv."""
     me = dist.get_rank()
-    told: dict[str, list[float]] = {"service": [], "gloo": []}
+    seconds: dict[str, list[float]] = {"service": [], "gloo": []}
     address: list[Any] = [None]
     transport = StreamTransport(Hello("transport", SERVER_BASE if me == 1 else 0))
     if me == 1:
@@ -147,17 +147,17 @@ def round_trips(times: int) -> dict[str, list[float]]:
             transport.send(SERVER_BASE, header, body)
             transport.pool.give(transport.wait(answer, time.monotonic() + WAIT_S).body)
             middle = time.perf_counter()
-            told["service"].append(middle - begin)
+            seconds["service"].append(middle - begin)
             begin = time.perf_counter()
             dist.send(tensor, 1)
             dist.recv(tensor, 1)
-            told["gloo"].append(time.perf_counter() - begin)
+            seconds["gloo"].append(time.perf_counter() - begin)
         elif me == 1:
             dist.recv(tensor, 0)
             dist.send(tensor, 0)
     dist.barrier()
     transport.close(0.1)
-    return told
+    return seconds
 
 
 def _echo(transport: StreamTransport) -> None:

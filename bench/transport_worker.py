@@ -48,12 +48,12 @@ def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> Non
 
 def take(args: argparse.Namespace) -> None:
     """Until its standard input ends."""
-    made = ends(SERVER_BASE, args.keys)
+    transports = ends(SERVER_BASE, args.keys)
     bare = socket.create_server((args.address, 0))
     threading.Thread(target=drink, args=(bare,), daemon=True).start()
-    ports = {kind: listening(kind, transport, args.address) for kind, transport in made.items()}
+    ports = {kind: listening(kind, transport, args.address) for kind, transport in transports.items()}
     print(json.dumps({"socket": bare.getsockname()[1], **ports}), flush=True)
-    for transport in made.values():
+    for transport in transports.values():
         threading.Thread(target=answer, args=(transport,), daemon=True).start()
     sys.stdin.read()
 
@@ -83,35 +83,35 @@ def drink(bare: socket.socket) -> None:
 
 
 def send(args: argparse.Namespace) -> None:
-    made, ports, kinds = ends(0, args.keys), json.loads(args.ports), args.kinds.split(",")
-    for kind, transport in made.items():
+    transports, ports, kinds = ends(0, args.keys), json.loads(args.ports), args.kinds.split(",")
+    for kind, transport in transports.items():
         dial(kind, transport, (args.address, ports[kind]))
     bare = socket.create_connection((args.address, ports["socket"]))
     body, count = bytes(args.body), args.burst // args.body
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     spent: dict[str, float] = dict.fromkeys(kinds, 0.0)
-    there = burst(made["plain"], body, 1, 0)[1]
+    peer_cpu_s = burst(transports["plain"], body, 1, 0)[1]
     for number in range(1, 2 + args.times):
         for kind in kinds if number % 2 else reversed(kinds):
-            here = time.process_time()
-            took_s, after = poured(bare, body, count) if kind == "socket" else burst(made[kind], body, count, number)
+            own_cpu_s = time.process_time()
+            took_s, after = poured(bare, body, count) if kind == "socket" else burst(transports[kind], body, count, number)
             if number > 1:  # the first of each finds buffers that nobody has touched
                 seconds[kind].append(count * len(body) / took_s / 1e9)
-                spent[kind] += time.process_time() - here + after - there
-            there = after
+                spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
+            peer_cpu_s = after
     gb = args.times * count * len(body) / 1e9
-    told: dict[str, Any] = {**seconds, **{f"{kind}_cpu": spent[kind] / gb for kind in kinds}}
-    print(json.dumps(told), flush=True)
+    figures: dict[str, Any] = {**seconds, **{f"{kind}_cpu": spent[kind] / gb for kind in kinds}}
+    print(json.dumps(figures), flush=True)
 
 
 def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
     """Seconds until all are there, and those of the processor at the other end since it began."""
-    told = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
+    handle = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
     begin = time.monotonic()
     for bucket in reversed(range(count)):
         transport.send(SERVER_BASE, Header(Kind.DATA, step=number, bucket=bucket, order=count - bucket), body)
-    heard = transport.wait(told, begin + WAIT_S)
-    return time.monotonic() - begin, heard.header.used / 1e6
+    reply = transport.wait(handle, begin + WAIT_S)
+    return time.monotonic() - begin, reply.header.used / 1e6
 
 
 def poured(bare: socket.socket, body: bytes, count: int) -> tuple[float, float]:

@@ -49,10 +49,10 @@ def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
             search = Search(task, space, BUDGET, seed)
             store = Store(Path(folder) / "trials.jsonl", search)
             list(tuner.tune(proxy, store, search, Engine(space, seed), TRIALS))
-            found = min(store.trials, key=lambda t: tuner.price(t, dense, BUDGET))
-        price = tuner.price(found, dense, BUDGET)
+            best = min(store.trials, key=lambda t: tuner.price(t, dense, BUDGET))
+        price = tuner.price(best, dense, BUDGET)
         rows.append({"task": task, "seed": seed, "grid_points": len(points), "grid_s": floor,
-                     "tuner_s": price, "behind_pct": 100 * (price / floor - 1), "found": str(found.settings)})
+                     "tuner_s": price, "behind_pct": 100 * (price / floor - 1), "found": str(best.settings)})
     return rows
 
 
@@ -63,5 +63,5 @@ def grid(space: SearchSpace, ratios: int) -> list[Settings]:
         n = len(d.choices) or ratios
         units = [(i + 0.5) / n if d.choices else i / (n - 1) for i in range(n)]
         points = [[*p, u] for p in points for u in units]
-    made = {repr(s): s for s in map(space.at, points)}
-    return list(made.values())
+    unique = {repr(s): s for s in map(space.at, points)}
+    return list(unique.values())

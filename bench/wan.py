@@ -32,15 +32,15 @@ def run(quick: bool) -> Result:
             for label, mode in MODES.items():
                 steps = STEPS[name] if mode != TOPK else max(30, STEPS[name])
                 before = lab.counters()
-                told = launch_hosts(lab, HOSTS, worker(mode, warmup=2, steps=steps), deadline_s=500)
+                ranks = launch_hosts(lab, HOSTS, worker(mode, warmup=2, steps=steps), deadline_s=500)
                 after = lab.counters()
-                times[mode] = median_step_s(told)
+                times[mode] = median_step_s(ranks)
                 rows.append({
                     "link": name, "what": label, "step_ms": times[mode] * 1e3,
                     "x_vs_ddp_fp32": times["ddp_fp32"] / times[mode], "sent_mb": most_sent(before, after) / 1e6,
                     "steps": steps + 2, "void": not (checked.passed and sound(before, after)), "congestion": lab.congestion,
                 })
-            rows.append({"link": name, "what": "bound: ring all-reduce fp32", "step_ms": ring_s(told[0]["nbytes"], bps) * 1e3})
+            rows.append({"link": name, "what": "bound: ring all-reduce fp32", "step_ms": ring_s(ranks[0]["nbytes"], bps) * 1e3})
             summary[f"step_x_vs_ddp_fp32_{name}"] = times["ddp_fp32"] / times[TOPK]
             summary[f"step_x_vs_ddp_fp16_{name}"] = times["ddp_fp16"] / times[TOPK]
     return {"rows": rows, "summary": summary}

@@ -65,28 +65,28 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(quick: bool, args: argparse.Namespace | None = None) -> Result:
-    asked = args or argparse.Namespace(link=None, way=None, seconds=None)
-    links = asked.link or list(RATES)
-    for way in asked.way or ():
+    choice = args or argparse.Namespace(link=None, way=None, seconds=None)
+    links = choice.link or list(RATES)
+    for way in choice.way or ():
         if not any(way in BY_LINK[link] for link in links):
-            there = "; and ".join(f"link {link} has: {'; '.join(BY_LINK[link])}" for link in links)
-            raise Unmeasurable(f"--way {way!r} is none of --link {', '.join(links)}; {there}")
-    seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
+            available = "; and ".join(f"link {link} has: {'; '.join(BY_LINK[link])}" for link in links)
+            raise Unmeasurable(f"--way {way!r} is none of --link {', '.join(links)}; {available}")
+    seconds = choice.seconds or (QUICK_SECONDS if quick else SECONDS)
 
     def one(lab: Lab | None, system: dict[str, Any], ranks: int = RANKS) -> Run:
         return trained(lab, {"task": "docs", "system": system, "batches": RANKS}, seconds, ranks)
 
     bound, alone = one(None, {"kind": "together"}, 1), one(None, {"kind": "alone"})
     paced_s, goal = bound.s_per_step, at(alone.curve, seconds)
-    rows = [row("none", name, found, paced_s=paced_s, goal=goal, seconds=seconds)
-            for name, found in (("one machine, all batches", bound), ("each host alone", alone))]
+    rows = [row("none", name, result, paced_s=paced_s, goal=goal, seconds=seconds)
+            for name, result in (("one machine, all batches", bound), ("each host alone", alone))]
     for link in links:
         with Lab(hosts=RANKS, up_bps=RATES[link], down_bps=RATES[link], delay_s=ONE_WAY_S) as lab:
             checked = check(lab)
-            for name in wanted(link, quick, asked.way):
-                found = one(lab, BY_LINK[link][name])
-                told = row(link, name, found, paced_s=paced_s, goal=goal, seconds=seconds)
-                rows.append(told | {"void": not (checked.passed and found.sound)})
+            for name in wanted(link, quick, choice.way):
+                result = one(lab, BY_LINK[link][name])
+                figures = row(link, name, result, paced_s=paced_s, goal=goal, seconds=seconds)
+                rows.append(figures | {"void": not (checked.passed and result.sound)})
     return {"rows": rows, "summary": {"seconds": seconds, "paced_step_s": paced_s, "goal_loss": goal} | summary(rows)}
 
 
@@ -108,9 +108,9 @@ def row(link: str, way: str, run: Run, *, paced_s: float, goal: float, seconds: 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the ways that overlap, what is left to wait for."""
-    found: dict[str, Any] = {}
-    for told in rows:
-        if "overlap" in told["way"]:
-            place = f"{told['way']}, {told['link']}" + (" (void)" if told.get("void") else "")
-            found |= {f"x_paced, {place}": told["x_paced"], f"exposed_pct, {place}": told["exposed_pct"]}
-    return found
+    result: dict[str, Any] = {}
+    for one in rows:
+        if "overlap" in one["way"]:
+            place = f"{one['way']}, {one['link']}" + (" (void)" if one.get("void") else "")
+            result |= {f"x_paced, {place}": one["x_paced"], f"exposed_pct, {place}": one["exposed_pct"]}
+    return result

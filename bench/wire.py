@@ -37,8 +37,8 @@ def run(quick: bool) -> Result:
             rows.append(row)
             summary[f"fill_{link}_{cut}".replace(" ", "")] = min(row["up"], row["back"])
     with Lab(hosts=2, up_bps=SLOW_BPS, down_bps=SLOW_BPS, delay_s=ONE_WAY_S) as lab:
-        found, x = _waits(lab)
-    return {"rows": rows + found, "summary": summary | x}
+        waits, x = _waits(lab)
+    return {"rows": rows + waits, "summary": summary | x}
 
 
 class _Watch:
@@ -80,10 +80,10 @@ def _fill(lab: Lab, link: str, cut: str, numel: int) -> dict[str, Any]:
                "--config", config]
     before = lab.counters()
     with _Watch(lab) as watch:
-        told = launch_hosts(lab, lab.hosts, command, deadline_s=100.0)
+        replies = launch_hosts(lab, lab.hosts, command, deadline_s=100.0)
     took = [
         (min(begin for begin, _ in ends), max(end for _, end in ends))
-        for ends in zip(*(t["steps"][WARMUP:] for t in told), strict=True)
+        for ends in zip(*(t["steps"][WARMUP:] for t in replies), strict=True)
     ]
     step_s = median(end - begin for begin, end in took)
     up_bps = lab.links[0].up_bps
@@ -112,8 +112,8 @@ def _waits(lab: Lab) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         assert pinger.stdin
         assert pinger.stdout
         pinger.stdin.write(f"ping {lab.addresses[0]} {times}\n")
-        told: list[float] = json.loads(pinger.stdout.readline())
-        return told
+        seconds: list[float] = json.loads(pinger.stdout.readline())
+        return seconds
 
     idle = ping(TIMES)
     env = {"PYTHONPATH": str(ROOT)}
@@ -124,12 +124,12 @@ def _waits(lab: Lab) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     assert asks.stdout
     asks.stdout.readline()  # the link is full from here
     full = ping(TIMES)
-    told = json.loads(asks.stdout.readline())
+    urgent = json.loads(asks.stdout.readline())
     asks.wait(30.0)
     void = not sound(before, lab.counters())
     waits = {
         "another connection": _Waits(median(idle), median(full)),
-        "urgent frame, same connection": _Waits(median(told["idle_s"]), median(told["bulk_s"])),
+        "urgent frame, same connection": _Waits(median(urgent["idle_s"]), median(urgent["bulk_s"])),
     }
     rows = [
         {"link": f"{SLOW_BPS / 1e6:g} Mb/s", "what": f"round trip, {what}", "idle_ms": idle_s * 1e3, "full_ms": full_s * 1e3,

@@ -88,7 +88,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
             break
         except commlayer.CommError:
             time.sleep(0.1)
-    told: dict[str, Any] = {"idle_s": [urgent(transport, i) for i in range(args.times)]}
+    result: dict[str, Any] = {"idle_s": [urgent(transport, i) for i in range(args.times)]}
     stop = threading.Event()
 
     def bulk(number: int) -> None:
@@ -104,9 +104,9 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
         bulk(number)
     time.sleep(args.settle_s)
     print(json.dumps({"full": True}), flush=True)
-    told["bulk_s"] = [urgent(transport, args.times + i) for i in range(args.times)]
+    result["bulk_s"] = [urgent(transport, args.times + i) for i in range(args.times)]
     stop.set()
-    print(json.dumps(told), flush=True)
+    print(json.dumps(result), flush=True)
     transport.close(0.1)
     return {}
 
@@ -134,9 +134,9 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--settle-s", type=float, default=2.0)
     args = parser.parse_args()
-    told = ROLES[args.role](args)
-    if told:
-        print(json.dumps(told), flush=True)
+    result = ROLES[args.role](args)
+    if result:
+        print(json.dumps(result), flush=True)
 
 
 ROLES = {"train": train, "echo": echo, "ask": ask}

@@ -49,8 +49,8 @@ class Trained(NamedTuple):
 
 def host_config(**fields: Any) -> dict[str, Any]:
     """Settings of a rank that has its host to itself and listens where others reach it: in a lab, whose network is closed."""
-    here = os.environ.get("HOST_ADDRESS", "127.0.0.1")
-    return {"ranks_per_node": 1, "bind": here, "insecure": here != "127.0.0.1"} | fields
+    address = os.environ.get("HOST_ADDRESS", "127.0.0.1")
+    return {"ranks_per_node": 1, "bind": address, "insecure": address != "127.0.0.1"} | fields
 
 
 def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
@@ -77,9 +77,9 @@ def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     """Without servers: every bucket takes the path of stages that the argument names ahead of "|", with the codec behind it."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     path, _, codec = argument.partition("|")
-    made = default_plan(job_of(model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+    base = default_plan(job_of(model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=4 << 20)
-    plan = msgspec.structs.replace(made, servers=0, buckets=tuple(msgspec.structs.replace(b, path=path) for b in made.buckets))
+    plan = msgspec.structs.replace(base, servers=0, buckets=tuple(msgspec.structs.replace(b, path=path) for b in base.buckets))
     session = commlayer.attach(model, optimizer, plan=plan, config=host_config())
     return Trained(model, session.close, session.inspect.decisions)
 
@@ -171,16 +171,16 @@ def main(argv: list[str] | None = None) -> None:
     model = build(args.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trained = MODES[mode](model, optimizer, argument)
-    told = train(trained, optimizer, MODELS[args.model][0], args.batch, rank, args.warmup + args.steps)
+    result = train(trained, optimizer, MODELS[args.model][0], args.batch, rank, args.warmup + args.steps)
     answer = {
         "rank": rank,
         "world": world,
         "mode": args.mode,
         "model": args.model,
         "nbytes": sum(parameter.numel() * 4 for parameter in model.parameters()),
-        "warmup_s": told.step_s[: args.warmup],
-        "step_s": told.step_s[args.warmup :],
-        "loss": told.loss[args.warmup :],
+        "warmup_s": result.step_s[: args.warmup],
+        "step_s": result.step_s[args.warmup :],
+        "loss": result.loss[args.warmup :],
         "digest": digest(model),
         "decisions": trained.decisions(),
         "verdicts": trained.verdicts(),

@@ -49,8 +49,8 @@ class Unevenness(Record, frozen=True):
 
     def worth(self, batch: int) -> float:
         """So many samples' time a batch takes."""
-        whole = -(-batch // self.wave) * self.wave
-        return whole + (self.factor - 1.0) * max(0, whole - self.room)
+        padded = -(-batch // self.wave) * self.wave
+        return padded + (self.factor - 1.0) * max(0, padded - self.room)
 
 
 class PlayedCluster(Record, frozen=True):
@@ -117,8 +117,8 @@ class PlayedStep(Record, frozen=True):
     @property
     def effect(self) -> float:
         """LBB's straggler effect: (longest - shortest) / mean, over those that computed."""
-        there = [t for t in self.times_s if 0 < t < math.inf]
-        return (max(there) - min(there)) / (sum(there) / len(there))
+        times = [t for t in self.times_s if 0 < t < math.inf]
+        return (max(times) - min(times)) / (sum(times) / len(times))
 
     @property
     def slow(self) -> bool:
@@ -131,11 +131,11 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
     done = []
     for step in range(steps):
         shares = tuple(mode.shares(step))
-        there = [cluster.there(worker, step) for worker in range(len(cluster.lines))]
+        usable = [cluster.there(worker, step) for worker in range(len(cluster.lines))]
         # A dead worker's share is waited for by nobody: its peers learn of the death in this step.
-        times = [cluster.compute_s(w, share, step) if there[w] else math.inf for w, share in enumerate(shares)]
+        times = [cluster.compute_s(w, share, step) if usable[w] else math.inf for w, share in enumerate(shares)]
         makespan = max(t for t in times if t < math.inf)
-        active = tuple(w for w, share in enumerate(shares) if share and there[w])
+        active = tuple(w for w, share in enumerate(shares) if share and usable[w])
         iteration_s = makespan + communication.exposed_s(active, makespan)
         done.append(PlayedStep(step, shares, tuple(times), iteration_s, oracle_s(cluster, step, communication)))
         mode.observe(step, times)

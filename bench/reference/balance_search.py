@@ -56,13 +56,13 @@ class Simplex:
     def _advance(self) -> None:
         """Runs scipy's search again on all that was told, up to the first split that nobody has measured."""
         known = iter(self._told)
-        asked: list[Split] = []
+        attempts: list[Split] = []
 
         def cost(point: np.ndarray) -> float:
-            asked.append(split_at(point, sum(self._start)))
-            if (told := next(known, None)) is None:
+            attempts.append(split_at(point, sum(self._start)))
+            if (known_cost := next(known, None)) is None:
                 raise _Enough
-            return told
+            return known_cost
 
         begin = np.array(self._start[:-1]) / sum(self._start)
         try:
@@ -71,10 +71,10 @@ class Simplex:
                 "initial_simplex": [begin, *(begin + FIRST_MOVE * one for one in np.eye(len(begin)))],
             })
         except _Enough:
-            self._asked = asked
+            self._asked = attempts
         else:
             best = int(np.argmin(self._told))
-            self._asked = [*asked[: len(self._told) - 1], asked[best]]
+            self._asked = [*attempts[: len(self._told) - 1], attempts[best]]
 
 
 def split_at(point: np.ndarray, total: int) -> Split:

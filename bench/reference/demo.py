@@ -25,9 +25,9 @@ Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 def dct(n: int) -> torch.Tensor:
     """The orthonormal DCT-II: its rows are the cosines."""
     k, i = torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n, dtype=torch.float32)[None]
-    made = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
-    made[0] /= math.sqrt(2)
-    return made
+    matrix = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
+    matrix[0] /= math.sqrt(2)
+    return matrix
 
 
 def _side(length: int) -> int:
@@ -74,20 +74,20 @@ class DeMo(torch.optim.Optimizer):
                     state["momentum"], state["chunks"] = torch.zeros_like(p), Chunks(p.shape)
                 momentum, chunks = state["momentum"], state["chunks"]
                 momentum.mul_(group["decay"]).add_(p.grad, alpha=group["lr"])
-                found = chunks.encode(momentum)
-                places = found.abs().topk(min(group["entries"], chunks.size), dim=1).indices
-                values = found.gather(1, places).half()
-                momentum.sub_(chunks.decode(torch.zeros_like(found).scatter_(1, places, values.float())))
+                coefficients = chunks.encode(momentum)
+                places = coefficients.abs().topk(min(group["entries"], chunks.size), dim=1).indices
+                values = coefficients.gather(1, places).half()
+                momentum.sub_(chunks.decode(torch.zeros_like(coefficients).scatter_(1, places, values.float())))
                 payloads += [places.short().flatten(), values.flatten().view(torch.int16)]
-                parts.append((p, group["lr"], chunks, found.shape, places.shape))
+                parts.append((p, group["lr"], chunks, coefficients.shape, places.shape))
         own = torch.cat(payloads)
         self.sent = own.numel() * 2
         everyone, at = self._gather(own), 0
-        for p, lr, chunks, whole, taken in parts:
-            count, mean = math.prod(taken), torch.zeros(whole)
-            for told in everyone:
-                places = told[at : at + count].view(taken).long()
-                values = told[at + count : at + 2 * count].view(torch.float16).view(taken).float()
+        for p, lr, chunks, shape, taken in parts:
+            count, mean = math.prod(taken), torch.zeros(shape)
+            for payload in everyone:
+                places = payload[at : at + count].view(taken).long()
+                values = payload[at + count : at + 2 * count].view(torch.float16).view(taken).float()
                 mean.scatter_add_(1, places, values)
             at += 2 * count
             p.sub_(chunks.decode(mean).sign(), alpha=lr)

@@ -91,6 +91,6 @@ def cpu_pass(
         for place, choices in enumerate(ranges):
             for count in choices:
                 tried = [*counts[:place], count, *counts[place + 1 :]]
-                if (found := better(tried))[0] < best[0]:
-                    best, counts, gained = found, tried, True
+                if (outcome := better(tried))[0] < best[0]:
+                    best, counts, gained = outcome, tried, True
     return moved(counts)

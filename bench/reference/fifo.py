@@ -68,11 +68,11 @@ def play(work_s: Sequence[float], tensors: Sequence[Sequence[Task]]) -> Played:
 
 
 def _followers(tasks: Sequence[Task]) -> Mapping[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for i, task in enumerate(tasks):
         for before in task.after:
-            found.setdefault(before, []).append(i)
-    return found
+            result.setdefault(before, []).append(i)
+    return result
 
 
 def _before_bubbles(spans: list[tuple[float, float, int]]) -> frozenset[int]:

@@ -71,8 +71,8 @@ class SparseLoCo:
         own = torch.cat([sent.flatten(), levels.view(torch.int16).flatten()])
         self.sent = own.numel() * 2
         everyone = self._gather(own)
-        for told in everyone:
-            theirs, rest = told[: sent.numel()].view(sent.shape), told[sent.numel() :].view(torch.float16).view(levels.shape)
+        for body in everyone:
+            theirs, rest = body[: sent.numel()].view(sent.shape), body[sent.numel() :].view(torch.float16).view(levels.shape)
             self._start.sub_(decoded(theirs, rest, CHUNK), alpha=self._lr / len(everyone))
         at = 0
         for p in self._params:

@@ -74,14 +74,14 @@ def run(quick: bool, asked: argparse.Namespace) -> Result:
     say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for link in dict.fromkeys(cell.link for cell in left):
-        here = [cell for cell in left if cell.link == link]
+        of_link = [cell for cell in left if cell.link == link]
         if link == NO_LINK:
-            for cell in here:
+            for cell in of_link:
                 store.add(measured(None, True, cell, seconds, data[cell.task]))
             continue
         with NETWORKS[link].lab() as lab:
             passed = check(lab).passed
-            for cell in here:
+            for cell in of_link:
                 store.add(measured(lab, passed, cell, seconds, data[cell.task]))
     rows = [store.rows[key(cell)] for cell in wanted]
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
@@ -109,7 +109,7 @@ def cells(
     """What to measure, in order: what needs no network first, then link by link. Without a choice, tasks but the first go over
     the links of the summary only."""
     chosen = names or (systems.QUICK if quick else SYSTEMS)
-    found = []
+    result = []
     for link in (NO_LINK, *(networks or (links.QUICK if quick else NETWORKS))):
         for task in things or (["chars"] if quick else TASKS):
             if link not in (NO_LINK, *links.QUICK) and task != "chars" and not (things and networks):
@@ -118,8 +118,8 @@ def cells(
                 system = SYSTEMS[name]
                 if (system.group == "bound") == (link == NO_LINK) and system.only in ("", link):
                     headline = name in systems.QUICK and link in (NO_LINK, *links.QUICK)
-                    found += [Cell(task, link, system, seed) for seed in range(seeds or (3 if headline and not quick else 1))]
-    return sorted(found, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else found
+                    result += [Cell(task, link, system, seed) for seed in range(seeds or (3 if headline and not quick else 1))]
+    return sorted(result, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else result
 
 
 def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
@@ -139,14 +139,14 @@ def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: st
     during = (lambda over: network.play(lab, over)) if network and network.events and lab else None
     try:
         ranks = 1 if cell.system.name == "ideal" else RANKS
-        found = trained(lab, way, seconds, ranks, python=cell.system.python(), during=during)
+        result = trained(lab, way, seconds, ranks, python=cell.system.python(), during=during)
     except (RuntimeError, OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         row["error"] = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))[:200]
         say(row["error"])
         return row
-    row |= {key: value for key, value in found._asdict().items() if key != "sound"} | {"void": void(passed, found)}
-    say(f"{found.s_per_step:.2f} s a step, loss {found.curve[-1][2]:.3f} {row['void']}")
+    row |= {key: value for key, value in result._asdict().items() if key != "sound"} | {"void": void(passed, result)}
+    say(f"{result.s_per_step:.2f} s a step, loss {result.curve[-1][2]:.3f} {row['void']}")
     return row
 
 
@@ -161,13 +161,13 @@ def void(passed: bool, found: Run) -> str:
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
     """As a line of the table; what begins with _ is for the picture."""
-    told = {key: row[key] for key in ("task", "link", "system", "seed")}
+    cells = {key: row[key] for key in ("task", "link", "system", "seed")}
     if "error" in row:
-        return told | {"void": row["error"], "commit": row.get("commit", ""), "_group": row["group"]}
+        return cells | {"void": row["error"], "commit": row.get("commit", ""), "_group": row["group"]}
     for name, target in zip(("easy", "middle", "hard"), row["targets"], strict=True):
         seconds = reached(row["curve"], target)
-        told[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
-    return told | {
+        cells[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
+    return cells | {
         "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s(row),
         "up kB": row["up_kb"], "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"],
         "late %": row["late_pct"], "void": row["void"], "commit": row.get("commit", ""), "_group": row["group"],

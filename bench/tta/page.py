@@ -35,11 +35,11 @@ Group = Sequence[Row]
 def groups(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """In the order of tasks, then links, then systems as the bench has them. Without rows that failed."""
     links, systems = [NO_LINK, *NETWORKS], list(SYSTEMS)
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    result: dict[tuple[str, str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["task"], links.index(row["link"]), systems.index(row["system"]), row["seed"])):
         if not row.get("error"):
-            found.setdefault((row["task"], row["link"], row["system"]), []).append(row)
-    return found
+            result.setdefault((row["task"], row["link"], row["system"]), []).append(row)
+    return result
 
 
 def counted(group: Group) -> Group:
@@ -49,8 +49,8 @@ def counted(group: Group) -> Group:
 
 def seconds(group: Group, target: int) -> float:
     """The median over seeds to that target; infinite if it was not reached."""
-    found = [reached(row["curve"], row["targets"][target]) for row in counted(group)]
-    return statistics.median(math.inf if s is None else s for s in found)
+    times = [reached(row["curve"], row["targets"][target]) for row in counted(group)]
+    return statistics.median(math.inf if s is None else s for s in times)
 
 
 def void(group: Group) -> bool:
@@ -66,10 +66,10 @@ def table(rows: Sequence[Row]) -> str:
             return statistics.median(value(row) for row in counted(group))
 
         lengths = {row["seconds"] for row in group}
-        said = system if lengths == {60.0} else f"{system} ({max(lengths):g} s)"
+        name = system if lengths == {60.0} else f"{system} ({max(lengths):g} s)"
         left = sum(bool(row.get("void")) for row in group)
         seeds = f"{len(group) - left} ({left} void)" if 0 < left < len(group) else str(len(group))
-        cells = [task, NAMES.get(link, link), said, seeds, f"{of(lambda r: r['s_per_step']):.3f}", f"{of(exposed_s):.3f}",
+        cells = [task, NAMES.get(link, link), name, seeds, f"{of(lambda r: r['s_per_step']):.3f}", f"{of(exposed_s):.3f}",
                  *(_told(seconds(group, target)) for target in range(3)), f"{of(lambda r: r['curve'][-1][2]):.3f}",
                  *(f"{of(operator.itemgetter(key)):.0f}" for key in ("up_kb", "down_kb", "cpu_s", "peak_mb")),
                  f"{of(lambda r: r['late_pct']):.1f}{', void' if void(group) else ''}"]
@@ -80,18 +80,18 @@ def table(rows: Sequence[Row]) -> str:
 def figures(rows: Sequence[Row]) -> str:
     """The summary: what is wanted, what was measured, over how many places, and where it is worst."""
     times = Times(rows)
-    found = by_place(times)
+    measured = by_place(times)
     lines = ["| figure | what | wanted | measured | places | worst |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    lines += [f"| {' | '.join(_figure(aim, found[aim.key], times))} |" for aim in AIMS]
-    told = [row for row in rows if not row.get("error")]
-    late = [row for row in told if row["late_pct"] > LATE_PCT]
-    last = max(told, key=lambda row: float(row["late_pct"]), default=None)
+    lines += [f"| {' | '.join(_figure(aim, measured[aim.key], times))} |" for aim in AIMS]
+    valid = [row for row in rows if not row.get("error")]
+    late = [row for row in valid if row["late_pct"] > LATE_PCT]
+    last = max(valid, key=lambda row: float(row["late_pct"]), default=None)
     where = "" if last is None else f"{_place(last['task'], last['link'])}, {last['system']}: {last['late_pct']:.1f} %"
     lines += [
         f"| pace_kept | no row has more than {LATE_PCT:g} % of its passes late | yes "
-        f"| {'not measured' if last is None else f'no: {len(late)} rows' if late else 'yes'} | {len(told)} rows | {where} |",
-        f"| void_rows, failed_rows | rows that count for nothing | - | {sum(bool(row.get('void')) for row in told)}, "
-        f"{len(rows) - len(told)} | {len(rows)} rows | |",
+        f"| {'not measured' if last is None else f'no: {len(late)} rows' if late else 'yes'} | {len(valid)} rows | {where} |",
+        f"| void_rows, failed_rows | rows that count for nothing | - | {sum(bool(row.get('void')) for row in valid)}, "
+        f"{len(rows) - len(valid)} | {len(rows)} rows | |",
     ]
     off = {task: delta for task in times.tasks if (delta := loss_delta_pct(times, task, "1g-2ms", "DDP fp16")) is not None}
     if off:
@@ -124,13 +124,13 @@ def _seeds(count: int) -> str:
 
 def overview(rows: Sequence[Row]) -> str:
     """A line for each task and link that auto was measured on, with what a user would have had without it."""
-    found = groups(rows)
+    by_system = groups(rows)
     lines = ["| task, link | one machine, no network | each host alone | DDP fp16 | best of the others "
              "| commlayer, a fixed plan | commlayer, `plan=\"auto\", exact=False` |", "| --- |" + " ---: |" * 6]
-    for task, link, system in found:
+    for task, link, system in by_system:
         if system == "auto":
             def cell(names: Sequence[str], where: str = link, task: str = task) -> str:
-                return _best({name: found[task, where, name] for name in names if (task, where, name) in found})
+                return _best({name: by_system[task, where, name] for name in names if (task, where, name) in by_system})
 
             cells = [f"{task}, {NAMES.get(link, link)}", cell(["ideal"], NO_LINK), cell(["alone"], NO_LINK), cell(["DDP fp16"]),
                      cell(RIVALS), cell(FIXED), cell(["auto"])]
@@ -144,8 +144,8 @@ def _best(measured: dict[str, list[Row]]) -> str:
         return ""
     name = min(measured, key=lambda name: (seconds(measured[name], 1), seconds(measured[name], 0)))
     group = measured[name]
-    told = " / ".join(_whole(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
-    return told if name in ("ideal", "alone", "DDP fp16", "auto") else f"{told} ({name})"
+    text = " / ".join(_whole(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
+    return text if name in ("ideal", "alone", "DDP fp16", "auto") else f"{text} ({name})"
 
 
 def _told(found: float) -> str:

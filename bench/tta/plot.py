@@ -49,11 +49,11 @@ def unshown(row: Row) -> Row:
 def middle(times: Times) -> list[Row]:
     """One row of each task, link and system, of those that stand: the one whose seconds are the median over seeds; of an even
     number the sooner of both in the middle."""
-    found = []
+    result = []
     for task, link, system in times.measured:
         group = times.of(task, link, system)
-        found.append(sorted(group, key=lambda row: [_seconds(row, target) for target in ASKED])[(len(group) - 1) // 2])
-    return found
+        result.append(sorted(group, key=lambda row: [_seconds(row, target) for target in ASKED])[(len(group) - 1) // 2])
+    return result
 
 
 def _seconds(row: Row, target: int) -> float:
@@ -63,12 +63,12 @@ def _seconds(row: Row, target: int) -> float:
 
 def points(times: Times, task: str) -> dict[str, list[tuple[float, float]]]:
     """By system: Mb/s, and seconds to the middle target where it got there; the medians of the table."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    result: dict[str, list[tuple[float, float]]] = {}
     for of_task, link, system in times.measured:
         seconds = times.seconds(of_task, link, system, ASKED[0])
         if of_task == task and link in BANDWIDTH_MBPS and math.isfinite(seconds):
-            found.setdefault(system, []).append((BANDWIDTH_MBPS[link], seconds))
-    return {system: sorted(of_system) for system, of_system in found.items()}
+            result.setdefault(system, []).append((BANDWIDTH_MBPS[link], seconds))
+    return {system: sorted(of_system) for system, of_system in result.items()}
 
 
 def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
@@ -82,16 +82,16 @@ def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
     all_axes = figure.subplots(down, across, squeeze=False).ravel()
     colours = _colours(rows)
     for axes, (task, link) in zip(all_axes, panels, strict=False):
-        here = [row for row in rows if row["task"] == task and row["link"] in (link, NO_LINK)]
-        for row in _told_apart(here):
+        panel = [row for row in rows if row["task"] == task and row["link"] in (link, NO_LINK)]
+        for row in _told_apart(panel):
             axes.plot([s for _, s, _ in row["curve"]], [loss for _, _, loss in row["curve"]], label=row["system"],
                       **_look(row["system"], row["group"], colours, marker=False))
-        for target in here[0]["targets"]:
+        for target in panel[0]["targets"]:
             axes.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=1)
-        lowest = min(loss for row in here for _, _, loss in row["curve"])
-        axes.set_ylim(lowest - 0.05, min(here[0]["curve"][0][2], here[0]["targets"][0] + 1.2))
-        axes.set_xlim(0, max(row["curve"][-1][1] for row in here if row["link"] == NO_LINK or row["group"] == "auto")
-                      if any(row["link"] == NO_LINK or row["group"] == "auto" for row in here) else None)
+        lowest = min(loss for row in panel for _, _, loss in row["curve"])
+        axes.set_ylim(lowest - 0.05, min(panel[0]["curve"][0][2], panel[0]["targets"][0] + 1.2))
+        axes.set_xlim(0, max(row["curve"][-1][1] for row in panel if row["link"] == NO_LINK or row["group"] == "auto")
+                      if any(row["link"] == NO_LINK or row["group"] == "auto" for row in panel) else None)
         axes.set_title(f"{task}, {link}", fontsize=11)
         axes.set_xlabel("seconds")
         axes.set_ylabel("validation loss")
@@ -113,8 +113,8 @@ def _bandwidth(figure_of: Any, rows: Sequence[Row], times: Times, path: Path) ->
             if (of_task, link) == (task, NO_LINK) and math.isfinite(seconds):
                 axes.axhline(seconds, color="#000000", linestyle=BOUNDS[system], linewidth=1.2)
                 axes.annotate(system, (1000, seconds), fontsize=8, va="bottom", ha="right")
-        for system, found in points(times, task).items():
-            axes.plot(*zip(*found, strict=True), label=system, **_look(system, times.groups[system], colours, marker=True))
+        for system, series in points(times, task).items():
+            axes.plot(*zip(*series, strict=True), label=system, **_look(system, times.groups[system], colours, marker=True))
         axes.set_xscale("log")
         axes.set_xticks(list(BANDWIDTH_MBPS.values()), [f"{mbps:g}" for mbps in BANDWIDTH_MBPS.values()])
         axes.minorticks_off()

@@ -38,18 +38,18 @@ class Store:
     def add(self, row: dict[str, Any]) -> None:
         self.rows[key_of(row)] = row
         if self._path:
-            whole = not self._path.exists() or not (text := self._path.read_bytes()) or text.endswith(b"\n")
+            complete = not self._path.exists() or not (text := self._path.read_bytes()) or text.endswith(b"\n")
             with self._path.open("a") as file:
-                file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+                file.write(("" if complete else "\n") + json.dumps(row) + "\n")
 
 
 def longest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of rows that differ only in how long they trained, the longest that stands: what a slow system needs may be more than
     the others had."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    result: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (not (row.get("error") or row.get("void")), row["seconds"])):
-        found[tuple(row[name] for name in KEY if name != "seconds")] = row
-    return list(found.values())
+        result[tuple(row[name] for name in KEY if name != "seconds")] = row
+    return list(result.values())
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -45,8 +45,8 @@ class Times:
 
     def seconds(self, task: str, link: str, system: str, target: int) -> float:
         """Infinite if it was not reached."""
-        found = [reached(row["curve"], row["targets"][target]) for row in self.of(task, link, system)]
-        return statistics.median(math.inf if s is None else s for s in found) if found else math.nan
+        times = [reached(row["curve"], row["targets"][target]) for row in self.of(task, link, system)]
+        return statistics.median(math.inf if s is None else s for s in times) if times else math.nan
 
     def measured_s(self, task: str, link: str, system: str) -> float:
         return statistics.median(float(row["curve"][-1][1]) for row in self.of(task, link, system))
@@ -102,37 +102,38 @@ SHORT = (("100m", "100m-30ms"), ("10m", "10m-80ms"))
 def by_place(times: Times) -> dict[str, dict[Place, float]]:
     """Each figure of `AIMS` wherever it can be told."""
     everywhere = times.places()
-    found: dict[str, dict[Place, float | None]] = {}
+    figures: dict[str, dict[Place, float | None]] = {}
     for short, link in SHORT:
-        there = [(task, link) for task in times.tasks]
-        found[f"auto_vs_ideal_{short}"] = {place: times.ratio(*place, "auto", "ideal") for place in there}
-        found[f"auto_vs_best_rival_{short}"] = {place: _rival_over_auto(times, *place) for place in there}
-    found["auto_vs_alone"] = {place: times.ratio(*place, "auto", "alone") for place in everywhere}
-    found["auto_vs_ddp_fp16_1g"] = {(task, "1g-2ms"): times.ratio(task, "1g-2ms", "auto", "DDP fp16") for task in times.tasks}
+        places = [(task, link) for task in times.tasks]
+        figures[f"auto_vs_ideal_{short}"] = {place: times.ratio(*place, "auto", "ideal") for place in places}
+        figures[f"auto_vs_best_rival_{short}"] = {place: _rival_over_auto(times, *place) for place in places}
+    figures["auto_vs_alone"] = {place: times.ratio(*place, "auto", "alone") for place in everywhere}
+    figures["auto_vs_ddp_fp16_1g"] = {(task, "1g-2ms"): times.ratio(task, "1g-2ms", "auto", "DDP fp16") for task in times.tasks}
     fixed = {place: best for place in everywhere if (best := times.best(*place, "fixed"))}
-    found["auto_vs_best_fixed_worst"] = {place: times.ratio(*place, "auto", best) for place, best in fixed.items()}
+    figures["auto_vs_best_fixed_worst"] = {place: times.ratio(*place, "auto", best) for place, best in fixed.items()}
     for key, system in (("final_loss_delta_pct", "auto"), ("final_loss_delta_exact_pct", "auto exact")):
-        found[key] = {place: loss_delta_pct(times, *place, system) for place in everywhere}
-    found["ideal_vs_alone_steps"] = {(task, NO_LINK): _steps_share(times, task) for task in times.tasks}
-    return {key: {place: value for place, value in each.items() if value is not None} for key, each in found.items()}
+        figures[key] = {place: loss_delta_pct(times, *place, system) for place in everywhere}
+    figures["ideal_vs_alone_steps"] = {(task, NO_LINK): _steps_share(times, task) for task in times.tasks}
+    return {key: {place: value for place, value in each.items() if value is not None} for key, each in figures.items()}
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    found = by_place(Times(rows))
-    told: dict[str, Any] = {aim.key: found[aim.key][worst] for aim in AIMS if (worst := aim.worst(found[aim.key])) is not None}
+    values = by_place(Times(rows))
+    result: dict[str, Any] = {aim.key: values[aim.key][worst]
+                              for aim in AIMS if (worst := aim.worst(values[aim.key])) is not None}
     measured = [row for row in rows if not row.get("error")]
-    told["pace_kept"] = bool(measured) and all(row["late_pct"] <= LATE_PCT for row in measured)
-    told["void_rows"], told["failed_rows"] = sum(bool(row.get("void")) for row in measured), len(rows) - len(measured)
-    return {key: "never" if value == math.inf else value for key, value in told.items()}
+    result["pace_kept"] = bool(measured) and all(row["late_pct"] <= LATE_PCT for row in measured)
+    result["void_rows"], result["failed_rows"] = sum(bool(row.get("void")) for row in measured), len(rows) - len(measured)
+    return {key: "never" if value == math.inf else value for key, value in result.items()}
 
 
 def _rival_over_auto(times: Times, task: str, link: str) -> float | None:
     """At least so many times as long as ours; 0 if ours did not get there."""
     best = times.best(task, link, "rival")
-    found = times.ratio(task, link, "auto", best) if best else None
-    if found is None or best is None:
+    ratio = times.ratio(task, link, "auto", best) if best else None
+    if ratio is None or best is None:
         return None
-    return 1 / found if found else None
+    return 1 / ratio if ratio else None
 
 
 def loss_delta_pct(times: Times, task: str, link: str, system: str) -> float | None:
