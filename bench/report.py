@@ -1,4 +1,4 @@
-"""What a measurement says of itself: a table for people, JSON for programs, the machine beside it. Knows no measurement."""
+"""Reports of measurements: a table for people and JSON for programs, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ Row = Mapping[str, Any]
 
 
 class Result(TypedDict):
-    """What a measurement's run(quick) returns: one row per thing measured, and the few figures that sum them up. `code`: what
-    the command exits with once they are shown, where something is wrong with them."""
+    """Result of a measurement's run(quick): one row per measured item, and the summary's figures.
+
+    `code` is the command's exit code after the report is shown, for results that fail a check.
+    """
 
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -32,7 +34,7 @@ class Result(TypedDict):
 
 
 def machine() -> dict[str, Any]:
-    """The machine and software a figure depends on."""
+    """Hardware and software that figures depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -45,17 +47,19 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, name: str, result: Result) -> None:
-    """Writes {"name", "machine", "rows", "summary"} to path, whole or not at all."""
+    """Writes {"name", "machine", "rows", "summary"} to `path` atomically."""
     text = json.dumps({"name": name, "machine": machine(), "rows": result["rows"], "summary": result["summary"]}, indent=1)
     write_whole({path: (text + "\n").encode()})
 
 
 def show(name: str, result: Result, console: Console | None = None) -> None:
-    """Prints the rows as an aligned table (its columns are all keys, in the order they first appear, but those that
-    begin with _) and the summary below."""
+    """Prints the rows as an aligned table, and the summary below it.
+
+    The columns are all keys of all rows, in order of first appearance, without those that begin with _.
+    """
     console = console or Console()
     if not console.is_terminal:
-        # A pipe has no width of its own, and a figure cut to fit eighty columns is no figure.
+        # A pipe has no width; rich's default of 80 columns would truncate figures.
         console = Console(file=console.file, width=400)
     console.print(table(name, result["rows"]))
     for key, value in result["summary"].items():
@@ -69,12 +73,12 @@ def table(title: str, rows: Sequence[Row]) -> Table:
         numeric = all(isinstance(row.get(key, 0), int | float) for row in rows)
         result.add_column(key, justify="right" if numeric else "left")
     for row in rows:
-        result.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # lines of processes have brackets
+        result.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # cells may contain brackets
     return result
 
 
 def cell(value: object) -> str:
-    """Floats with four figures; everything else as it is."""
+    """Formats a value: floats with four significant digits, booleans as yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -93,7 +97,7 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit, with a plus where the tree differs from it; empty outside a checkout."""
+    """The current commit, with a trailing "+" if the tree has changes; empty outside a checkout."""
     answer = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,7 +1,7 @@
-"""Step time over shaped links: 4 hosts, DDP fp32, DDP with its fp16 hook, and commlayer with top-k 1 % + int8, side by side.
+"""Step time over shaped links on 4 hosts: DDP fp32, DDP with its fp16 hook, and commlayer with top-k 1 % + int8.
 
-A light model (an MLP of about 8 MB, batch 32), so that communication rules. A rate's rows are void if the lab's self-check
-fell below 95 % of what was set.
+The model is light (an MLP of about 8 MB, batch 32), so communication dominates. A rate's rows are void if the lab's
+self-check measured less than 95 % of the configured rate.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def run(quick: bool) -> Result:
 
 
 def most_sent(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Bytes on the uplink that carried most, start-up included."""
+    """Bytes sent by the host that sent most, including start-up."""
     return max(int(b["sent_nbytes"] - a["sent_nbytes"]) for a, b in zip(before["hosts"], after["hosts"], strict=True))
 
 
 def ring_s(nbytes: int, bps: float) -> float:
-    """No ring all-reduce can be faster: 2 (n - 1) / n of the bytes through each link, 2 (n - 1) hops."""
+    """Lower bound for a ring all-reduce: 2 (n - 1) / n of the bytes through each link, and 2 (n - 1) hops."""
     return 2 * (HOSTS - 1) / HOSTS * nbytes * 8 / bps + 2 * (HOSTS - 1) * ONE_WAY_S

@@ -1,12 +1,12 @@
-"""What each way of training has learnt after the same seconds: four hosts over shaped links, every step paced, AdamW.
+"""Validation loss of each sync mode and codec after the same time: four hosts, shaped links, paced steps, AdamW.
 
     python -m bench ways --quick
     python -m bench ways --link 10m --way "int4, every=4, overlap=round"
 
-The task is a character GPT on the project's own docs; how a run is paced and judged is bench.paced's. Beside the ways of
-commlayer stand what a user would have without it: DDP with its fp16 hook, each host alone, and the bound, one machine that has
-the batch of all and no network. `bench tta` compares more, with other projects too. What a step takes beyond the bound's is
-exposed: waiting for communication, and what else a way costs. How full links are and what waits behind bulk says `bench wire`.
+The task is a character GPT on the project's own docs; bench.paced paces and evaluates the runs. Baselines are DDP with its
+fp16 hook, each host alone, and the bound: one machine that computes all batches without a network. A step's time beyond the
+bound's is exposed time: waiting for communication plus overhead. `bench tta` compares more systems, also of other projects;
+`bench wire` measures link utilization.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def row(link: str, way: str, run: Run, *, paced_s: float, goal: float, seconds: 
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the ways that overlap, what is left to wait for."""
+    """Exposed time of the rows that overlap communication with compute."""
     result: dict[str, Any] = {}
     for one in rows:
         if "overlap" in one["way"]:

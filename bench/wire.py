@@ -1,5 +1,8 @@
-"""What the wire makes of a link between two hosts of the lab: how full dense gradients keep it in both directions at once, and
-how long urgent frames and other connections take while it is full. Knows the lab's counters and what its processes print."""
+"""Link utilization and latency of the transport between two hosts of the lab.
+
+Measures how well dense gradients fill the link in both directions at once. Then measures round trips of urgent frames and
+of another connection while the link is full.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from bench.report import Result
 
 ONE_WAY_S = 0.015
 LINKS = {"100/100": (100e6, 100e6, 8 << 20), "40/200": (40e6, 200e6, 4 << 20)}
-"""Bit/s up and down, and elements of the model: 16 and 8 MB as fp16."""
+"""Uplink and downlink in bit/s, and elements of the model: 16 and 8 MB as fp16."""
 CUTS = {"256 KiB": 256 << 10, "4 MiB": 4 << 20}
 SLOW_BPS = 10e6
 WARMUP, STEPS, TIMES = 2, 5, 10
 EDGES = (0.05, 0.95)
-"""Between these parts of a step's bytes a link is said to be in use."""
+"""The rate is taken between these fractions of a step's bytes, without ramp-up and tail."""
 POLL_S = 0.01
 
 
@@ -42,7 +45,7 @@ def run(quick: bool) -> Result:
 
 
 class _Watch:
-    """The bytes that each host has sent, all the while."""
+    """Polls the bytes that each host has sent, on a thread."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab, self._stop = lab, threading.Event()
@@ -66,7 +69,7 @@ class _Watch:
         self._thread.join()
 
     def rate_bps(self, host: int, begin_s: float, end_s: float) -> float:
-        """Of what it sent then, without the first and the last bytes."""
+        """Sending rate of a host in that interval, without the first and last bytes (see EDGES)."""
         first, last = bisect_left(self.at_s, begin_s), bisect_left(self.at_s, end_s)
         sent, at_s = self.sent[host][first:last], self.at_s[first:last]
         low, high = (bisect_left(sent, sent[0] + edge * (sent[-1] - sent[0])) for edge in EDGES)
@@ -74,7 +77,7 @@ class _Watch:
 
 
 def _fill(lab: Lab, link: str, cut: str, numel: int) -> dict[str, Any]:
-    """Host 1 pushes to the server on host 0, which sends the sums back."""
+    """Utilization of both directions: host 1 pushes to the server on host 0, which sends the sums back."""
     config = json.dumps({"cut_nbytes": CUTS[cut], "fuse_nbytes": CUTS[cut]})
     command = [sys.executable, "-m", "bench.wire_worker", "train", "--numel", str(numel), "--steps", str(WARMUP + STEPS),
                "--config", config]
@@ -99,13 +102,13 @@ class _Waits(NamedTuple):
 
 
 def _waits(lab: Lab) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Round trips between an idle and a full link's two ends: of urgent frames, and of another connection."""
+    """Round trips over an idle and over a full link: of urgent frames, and of another connection."""
     before = lab.counters()
     probe = [sys.executable, "-I", "-S", str(PROBE)]
     probes = [lab.popen(host, probe, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for host in (0, 1)]
     for one in probes:
         assert one.stdout
-        one.stdout.readline()  # it listens
+        one.stdout.readline()  # printed once the probe listens
     pinger = probes[1]
 
     def ping(times: int) -> list[float]:
@@ -122,7 +125,7 @@ def _waits(lab: Lab) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     asks = lab.popen(1, [*command, "ask", "--address", lab.addresses[0], "--times", str(TIMES)], env=env,
                      stdout=subprocess.PIPE, text=True)
     assert asks.stdout
-    asks.stdout.readline()  # the link is full from here
+    asks.stdout.readline()  # printed once the link is full
     full = ping(TIMES)
     urgent = json.loads(asks.stdout.readline())
     asks.wait(30.0)

@@ -1,5 +1,7 @@
-"""One process of the wire measurement: a rank that averages dense gradients step by step with next to no computing, or one of
-two ends that echo frames to each other. Prints one line of JSON. Knows nothing of the lab."""
+"""One process of `bench wire`: a rank that averages dense gradients with almost no compute, or one end of an echo test.
+
+Prints its results as lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ PORT = 7500
 URGENT_NBYTES, BULK_NBYTES = 1 << 10, 1 << 20
 BULK_ORDER = 1000
 UNDER_WAY = 8
-"""Bulk frames that are on their way at once."""
+"""Bulk frames in flight at once."""
 PAUSE_S = 0.05
 
 
 class Gradients(nn.Module):
-    """Parameters whose gradients cost next to nothing."""
+    """Parameters whose gradients cost almost nothing to compute."""
 
     def __init__(self, numel: int, tensors: int) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class Gradients(nn.Module):
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """When each step began and ended, on the clock that all hosts of a lab share."""
+    """Prints start and end of each step, by the monotonic clock that all hosts of a lab share."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=DEADLINE)
     model = Gradients(args.numel, args.tensors)
@@ -60,7 +62,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def echo(args: argparse.Namespace) -> dict[str, Any]:
-    """Sends back what comes, as urgent as it came, until the other end goes."""
+    """Echoes each frame with its own priority until the peer disconnects."""
     transport = StreamTransport(Hello("wire", SERVER_BASE))
     gone = threading.Event()
 
@@ -80,7 +82,7 @@ def echo(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ask(args: argparse.Namespace) -> dict[str, Any]:
-    """Round trips of urgent frames, first alone, then among as many bulk frames as the link takes."""
+    """Prints round trips of urgent frames: first on an idle link, then on a link full of bulk frames."""
     transport = StreamTransport(Hello("wire", 0))
     for _ in range(100):
         try:

@@ -1,6 +1,8 @@
-"""One rank of a training measurement: `python -m bench.worker --mode ddp_fp32 --model mlp`. Prints one line of JSON with its
-step times. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from the environment, as any torchrun script.
-Knows nothing of the lab."""
+"""One rank of a training measurement: `python -m bench.worker --mode ddp_fp32 --model mlp`.
+
+Prints one line of JSON with its step times. Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, like
+any torchrun script.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,18 @@ MODELS = {
 
 
 class Trained(NamedTuple):
-    """What a mode makes of a model: the module to call forward on, and what ends it: after close() no rank needs another."""
+    """A model set up by a mode: the module to call forward on, and how to close it. After close() no rank needs another."""
 
     module: nn.Module
     close: Callable[[], None]
     decisions: Callable[[], list[str]] = list
-    """What was decided on the way, a line each."""
+    """Decisions that commlayer logged during training, one line each."""
     verdicts: Callable[[], list[dict[str, float]]] = list
-    """What planning thought of the plan in force."""
+    """The planner's verdicts on the current plan."""
 
 
 def host_config(**fields: Any) -> dict[str, Any]:
-    """Settings of a rank that has its host to itself and listens where others reach it: in a lab, whose network is closed."""
+    """Settings for one rank per host that listens on the host's address. The lab's network is closed, so without encryption."""
     address = os.environ.get("HOST_ADDRESS", "127.0.0.1")
     return {"ranks_per_node": 1, "bind": address, "insecure": address != "127.0.0.1"} | fields
 
@@ -66,7 +68,7 @@ def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str
 
 
 def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
-    """With summation servers on all hosts: every gradient coded by the codec that the argument spells, or plan "auto"."""
+    """Summation servers on all hosts. `argument` is the codec for every gradient, or "auto" for plan "auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     plan = "auto" if argument == "auto" else commlayer.compressors.parse(argument)
     session = commlayer.attach(model, optimizer, plan=plan, config=host_config(servers="each"))
@@ -74,7 +76,7 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
 
 
 def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
-    """Without servers: every bucket takes the path of stages that the argument names ahead of "|", with the codec behind it."""
+    """No servers: every bucket takes the same path of stages. `argument` is "PATH|CODEC"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     path, _, codec = argument.partition("|")
     base = default_plan(job_of(model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
@@ -85,7 +87,7 @@ def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
 
 
 def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
-    """As `commlayer`; besides, the plan is priced from the first steps as "auto" would, and kept."""
+    """As mode `commlayer`; the plan is also priced from the first steps, as "auto" would price it, but never changed."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
     connection = session.inspect.connection
@@ -95,13 +97,13 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
 
     def after_step(*_: object) -> None:
         auto.after_step()
-        auto.settle(60.0)  # so that planning takes no time from the steps that are measured
+        auto.settle(60.0)  # planning must not take CPU time from the measured steps
 
     optimizer.register_step_post_hook(after_step)
     return trained._replace(verdicts=lambda: [verdict._asdict() for verdict in auto.verdicts])
 
 
-# A mode is called with the model, its optimizer and what follows the colon in "--mode NAME:ARGUMENT".
+# A mode is called with the model, its optimizer and the ARGUMENT of "--mode NAME:ARGUMENT".
 MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
     "ddp_fp32": ddp_fp32,
     "ddp_fp16": ddp_fp16,
@@ -112,7 +114,7 @@ MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
 
 
 def build(name: str) -> nn.Module:
-    """The model named, the same on every rank."""
+    """Builds a model by name; seeded, so every rank gets the same weights."""
     torch.manual_seed(7)
     widths = MODELS[name]
     layers: list[nn.Module] = []
@@ -122,14 +124,14 @@ def build(name: str) -> nn.Module:
 
 
 class Told(NamedTuple):
-    """The seconds and the loss of every step."""
+    """Seconds and loss of every step."""
 
     step_s: list[float]
     loss: list[float]
 
 
 def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch: int, rank: int, steps: int) -> Told:
-    """Trains on seeded data of this rank's own. The data is made outside the time taken."""
+    """Trains on this rank's seeded data. Generating the data is not timed."""
     generator = torch.Generator().manual_seed(1000 + rank)
     loss_of = nn.CrossEntropyLoss()
     step_s, losses = [], []
@@ -147,7 +149,7 @@ def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch:
 
 
 def digest(model: nn.Module) -> str:
-    """Equal on all ranks, or they trained different models."""
+    """Hash of the parameters: ranks that trained the same model have equal digests."""
     sha = hashlib.sha256()
     for parameter in model.parameters():
         sha.update(parameter.detach().numpy().tobytes())
