@@ -1,7 +1,7 @@
-"""Where 1 % of a model's entries goes: the ratio in each bucket against one threshold over all, by kept energy and by loss.
+"""Top-k ratio per bucket against one threshold over the whole model, compared by kept gradient energy and by loss.
 
-4 virtual workers train with the buckets, the codecs, the entries and the server's sums of a real job, both ways coded with
-residuals, in one process. Knows no network and no time.
+4 virtual workers train in one process with the buckets, codecs and server sums of a real job; gradients and results are coded
+with residuals. Simulates no network and measures no time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SEEDS, QUICK_STEPS = (1, 2), 20
 
 
 class Sent(NamedTuple):
-    """Of one worker in one step."""
+    """What one worker sent in one step."""
 
     kept: float
-    """The part of the energy of gradient + residual that is in the entries sent."""
+    """Fraction of the energy of gradient + residual that is in the entries sent."""
     alike: float
-    """The same if each bucket had sent its ratio of the same vector, by sorting."""
+    """The same fraction if each bucket had sent its ratio of the same vector, selected by sorting."""
     nbytes: int
 
 
 def run(quick: bool) -> report.Result:
-    """A row for each model, optimizer and way."""
+    """A row for each model, optimizer and way of choosing entries."""
     torch.set_num_threads(1)
     cases = [(model, optimizer) for model in energy_models.MODELS for optimizer in ("sgd", "adamw")]
     rows = [row(model, optimizer, way, quick) for model, optimizer in cases for way in WAYS]
@@ -54,24 +54,25 @@ def run(quick: bool) -> report.Result:
 
 
 def row(model: str, optimizer: str, way: str, quick: bool = False) -> dict[str, Any]:
-    """Means over the seeds. `nbytes`: of a worker in a step, up and down; `down_nbytes` those that come down."""
-    told = [train(model, optimizer, way, seed, QUICK_STEPS if quick else 0) for seed in SEEDS[: 1 if quick else None]]
-    sent = [one for _, each, _ in told for one in each]
-    made: dict[str, Any] = {"model": model, "optimizer": optimizer, "way": way, "loss": fmean(loss for loss, _, _ in told)}
+    """Means over the seeds. `nbytes`: bytes per worker and step, up and down; `down_nbytes`: the part that the worker
+    downloads."""
+    runs = [train(model, optimizer, way, seed, QUICK_STEPS if quick else 0) for seed in SEEDS[: 1 if quick else None]]
+    sent = [one for _, each, _ in runs for one in each]
+    record: dict[str, Any] = {"model": model, "optimizer": optimizer, "way": way, "loss": fmean(loss for loss, _, _ in runs)}
     if sent:
-        down = fmean(fmean(nbytes) for _, _, nbytes in told)
-        made |= {"kept": fmean(s.kept for s in sent), "sorted_per_bucket": fmean(s.alike for s in sent),
-                 "nbytes": fmean(s.nbytes for s in sent) + down, "down_nbytes": down}
-    return made
+        down = fmean(fmean(nbytes) for _, _, nbytes in runs)
+        record |= {"kept": fmean(s.kept for s in sent), "sorted_per_bucket": fmean(s.alike for s in sent),
+                   "nbytes": fmean(s.nbytes for s in sent) + down, "down_nbytes": down}
+    return record
 
 
 def train(model: str, optimizer: str, way: str, seed: int, steps: int = 0) -> tuple[float, list[Sent], list[int]]:
-    """(loss on test data, what each worker sent in each step, bytes of each step's results)."""
+    """Trains once. Returns the loss on test data, what each worker sent in each step, and the bytes of each step's results."""
     task = energy_models.MODELS[model](seed)
     parameters = list(task.model.parameters())
-    made: torch.optim.Optimizer = torch.optim.AdamW(parameters, task.adamw_lr)
+    method: torch.optim.Optimizer = torch.optim.AdamW(parameters, task.adamw_lr)
     if optimizer == "sgd":
-        made = torch.optim.SGD(parameters, task.sgd_lr, momentum=0.9)
+        method = torch.optim.SGD(parameters, task.sgd_lr, momentum=0.9)
     feeds = [task.batches(rank, WORKERS) for rank in range(WORKERS)]
     workers = None if way == "dense" else Measured(task.model, way)
     sent: list[Sent] = []
@@ -81,18 +82,18 @@ def train(model: str, optimizer: str, way: str, seed: int, steps: int = 0) -> tu
         if workers is None:
             averages: Sequence[torch.Tensor] = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
         else:
-            averages, told, nbytes = workers.step(gradients)
-            sent += told
+            averages, payloads, nbytes = workers.step(gradients)
+            sent += payloads
             results.append(nbytes)
         for parameter, average in zip(parameters, averages, strict=True):
             parameter.grad = average
-        made.step()
+        method.step()
     with torch.no_grad():
         return float(task.loss(task.test)), sent, results
 
 
 class Measured(VirtualWorkers):
-    """Sees what each worker sends, and of what."""
+    """Virtual workers that record what each worker sends, and from which vector."""
 
     def __init__(self, model: torch.nn.Module, ratio_over: Any) -> None:
         job = job_of(model)
@@ -103,11 +104,11 @@ class Measured(VirtualWorkers):
         self._sums = [[0.0] * 4 for _ in range(WORKERS)]
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], list[Sent], int]:
-        """(averages, what each worker sent, bytes of the results)."""
+        """Returns the averages, what each worker sent, and the bytes of the results."""
         self._sums = [[0.0] * 4 for _ in range(WORKERS)]
         averages, _ = self.average(gradients)
-        told = [Sent(kept / whole, alike / whole, round(nbytes)) for kept, alike, whole, nbytes in self._sums]
-        return averages, told, self.received - self._results
+        per_worker = [Sent(kept / whole, alike / whole, round(nbytes)) for kept, alike, whole, nbytes in self._sums]
+        return averages, per_worker, self.received - self._results
 
     def code(self, rank: int, worker: WorkerBucket) -> memoryview:
         energy = (worker.host + worker.state["residual"]).square()
@@ -123,7 +124,7 @@ class Measured(VirtualWorkers):
 
 
 def positions_in(bucket: WorkerBucket, body: memoryview) -> torch.Tensor:
-    """The positions of the entries in a payload of topk."""
+    """The positions of the entries in a top-k payload."""
     reader = reader_of(bucket.codec)
     assert reader is not None
     entries = reader.read(body, bucket.numel)

@@ -1,6 +1,4 @@
-"""What `bench energy` trains: an MLP and a convolutional net on handwritten digits, a small transformer on the docs' text.
-
-Knows models, data and losses; no codecs.
+"""Models and data for `bench energy`: an MLP and a CNN on handwritten digits, and a small transformer on the text of the docs.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ WORDS, CONTEXT, TESTED = 128, 64, 32
 class Task(NamedTuple):
     model: nn.Module
     batches: Callable[[int, int], Iterator[problem.Batch]]
-    """Of a rank of so many."""
+    """Batches for (rank, world size)."""
     test: problem.Batch
     sgd_lr: float
     adamw_lr: float
     steps: int
 
     def loss(self, batch: problem.Batch) -> torch.Tensor:
-        said = self.model(batch[0])
-        return functional.cross_entropy(said.reshape(-1, said.shape[-1]), batch[1].reshape(-1))
+        logits = self.model(batch[0])
+        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1))
 
 
 def mlp(seed: int) -> Task:

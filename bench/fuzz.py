@@ -1,7 +1,7 @@
-"""Damaged frames, greetings, payloads, states, plans and control messages at the real decoders: each must refuse with its own
-error, in bounded time, and leave no memory behind. Knows no format.
+"""Fuzzes the real decoders of frames, greetings, payloads, states, plans and control messages. Each must refuse damaged input
+with its own error, in bounded time, and leak no memory.
 
-`python -m bench fuzz --frames 1000000`; `--seed` says where to begin, so that slices of a long run are those of the whole.
+`python -m bench fuzz --frames 1000000`. `--seed` is the first seed, so a long run can be split into slices.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from bench.report import Result
 
 FRAMES, QUICK = 1_000_000, 20_000
 BLOCK = 1000
-"""Inputs of one seed."""
+"""Number of inputs generated from one seed."""
 SLOW_S, HANG_S = 0.5, 60.0
-"""Seconds of the processor that an input may take; and seconds after which the run says where it is, and ends."""
+"""SLOW_S: maximum CPU seconds per input. HANG_S: after this many seconds the run prints its stack and ends."""
 WARM = 0.2
-"""The part of a run behind which memory must stay as it is."""
+"""Fraction of the run after which memory must no longer grow."""
 MOST_FINDINGS = 20
 WEIGHTS = {"frames": 24.0, "acceptor's greeting": 12.0, "dialler's greeting": 8.0, "sums": 4.0, "zeros": 4.0,
            "control decisions": 4.0}
-"""How often a target is chosen; others once."""
+"""Relative frequency of a target; others have weight 1."""
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
 
 def fuzz(found: list[Target], inputs: int, seed: int = 0) -> Result:
-    """A row for each target, and for each finding."""
+    """Returns a row for each target and for each finding."""
     taken: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     slowest: dict[str, float] = {}

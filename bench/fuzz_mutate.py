@@ -1,5 +1,5 @@
-"""Damage to bytes that looks like their format: numbers at their limits, lengths that lie, pieces of other inputs. Knows of
-formats how values of msgpack and JSON begin, and where a frame has its checksums."""
+"""Damages bytes in ways that fit their format: numbers at their limits, wrong lengths, pieces of other inputs. Uses the type
+bytes of msgpack, the syntax of JSON, and the position of a frame's checksums."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BEGINNINGS = (
     b"\xcb\x7f\xf0\x00\x00\x00\x00\x00\x00", b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff", b"\xd3\x80\x00\x00\x00\x00\x00\x00\x00",
     b"\xc7\xff\x01", b"\xd6\xff\x00\x00\x00\x00", b"\xff",
 )
-"""Of msgpack values: of every kind, with lengths that what follows does not have."""
+"""First bytes of msgpack values of every type, with lengths that the following bytes do not have."""
 WORDS = (b"null", b"true", b"-1", b"0", b"1e999", b"99999999999999999999", b"\"\"", b"[]", b"{}", b"NaN", b"[[[[", b"\xff")
-"""Of JSON."""
+"""JSON values."""
 MOST_NBYTES = 1 << 16
-"""What grows by copies of itself stays below it."""
+"""Upper limit for the size of an input, which repetitions could exceed."""
 
 
 def mutated(rng: random.Random, examples: Sequence[bytes]) -> bytes:
-    """An example with up to four changes."""
+    """Returns an example with up to four changes."""
     bad = bytearray(rng.choice(examples))
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
         rng.choice(_CHANGES)(rng, bad, examples)
@@ -37,20 +37,20 @@ def mutated(rng: random.Random, examples: Sequence[bytes]) -> bytes:
 
 
 def resealed(data: bytes) -> bytes:
-    """Frames with checksums that are right for what they say now, as far as there are any: else nothing behind a checksum
-    would be reached."""
-    made, at = bytearray(data), 0
-    while len(made) - at >= HEADER_NBYTES and made[at : at + 4] == MAGIC:
-        nbytes = struct.unpack_from("<I", made, at + 56)[0]
-        body = bytes(made[at + HEADER_NBYTES : at + HEADER_NBYTES + nbytes])
-        struct.pack_into("<I", made, at + 60, crc32c(body))
-        struct.pack_into("<I", made, at + 64, crc32c(bytes(made[at : at + 64])))
+    """Corrects the checksums of damaged frames, as far as the frames can still be parsed. Otherwise no input would get past the
+    checksum test."""
+    result, at = bytearray(data), 0
+    while len(result) - at >= HEADER_NBYTES and result[at : at + 4] == MAGIC:
+        nbytes = struct.unpack_from("<I", result, at + 56)[0]
+        body = bytes(result[at + HEADER_NBYTES : at + HEADER_NBYTES + nbytes])
+        struct.pack_into("<I", result, at + 60, crc32c(body))
+        struct.pack_into("<I", result, at + 64, crc32c(bytes(result[at : at + 64])))
         at += HEADER_NBYTES + len(body)
-    return bytes(made)
+    return bytes(result)
 
 
 def _at(rng: random.Random, bad: bytearray) -> int:
-    """Somewhere, the beginning more often: that is where headers are."""
+    """A random position; the beginning is more likely, because headers are there."""
     return rng.randrange(min(len(bad), 80) if rng.random() < 0.5 else len(bad)) if bad else 0
 
 
@@ -94,10 +94,10 @@ def _beginning(rng: random.Random, bad: bytearray, _: Sequence[bytes]) -> None:
 
 
 def _word(rng: random.Random, bad: bytearray, _: Sequence[bytes]) -> None:
-    """In place of what is between two of JSON's marks."""
+    """Replaces the text between two JSON delimiters."""
     at = _at(rng, bad)
     begin = max(bad.rfind(mark, 0, at) for mark in b":[,")
-    end = min((found for mark in b",]}" if (found := bad.find(mark, at)) >= 0), default=-1)
+    end = min((position for mark in b",]}" if (position := bad.find(mark, at)) >= 0), default=-1)
     if 0 <= begin < end:
         bad[begin + 1 : end] = rng.choice(WORDS)
 

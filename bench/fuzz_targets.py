@@ -1,5 +1,5 @@
-"""What reads bytes of others, each with valid examples: frames, greetings, payloads, states, control messages, plans. Knows the
-real decoders, and no sockets."""
+"""Fuzz targets: every decoder of bytes from peers, with valid examples. Covers frames, greetings, payloads, states, control
+messages and plans. Uses no sockets."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ CODECS = (
     "identity()", "fp16()", "bf16()", "int8()", "int4()", "qsgd()", "onebit()",
     "topk(ratio=0.05)", "block_threshold(ratio=0.1)", "randomk(ratio=0.2)", "powersgd(rank=2)",
 )
-"""Every id on the wire."""
+"""Codecs for every codec id of the wire format."""
 SHAPE = (20, 16)
 SECRET = "a-secret-of-the-fuzzing"
 
 
 class Target(NamedTuple):
-    """`read` raises one of `refusals`, or nothing; anything else is a finding."""
+    """`read` raises one of `refusals` or nothing; any other exception is a finding."""
 
     name: str
     examples: Sequence[bytes]
     read: Callable[[bytes, random.Random], None]
     refusals: tuple[type[Exception], ...] = (CorruptFrame,)
     frames: bool = False
-    """Whether the examples have checksums of frames."""
+    """Whether the examples have frame checksums."""
 
 
 def targets() -> list[Target]:
@@ -60,7 +60,7 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 
 
 def frames() -> Target:
-    """Streams of several, cut anywhere, put together as a connection does."""
+    """Streams of several frames, read in pieces of random size and assembled as a connection does."""
     stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped={1: "it broke the format"}))
     body = random.Random(5).randbytes(3000)
     kinds = [kind for kind in Kind if kind != Kind.STALLED]
@@ -86,15 +86,15 @@ def frames() -> Target:
             reader.filled(n)
             at += n
             while (one := reader.next()) is not None:
-                whole = assembly.whole(one)
-                if whole is not None and whole.header.kind == Kind.STALLED:
-                    summation_server.read_stalled(Message(SERVER_BASE, whole.header, whole.body))
+                message = assembly.whole(one)
+                if message is not None and message.header.kind == Kind.STALLED:
+                    summation_server.read_stalled(Message(SERVER_BASE, message.header, message.body))
 
     return Target("frames", examples, read, frames=True)
 
 
 def _without_zeros() -> list[bytes]:
-    """Of bodies of several sizes: all of zeros, with some chunks, with an odd end."""
+    """Bodies of several sizes without their zeros: only zeros, some nonzero chunks, an odd end."""
     some = [bytearray(nbytes) for nbytes in (4096, 5000, 4097, 12_345)]
     some[1][100:170] = random.Random(6).randbytes(70)
     some[2][-1] = 7
@@ -103,21 +103,21 @@ def _without_zeros() -> list[bytes]:
 
 
 def zeros() -> Target:
-    """What is read has the size that it says, in the memory that was asked for, and would be the same sent again."""
+    """The restored body must have the size that it states, be in the allocated memory, and encode to the same bytes again."""
 
     def read(data: bytes, _: random.Random) -> None:
-        asked: list[int] = []
+        sizes: list[int] = []
 
         def allocate(nbytes: int) -> memoryview:
-            asked.append(nbytes)
+            sizes.append(nbytes)
             return memoryview(bytearray(b"\xa5" * nbytes))
 
         try:
             whole = restore_zeros(memoryview(data), CAP_NBYTES, allocate)
         except CorruptFrame:
-            assert not asked, "allocated for what was refused"
+            assert not sizes, "allocated for what was refused"
             raise
-        assert asked == [len(whole)]
+        assert sizes == [len(whole)]
         assert len(whole) <= CAP_NBYTES
         short = drop_zeros(whole)
         assert short is None or restore_zeros(memoryview(short), CAP_NBYTES, allocate) == whole
@@ -126,7 +126,7 @@ def zeros() -> Target:
 
 
 class Canned:
-    """A ByteChannel whose other end has said all that it will."""
+    """A ByteChannel that returns prepared bytes, then end of stream."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.said = memoryview(data), b""
@@ -155,24 +155,24 @@ class Canned:
 
 
 GREETED = (CorruptFrame, Refused, PeerLost)
-"""PeerLost where the bytes end too early, Refused for whoever does not prove the secret."""
+"""PeerLost if the bytes end too early, Refused if the peer does not prove the secret."""
 
 
 def acceptor() -> Target:
     hellos = [Hello("job", rank, "plan", "0.1", nonce=bytes(NONCE_NBYTES)) for rank in (0, 1, 65535)]
-    said = [frame(Header(Kind.HELLO, sender=1), msgspec.msgpack.encode(one)) for one in hellos]
+    greetings = [frame(Header(Kind.HELLO, sender=1), msgspec.msgpack.encode(one)) for one in hellos]
     proved = frame(Header(Kind.PROOF), msgspec.msgpack.encode(handshake.Proof(bytes(PROOF_NBYTES))))
 
     def read(data: bytes, _: random.Random) -> None:
         handshake.accept_handshake(Canned(data), Reader(handshake.MAX_NBYTES), SERVER_BASE, SECRET, "the dialler",
                                    time.monotonic() + 60.0)
 
-    return Target("acceptor's greeting", [one + proved for one in said], read, GREETED, frames=True)
+    return Target("acceptor's greeting", [one + proved for one in greetings], read, GREETED, frames=True)
 
 
 def dialler() -> Target:
-    asked = msgspec.msgpack.encode(handshake.Challenge(bytes(NONCE_NBYTES)))
-    challenge = frame(Header(Kind.CHALLENGE, sender=SERVER_BASE), asked)
+    body = msgspec.msgpack.encode(handshake.Challenge(bytes(NONCE_NBYTES)))
+    challenge = frame(Header(Kind.CHALLENGE, sender=SERVER_BASE), body)
     answers = [handshake.Welcome(SERVER_BASE, "", bytes(PROOF_NBYTES)),
                handshake.Welcome(SERVER_BASE, "is of another job", b"")]
     examples = [challenge + frame(Header(Kind.WELCOME, sender=SERVER_BASE), msgspec.msgpack.encode(one)) for one in answers]
@@ -213,10 +213,10 @@ def _messages() -> list[Any]:
 
 
 def control() -> list[Target]:
-    """Every record, read as itself."""
-    made: dict[type[records.Record], list[bytes]] = {}
+    """Every record type, decoded as itself."""
+    by_type: dict[type[records.Record], list[bytes]] = {}
     for one in _messages():
-        made.setdefault(type(one), []).append(messages.pack(one))
+        by_type.setdefault(type(one), []).append(messages.pack(one))
 
     def reader(kind: type[records.Record]) -> Callable[[bytes, random.Random], None]:
         def read(data: bytes, _: random.Random) -> None:
@@ -225,11 +225,11 @@ def control() -> list[Target]:
 
         return read
 
-    return [Target(f"control {kind.__name__}", examples, reader(kind)) for kind, examples in made.items()]
+    return [Target(f"control {kind.__name__}", examples, reader(kind)) for kind, examples in by_type.items()]
 
 
 def calls() -> Target:
-    """Calls as they come, with their proofs; some of the damage is proved, as a member would."""
+    """Incoming calls with their proofs. Some damaged calls carry a valid proof, as if a member had sent them."""
     judge = CallVerifier(SECRET)
     request = messages.pack(messages.Heartbeat("token"))
     good = make_proof(SECRET, b"ask", b"Heartbeat", judge.challenge("peer"), request) + request
@@ -241,7 +241,7 @@ def calls() -> Target:
 
 
 def joining() -> Target:
-    """Requests that decode are decided on; the state that comes of it is kept for a while."""
+    """Join requests that can be decoded are processed; the resulting state is kept for some inputs."""
     examples = [messages.pack(one) for one in (messages.worker_request("job", rank, 2, plan=b"p") for rank in (0, 1))]
     examples.append(messages.pack(messages.server_request("127.0.0.1:7001")))
     kept = [membership.State(0, 1)]
@@ -274,7 +274,7 @@ def parts_of_plans() -> Target:
 
 
 def plans() -> Target:
-    """What a server makes of a plan that a worker sends."""
+    """What a server does with a plan that a worker sends."""
 
     def read(data: bytes, _: random.Random) -> None:
         plan = records.decode(data, Plan, "plan of worker 0")
@@ -288,7 +288,7 @@ def plans() -> Target:
 
 
 def sums() -> Target:
-    """Headers of contributions at a server, with payloads that fit."""
+    """Headers of contributions at a server, with matching payloads."""
     ops = server_codecs.ops_of(PLAN, 0)
     core = summation.Summation(0, 1, dict(ops), server_codecs.senders_of(PLAN, 2))
     good = [frame(Header(Kind.PUSH, 1, 0, b.id, codec=ops[b.id].codec, sender=rank, weight=1.0, total=2.0), _flagged(b))
@@ -319,7 +319,7 @@ def _flagged(bucket: records.Bucket) -> bytes:
 
 
 def payloads() -> list[Target]:
-    """Of every codec, in every round: what a server adds and what a worker decodes."""
+    """Payloads of every codec in every round: what a server adds and what a worker decodes."""
     return [_payload(text, r) for text in CODECS for r in range(len(wrap(parse(text)).rounds))]
 
 
@@ -332,7 +332,7 @@ class _Sides(NamedTuple):
 
 
 def _sides(text: str, r: int) -> _Sides:
-    """A worker that has sent in round r, and the server's accumulator."""
+    """A worker that has sent its payload of round r, and the server's accumulator."""
     codec, spec = wrap(parse(text)), Spec(SHAPE)
     numel = math.prod(SHAPE)
     state, server = codec.init(spec), codec.init_server(spec)
@@ -358,19 +358,19 @@ def _payload(text: str, r: int) -> Target:
             s.codec.add(r, memoryview(data), s.acc, first=rng.random() < 0.5)
         else:
             s.codec.decode(memoryview(data), s.state, s.out)
-            kept[0] = s if len(s.codec.rounds) == 1 else _sides(text, r)  # a state of several rounds has come to its end
+            kept[0] = s if len(s.codec.rounds) == 1 else _sides(text, r)  # a state with several rounds cannot be used again
 
     return Target(f"payload {text.partition('(')[0]} {r}", kept[0].payloads, read)
 
 
 def states() -> list[Target]:
-    """Saved codec states at a server."""
-    made = []
+    """Codec states saved by a server."""
+    result = []
     for text in ("topk(ratio=0.1)", "qsgd()"):
         bucket = msgspec.structs.replace(PLAN.buckets[0], codec=text)
         ops = server_codecs.CodecOps(codec_of(bucket, plan=PLAN), bucket, PLAN.job)
-        made.append(Target(f"state {text.partition('(')[0]}", [ops.snapshot()], _restoring(ops), (CorruptFrame, ValueError)))
-    return made
+        result.append(Target(f"state {text.partition('(')[0]}", [ops.snapshot()], _restoring(ops), (CorruptFrame, ValueError)))
+    return result
 
 
 def _restoring(ops: server_codecs.CodecOps) -> Callable[[bytes, random.Random], None]:

@@ -1,6 +1,6 @@
-"""Kernels and codecs on the GPU against what torch offers and what its memory allows, in one run. Knows no wire and no runtime.
+"""Benchmark of GPU kernels and codecs, compared in one run with torch and with memory bandwidth.
 
-`codecs` takes it in by `run(quick)`; without a GPU that is Unmeasurable. Every kernel is first checked against the host's.
+bench.codecs calls `run(quick)`, which raises Unmeasurable without a GPU. Kernels are checked against the host's first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from commlayer.records import Spec
 
 N, N_QUICK = 1 << 26, 1 << 22
 DENSITY, CUT = 0.01, 2.576
-"""|v| of a standard normal is above the cut for 1 % of all v."""
+"""The magnitude of a standard normal exceeds CUT with a probability of 1 %."""
 
 ROUNDS, ROUNDS_QUICK = 30, 10
 SETTLE = 6
-"""Steps until a tracked threshold is steady."""
+"""Number of steps until a tracked threshold is steady."""
 
 BYTES = {"copy": 8, "select_1pct": 12, "torch.topk": 4, "codec topk 1pct": 12, "codec int8": 21}
-"""Per element, that each must at least read and write."""
+"""Minimum number of bytes per element that each must read and write."""
 
 
 class _Stage:
@@ -46,11 +46,12 @@ class _Stage:
 
     def select(self) -> None:
         self.words.zero_()
-        found, state = self.words[: kernels.FOUND], self.words[kernels.FOUND :]
-        kernels.queue_select(self.g, self.kept, self.cut, self.n // 3, self.raw, self.picked, found, state)
+        counters, state = self.words[: kernels.FOUND], self.words[kernels.FOUND :]
+        kernels.queue_select(self.g, self.kept, self.cut, self.n // 3, self.raw, self.picked, counters, state)
 
     def rivals(self) -> dict[str, Callable[[], object]]:
-        """Name -> call. `clear` empties the residual that the selection before it has filled; its time counts for nothing."""
+        """Name -> call. `clear` empties the residual that the selection of the round before has filled; its time is not
+        counted."""
         k = int(self.n * DENSITY)
         return {
             "copy": lambda: self.acc.copy_(self.g),
@@ -75,7 +76,7 @@ def _steps(codec: Codec, x: torch.Tensor) -> Callable[[], int]:
 
 
 def check(device: torch.device, n: int = 300_007) -> None:
-    """Raises if the selection that is timed differs from the host's."""
+    """Raises AssertionError if the timed selection differs from the host's."""
     stage = _Stage(n, device)
     kept, cap = torch.zeros(n), stage.raw[0].numel()
     idx, val = torch.empty(cap, dtype=torch.int32), torch.empty(cap)
@@ -97,7 +98,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def run(quick: bool) -> Result:
-    """{"rows": [...], "summary": {...}}; all calls of a round run one after the other, and ratios are medians over rounds."""
+    """Runs the benchmark. All calls of a round run one after the other; ratios are medians over rounds."""
     if not torch.cuda.is_available():
         raise Unmeasurable("there is no CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())

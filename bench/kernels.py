@@ -1,8 +1,8 @@
-"""The native kernels against the physical limit and torch: one thread, rivals interleaved in the same rounds. Knows no network.
+"""Benchmark of the native kernels in one thread against torch and memory bandwidth, interleaved in the same rounds.
 
-"stream" is r += g in place at 12 B per element, the better of native and torch; "copy" reads and writes 8 B per element.
-Ratios are medians of per-round ratios. Every result is checked before anything is timed. "codec" rows are whole steps of a
-codec with error feedback, from gradient to payload: sampling, trimming and packing included.
+"stream" is r += g in place at 12 B per element, the faster of native and torch. "copy" reads and writes 8 B per element. Ratios
+are medians of per-round ratios. Every result is checked before timing. "codec" rows are whole steps of a codec with error
+feedback, from gradient to payload, including sampling, trimming and packing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from commlayer.native import core
 from commlayer.records import Spec
 
 N, N_QUICK = 25_000_000, 12_500_000
-"""Far beyond the caches: a smaller stage would compare cached rivals with uncached ones."""
+"""Much larger than the caches: with a smaller size cached rivals would be compared with uncached ones."""
 BLOCK = 256
 DENSITY = 0.01
 CUT = 2.5758293
-"""A standard normal exceeds it in magnitude with probability DENSITY."""
+"""The magnitude of a standard normal exceeds CUT with probability DENSITY."""
 
 
 SETTLE = 12
-"""Steps after which the residual and the threshold of a codec are steady."""
+"""Number of steps after which a codec's residual and threshold are steady."""
 
 
 class _Steps:
-    """A codec over the steps of a training: two gradients in turn, so that no residual builds up as for a constant one."""
+    """A codec over training steps. Alternates two gradients, since a constant gradient would build up a residual."""
 
     def __init__(self, codec: Codec, g: torch.Tensor, core: ModuleType) -> None:
         spec = Spec((g.numel(),))
@@ -41,7 +41,7 @@ class _Steps:
         self.payload = self.out[:0]
 
     def __call__(self) -> bytes:
-        """A step; a few bytes of its payload."""
+        """Runs a step and returns the first bytes of its payload."""
         self.gradients.reverse()
         with kernels.use(self.core):
             self.payload = self.out[: self.codec.start(self.gradients[0], self.state, self.out)]
@@ -71,7 +71,8 @@ class _Stage:
         return self.core.select(self.g, self.kept, CUT, self.n // 3, self.idx, self.val)
 
     def rivals(self) -> dict[str, Callable[[], object]]:
-        """Name -> call. `select` meets the residual that `clear` emptied, as steady error feedback at this cut would."""
+        """Name -> call. `select` finds the residual that `clear` emptied, as steady error feedback would have it at this cut.
+        """
         c, g, acc = self.core, self.g, self.acc
         return {
             "stream native": lambda: c.add_f32(acc, g),
@@ -103,14 +104,14 @@ BYTES = {
     "codec onebit": 12.14,
     "torch.topk": 4,
 }  # fmt: skip
-"""Bytes per element that each must at least read and write."""
+"""Minimum number of bytes per element that each must read and write."""
 
 
 NOT_IN_FALLBACK = ("crc32c", "codec onebit")
 
 
 def check(n: int = 50_003) -> None:
-    """Raises if native and fallback differ, in result or memory, on the very calls that are timed."""
+    """Raises AssertionError if native and fallback differ in results or memory, for the same calls that are timed."""
     ours, twin = _Stage(n), _Stage(n, fallback)
     for (name, mine), theirs in zip(ours.rivals().items(), twin.rivals().values(), strict=True):
         if name in NOT_IN_FALLBACK:
@@ -143,7 +144,6 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """{"rows": [...], "summary": {...}}."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -206,6 +206,6 @@ def _run(quick: bool) -> dict[str, Any]:
 
 
 def rows(quick: bool) -> list[dict[str, Any]]:
-    """The rows alone."""
-    found: list[dict[str, Any]] = run(quick)["rows"]
-    return found
+    """Only the rows."""
+    table: list[dict[str, Any]] = run(quick)["rows"]
+    return table

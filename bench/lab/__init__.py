@@ -1,4 +1,4 @@
-"""A wide-area network on one machine: hosts in namespaces, a native router between them. Knows nothing of what they run."""
+"""A wide-area network on one machine: hosts in network namespaces, connected by a native router."""
 
 from bench.lab.lab import Lab, LabUnavailable, Link
 from bench.lab.self_check import Check, check, sound

@@ -1,4 +1,4 @@
-"""`python -m bench.lab`: prints a lab's self-check, or runs a command beside a running lab. Knows its public face only."""
+"""`python -m bench.lab`: prints a lab's self-check, or runs a command beside a running lab."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and the command behind the first "--"."""
+    """Splits into the lab's own arguments and the command after the first "--"."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
@@ -79,20 +79,20 @@ def _per_host(values: list[float], unit: float) -> float | list[float]:
 
 
 def _print_check(lab: Lab) -> int:
-    found = check(lab)
+    result = check(lab)
     report.show(
         f"self-check, {lab.hosts} hosts, MTU {lab.mtu}, {lab.congestion}",
         {
-            "rows": found.rows,
+            "rows": result.rows,
             "summary": {
-                "passed": found.passed,
-                "router's share of a core, all sending": found.cpu_share,
-                "share of packets over 5 ms late": found.late_5ms_share,
-                "packets lost by TUN devices": found.device_dropped,
+                "passed": result.passed,
+                "router's share of a core, all sending": result.cpu_share,
+                "share of packets over 5 ms late": result.late_5ms_share,
+                "packets lost by TUN devices": result.device_dropped,
             },
         },
     )
-    return 0 if found.passed else 1
+    return 0 if result.passed else 1
 
 
 def _run(lab: Lab, command: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The lab as a Python object: hosts, links, processes on hosts, counters, clean-up. Knows no bytes: the router moves them."""
+"""The lab as a Python object: hosts, links, processes on hosts, counters and clean-up. Packets are moved by the router."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ PerHost = float | Sequence[float]
 
 
 class Link(NamedTuple):
-    """One host's access link. A round trip between hosts i and j takes delay_s(i) + delay_s(j): among equal hosts, delay_s is
-    the one-way delay. Each direction queues up to queue_s of its rate, then drops. loss is the chance of a segment sent."""
+    """One host's access link.
+
+    A round trip between hosts i and j takes delay_s(i) + delay_s(j), so among equal hosts delay_s is the one-way delay. Each
+    direction queues up to queue_s of its rate, then drops. `loss` is the probability that a sent segment is lost.
+    """
 
     up_bps: float
     down_bps: float
@@ -97,7 +100,7 @@ class Lab:
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Starts argv on the host. env is added to this process's environment. It is killed when the lab closes."""
+        """Starts argv on the host, with env added to this process's environment. The lab kills the process when it closes."""
         full = {**os.environ, **(env or {})}
         child = subprocess.Popen(["ip", "netns", "exec", self.names[host], *argv], env=full, **options)
         self._children.append(child)
@@ -114,16 +117,18 @@ class Lab:
         loss: float | None = None,
         cut: bool | None = None,
     ) -> None:
-        """Changes the named values of the host's link from now on. A cut link also loses what is on its way to the host."""
-        asked = {"up_bps": up_bps, "down_bps": down_bps, "delay_s": delay_s, "queue_s": queue_s, "loss": loss, "cut": cut}
-        changed: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+        """Changes the given values of the host's link from now on. A cut link also loses packets that are on their way to the
+        host."""
+        values = {"up_bps": up_bps, "down_bps": down_bps, "delay_s": delay_s, "queue_s": queue_s, "loss": loss, "cut": cut}
+        changed: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
         link = _checked(self.links[host]._replace(**changed))
         self._running().set(host, _words(link))
         self.links[host] = link
 
     def counters(self) -> dict[str, Any]:
-        """The router's counters now: per host bytes, packets and drops by place; for the router its clock, its CPU time and how
-        late it handed packets over (late_max_s is since the last call). device_dropped is what TUN devices lost: want 0."""
+        """The router's counters. Per host: bytes, packets, and drops by place. For the router: its clock, its CPU time and how
+        late it delivered packets (late_max_s since the last call). device_dropped counts packets lost by TUN devices and should
+        be 0."""
         stats = self._running().stats()
         for name, host in zip(self.names, stats["hosts"], strict=True):
             host["device_dropped"] = namespaces.device_drops(name)
@@ -151,7 +156,7 @@ class Lab:
 
 
 class _Signals:
-    """SIGTERM and SIGHUP leave through the context as Ctrl-C does. Only the main thread can arrange that."""
+    """Makes SIGTERM and SIGHUP leave through the context, as Ctrl-C does. Only the main thread can install the handlers."""
 
     def __enter__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -167,7 +172,7 @@ class _Signals:
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     raise SystemExit(128 + number)
 
 

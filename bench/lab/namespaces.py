@@ -1,4 +1,4 @@
-"""The lab's network namespaces: making, configuring and removing them, one lab at a time. Knows no links and no router."""
+"""Creates, configures and removes the lab's network namespaces, one lab at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from bench import Unmeasurable
 PREFIX = "commlab-"
 INTERFACE = "wan0"
 
-# Windows for 1 Gb/s and some 200 ms of round trip and queue; no memory of earlier connections: runs must not teach each other.
+# Buffers for 1 Gb/s and about 200 ms of round trip and queue. TCP metrics are not cached, so that runs do not influence each
+# other.
 SYSCTLS = (
     "net.ipv4.tcp_rmem=4096 131072 67108864",
     "net.ipv4.tcp_wmem=4096 65536 67108864",
@@ -27,11 +28,11 @@ SYSCTLS = (
 
 
 class LabUnavailable(Unmeasurable):
-    """The lab cannot run here: one line that says what is missing."""
+    """The lab cannot run on this machine; the message is one line with what is missing."""
 
 
 def require() -> None:
-    """Raises LabUnavailable unless namespaces and TUN devices can be made here."""
+    """Raises LabUnavailable unless namespaces and TUN devices can be created."""
     if os.geteuid() != 0:
         raise LabUnavailable("the WAN lab makes network namespaces and needs root; run it as root or with sudo")
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
@@ -41,7 +42,8 @@ def require() -> None:
 
 
 def take_lock(deadline_s: float) -> IO[str]:
-    """The machine-wide lock: labs share the cores, so two at once would spoil each other's figures. Release with drop_lock."""
+    """Takes the machine-wide lock: labs share the cores, so two at once would distort each other's measurements. Release it
+    with drop_lock."""
     path = Path(tempfile.gettempdir()) / "commlab.lock"
     lock = open(path, "a+")  # noqa: SIM115 - it stays open as long as the lab does
     until = time.monotonic() + deadline_s
@@ -63,19 +65,19 @@ def take_lock(deadline_s: float) -> IO[str]:
 
 
 def drop_lock(lock: IO[str]) -> None:
-    # Unlocked by name, since a forked child may still hold a copy of the descriptor.
+    # Unlocked explicitly, since a forked child may still hold a copy of the descriptor.
     fcntl.flock(lock, fcntl.LOCK_UN)
     lock.close()
 
 
 def present() -> list[str]:
-    """All lab namespaces on this machine, of living and dead labs."""
+    """All lab namespaces on this machine, including those left by dead labs."""
     folder = Path("/run/netns")
     return sorted(path.name for path in folder.glob(f"{PREFIX}*")) if folder.is_dir() else []
 
 
 def make(count: int) -> list[str]:
-    """Fresh namespaces for `count` hosts, after removing what dead labs left. Call it with the lock held."""
+    """Creates namespaces for `count` hosts, after removing what dead labs left. The caller must hold the lock."""
     for name in present():
         remove(name)
     names = [f"{PREFIX}{os.getpid()}-{i}" for i in range(count)]
@@ -85,12 +87,13 @@ def make(count: int) -> list[str]:
 
 
 def congestion_control() -> str:
-    """What TCP here uses, in namespaces too. They may only choose among what the machine allows, so the lab leaves it."""
+    """TCP's congestion control on this machine and in namespaces. A namespace may only choose what the machine allows, so the
+    lab does not change it."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def configure(name: str, address: str, mtu: int) -> None:
-    """Gives the namespace's devices their address and size, and its TCP the lab's settings."""
+    """Sets the address and MTU of the namespace's device, and the lab's TCP settings."""
     lines = ("link set lo up", f"addr add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} mtu {mtu} up")
     _ip("-n", name, "-batch", "-", given="\n".join(lines) + "\n")
     _ip("netns", "exec", name, "sysctl", "-q", "-w", *SYSCTLS)
@@ -112,7 +115,7 @@ def remove(name: str) -> None:
 
 
 def device_drops(name: str) -> int:
-    """Packets the TUN device itself dropped because the router did not read in time: none in a sound run."""
+    """Packets that the TUN device dropped because the router did not read in time; 0 in a valid run."""
     counter = f"/sys/class/net/{INTERFACE}/statistics/tx_dropped"
     answer = subprocess.run(["ip", "netns", "exec", name, "cat", counter], capture_output=True, text=True)
     return int(answer.stdout or 0)

@@ -1,9 +1,11 @@
-"""Runs on each host of a self-check: sends and counts UDP, pings over TCP, as told on stdin. Knows nothing of the lab, and
-imports only the standard library so that it starts at once. Commands:
-send DATAGRAM_NBYTES BPS ADDRESS... | stop | count | ping ADDRESS TIMES.
+"""Probe on each host of a self-check: sends and counts UDP and pings over TCP, by commands on stdin. Imports only the standard
+library, so that it starts fast.
 
-UDP at a given pace asks the link and nothing else: TCP would bring its congestion control, which acknowledgements waiting
-behind other hosts' data can slow down for seconds."""
+Commands: send DATAGRAM_NBYTES BPS ADDRESS... | stop | count | ping ADDRESS TIMES.
+
+UDP at a fixed rate measures only the link. TCP would add its congestion control, which can slow down for seconds when
+acknowledgements are queued with the data of other hosts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def count_datagrams() -> None:
 
 
 def send_datagrams(datagram_nbytes: int, bps: float, addresses: list[str], stop: threading.Event) -> None:
-    """Offers bps of IP traffic to the addresses in turn, in bursts of about BURST_S, until stopped."""
+    """Sends bps of IP traffic to the addresses in rotation, in bursts of about BURST_S, until stopped."""
     per_burst = int(min(bps / 8 * BURST_S, BURST_NBYTES) / datagram_nbytes) or 1
     data = bytes(per_burst * datagram_nbytes)
     burst_s = per_burst * (datagram_nbytes + 28) * 8 / bps

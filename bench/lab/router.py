@@ -1,4 +1,4 @@
-"""The native router as a child process: built on first use, spoken to by lines. Knows its commands, not what they are for."""
+"""The native router as a child process, compiled on first use and controlled by lines of text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 
 def build(cache: Path = CACHE) -> Path:
-    """The router's binary, compiled if these sources never were."""
+    """Returns the router's binary, compiled if there is none for these sources."""
     name = "router-" + hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
     binary = cache / name
     if binary.exists():
@@ -41,7 +41,7 @@ def build(cache: Path = CACHE) -> Path:
 
 
 class Router:
-    """A running router; ends with close(), or with this process."""
+    """A running router. It ends with close() or with this process."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         self._turn = threading.Lock()
@@ -60,7 +60,7 @@ class Router:
         return self._child.pid
 
     def set(self, host: int, values: dict[str, float]) -> None:
-        """Changes a link from now on; packets already queued keep the times they have."""
+        """Changes a link from now on; packets already queued keep their times."""
         line = " ".join(f"{key} {float(value)!r}" for key, value in values.items())
         self._expect("ok", self._ask(f"set {host} {line}"))
 

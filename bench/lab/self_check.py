@@ -1,4 +1,4 @@
-"""The lab's self-check: what its links really give against what was set. Knows links and counters, not how packets move."""
+"""The lab's self-check: measures its links and compares them with their settings."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 from bench.lab.lab import Lab, Link
 
 PASS_SHARE = 0.95
-OFFERED = 1.03  # senders offer a little more than the link takes, so that a measured share below 1 is the link's
+OFFERED = 1.03  # senders offer slightly more than the link takes, so that a measured share below 1 is due to the link
 ANSWER_S = 30.0
 PROBE = Path(__file__).with_name("probe.py")
 
 
 class Check(NamedTuple):
-    """rows: one per thing checked, {"what", "unit", "set", "got", "share", "goodput", "ok"}. passed: every row is ok.
+    """rows: one per checked value, {"what", "unit", "set", "got", "share", "goodput", "ok"}. passed: every row is ok.
 
-    Rates are IP bits per second handed to the receivers, offered as UDP; goodput is what their programs read of it.
-    cpu_share: the router's part of one core while all hosts sent. late_5ms_share: the part of its packets that it handed
-    over more than 5 ms late. device_dropped: packets lost because the router did not read in time."""
+    Rates are IP bits per second delivered to the receivers, offered as UDP; goodput is what the receiving programs read.
+    cpu_share: the router's fraction of one core while all hosts sent. late_5ms_share: the fraction of packets that it delivered
+    more than 5 ms late. device_dropped: packets lost because the router did not read in time.
+    """
 
     rows: list[dict[str, Any]]
     passed: bool
@@ -35,8 +36,8 @@ class Check(NamedTuple):
 
 
 def sound(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether the lab kept its word between two counters(): no packet lost on the way into or out of the router, and at most
-    5 % handed over more than 5 ms late. A figure measured over an unsound stretch is void: the machine was too busy for it."""
+    """Whether the lab met its limits between two counters(): no packet lost on the way into or out of the router, and at most
+    5 % delivered more than 5 ms late. Otherwise the machine was too busy, and what was measured is void."""
     deliveries = after["deliveries"] - before["deliveries"]
     late = after["late_5ms"] - before["late_5ms"]
     lost = sum(
@@ -46,7 +47,7 @@ def sound(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 class _Probe:
-    """A probe process on one host, asked line by line."""
+    """A probe process on one host, controlled by lines of text."""
 
     def __init__(self, lab: Lab, host: int) -> None:
         self.host = host
@@ -80,10 +81,11 @@ class _Probe:
 
 
 def check(lab: Lab, window_s: float = 0.3) -> Check:
-    """Measures what the lab really gives against what was set, in some seconds; the links must be idle otherwise.
+    """Measures the links and compares them with their settings; takes some seconds. The links must be idle otherwise.
 
-    Round trips first; then each host's uplink (it sends to all others), each downlink (all others send to it), then all
-    hosts sending at once, each to the next. A rate is taken over window_s of the router's clock, once links are full."""
+    Measures round trips first; then each host's uplink (it sends to all others), each downlink (all others send to it), then
+    all hosts sending at once, each to the next. A rate is taken over window_s of the router's clock, once links are full.
+    """
     if lab.hosts < 2:
         raise ValueError(f"hosts: got {lab.hosts}, a self-check needs at least 2")
     everyone = range(lab.hosts)
@@ -118,13 +120,14 @@ def check(lab: Lab, window_s: float = 0.3) -> Check:
 
 
 def sent_bps(links: Sequence[Link], host: int) -> float:
-    """What arrives of a host that sends as much to each of the others: a slow one takes less than its part."""
+    """The rate received from a host that sends the same amount to each of the others; a slow receiver takes less than its part.
+    """
     others = [link for other, link in enumerate(links) if other != host]
     return sum(min(link.down_bps, links[host].up_bps / len(others)) for link in others)
 
 
 class _Rates(NamedTuple):
-    """What each host received per second in a window: on the wire, and as its program saw it."""
+    """Rates that each host received in a window: on the wire, and as read by its program."""
 
     wire_bps: list[float]
     goodput_bps: list[float]
@@ -159,7 +162,7 @@ def _rates(lab: Lab, probes: list[_Probe], senders: dict[int, list[int]], window
 
 
 def _drain(lab: Lab) -> None:
-    """Waits until nothing is on its way, so that one measurement does not run into the next."""
+    """Waits until no packet is in flight, so that one measurement does not affect the next."""
     until = time.monotonic() + 2 + 4 * max(link.queue_s + link.delay_s for link in lab.links)
     while lab.counters()["in_flight"] and time.monotonic() < until:
         time.sleep(0.01)
