@@ -1,7 +1,7 @@
-"""What ways of training cost in steps: hundreds of small trainings without a network, resumed where they stopped.
+"""Convergence factors of sync modes and codecs, from hundreds of small trainings without a network.
 
-`python -m bench learning` goes through the campaign and shows what is known by then; stop it whenever you like (Ctrl-C).
-`python -m bench.learning_table` writes the table that ships, and its page.
+`python -m bench learning` runs the campaign and prints the factors. Ctrl-C stops it; the next run resumes.
+`python -m bench.learning_table` writes the table that ships with the package, and its page in the docs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARKED_STEPS = 24
 
 
 def run(quick: bool) -> report.Result:
-    """A row for each combination, of the median task and of a cautious one."""
+    """Runs the missing trainings. A row per configuration, with factors of the median task and cautious ones."""
     torch.set_num_threads(1)
     store = Store(STORE)
     try:
@@ -37,14 +37,14 @@ def run(quick: bool) -> report.Result:
 
 
 def measure(ways: Iterable[Variant], store: Store) -> None:
-    """Those that the store lacks."""
+    """Runs the trainings that the store lacks."""
     for way in ways:
         if not store.has(way, mark(way)):
             store.add(way, Run(mark(way), tuple(train(way))))
 
 
 def mark(way: Variant) -> str:
-    """What the code makes of the way in a few steps of one task, and of the task: another result is another training."""
+    """Hash of a few steps of this configuration and of its task. It changes when the code's results change."""
     short = structs.replace(way, task="mlp", workers=2, seed=0, rate=0.0)
     text = f"{_outcome(short)} {_outcome(Variant(way.task, way.optimizer, workers=2, rate=way.rate))}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -52,12 +52,12 @@ def mark(way: Variant) -> str:
 
 @functools.cache
 def _outcome(way: Variant) -> str:
-    """Figures of it on which processors agree."""
+    """Losses after a few steps, rounded to digits that are equal on all processors."""
     return " ".join(f"{loss:.5g}" for loss in train(way, steps=max(MARKED_STEPS, 2 * way.every), looks=2))
 
 
 def current(store: Store) -> dict[Variant, tuple[float, ...]]:
-    """The curves that the code as it is would give."""
+    """Loss curves whose mark matches the current code."""
     return {way: one.curve for way, one in store.runs.items() if one.mark == mark(way)}
 
 

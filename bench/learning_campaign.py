@@ -1,4 +1,4 @@
-"""What `bench learning` trains, in which order: what decides most comes first. Knows ways by name; trains nothing."""
+"""The trainings of `bench learning`, the most important first."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ FIRST: tuple[dict[str, Any], ...] = (
 )
 ROUND: dict[str, Any] = {"overlap": "round"}
 LONG: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n} | how for n in (32, 64) for how in (ROUND, DENSE))
-"""Rounds so long that a run of 240 steps has few of them."""
+"""Outer steps so long that a run of 240 steps has few of them."""
 COARSE: tuple[dict[str, Any], ...] = tuple({"codec": TOP(ratio), "every": n} | how
                                            for n in (16, 64) for ratio in (0.1, 0.01) for how in (ROUND, DENSE))
-"""What is left to the slowest links."""
+"""Strong compression and long outer steps, for the slowest links."""
 OUTER: tuple[dict[str, Any], ...] = tuple({"codec": INT4, "every": n, "outer": "diloco"} | how for n, how in (
     (32, DENSE), (16, DENSE), (64, DENSE), (32, ROUND), (4, DENSE)))
 SECOND: tuple[dict[str, Any], ...] = (
@@ -74,12 +74,12 @@ CROWDS: tuple[dict[str, Any], ...] = (
     {"codec": INT4, "every": 4},
     {"codec": TOP(0.01), "codes": "updates"},
 )
-"""Measured with 2 and with 8 workers, too."""
+"""Also measured with 2 and 8 workers."""
 LARGER: tuple[dict[str, Any], ...] = tuple(way | {"batches": times} for times in (4, 16) for way in (
     *CROWDS, {"codec": INT4, "every": 16}))
-"""Where a worker's batch is so many times as large."""
+"""Configurations with 4 and 16 times the batch per worker."""
 ALONE: dict[str, Any] = {"workers": 1}
-"""What one worker learns without the others: no way of a job, and what every way is up against."""
+"""One worker without the others: the baseline that distributed training must beat."""
 SEEDS = 3
 
 
@@ -98,14 +98,14 @@ def campaign() -> Iterator[Variant]:
 
 
 def rates() -> Iterator[Variant]:
-    """Dense training at half and at double the rate."""
+    """Dense training at half and at double the learning rate."""
     for way in _everywhere((DENSE,), 0):
         rate = TASKS[way.task](way.seed).rates[way.optimizer]
         yield from (structs.replace(way, rate=rate * factor) for factor in (0.5, 2.0))
 
 
 def quick() -> Iterator[Variant]:
-    """Few tasks and ways."""
+    """Two tasks and four configurations."""
     for way in FIRST[:4]:
         for task in ("mlp", "words"):
             yield Variant(task, "adam", **way)

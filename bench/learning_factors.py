@@ -1,4 +1,4 @@
-"""How well what ways cost in steps is foretold on tasks held out, and what has no row. Trains nothing."""
+"""Convergence factors from measured trainings, and how well they predict tasks that were held out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", 
            "with_outer"]
 
 WORKERS = 4
-"""So many, where nothing else is said."""
+"""Default number of workers of a training."""
 LEAST_TASKS = 3
-"""On fewer nobody has measured it."""
+"""A factor needs measurements on at least this number of tasks."""
 
 
 def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
-    """Of all runs whose dense one is there, too."""
+    """Costs of all runs whose dense reference was also measured."""
     try:
         return convergence.costs(curves)
     except ValueError as error:
@@ -33,17 +33,17 @@ def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
 
 
 def rows(found: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
-    """Of all that was measured on all tasks."""
+    """Rows of the table, for configurations measured on enough tasks."""
     return convergence.rows_of(found, least_tasks=LEAST_TASKS)
 
 
 def with_outer(found: Mapping[Variant, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
-    """As `rows`, of ways with that outer optimizer alone. No plan says such a one, so no planner is to look these up."""
+    """As `rows`, for runs with that outer optimizer only. The planner never uses these rows: plans have no outer optimizer."""
     return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == outer})
 
 
 def with_batches(found: Mapping[Variant, Cost]) -> dict[int, tuple[LearningRow, ...]]:
-    """As `rows`, by how many times as large a worker's batch was; of 4 workers, with the seeds of larger batches."""
+    """As `rows`, by the multiple of a worker's batch. Only runs with 4 workers and the seeds of the larger batches."""
     seeds = {way.seed for way in found if way.batches > 1}
     mine = {way: one for way, one in found.items() if way.workers == WORKERS and way.seed in seeds}
     return {times: rows({structs.replace(way, batches=1): one for way, one in mine.items() if way.batches == times})
@@ -51,14 +51,14 @@ def with_batches(found: Mapping[Variant, Cost]) -> dict[int, tuple[LearningRow, 
 
 
 class Phases(NamedTuple):
-    """Factors of a way in early steps and, in its row, in the second half of a run; medians over tasks."""
+    """Factors of a configuration in early steps and, in `row`, in the second half of a run; medians over tasks."""
 
     row: LearningRow
     early: float
 
 
 def by_phase(curves: Mapping[Variant, Curve]) -> list[Phases]:
-    """Of the ways that rows are made of, with 4 workers, where what workers exchange is merged in early steps at all."""
+    """Early and late factors of configurations with 4 workers that finish their first outer step before the early steps."""
     mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS
             and way.every * (2 if way.overlap else 1) <= EARLY[0]}
     cost_by_variant = costs(mine)
@@ -73,22 +73,22 @@ def _key(row: LearningRow) -> tuple[object, ...]:
 
 
 class Foretold(NamedTuple):
-    """On one task with one optimizer, by rows of the other tasks."""
+    """Prediction of one task's factors, with one optimizer, from the rows of the other tasks."""
 
     task: str
     optimizer: str
     ways: int
     rank_correlation: float
     error: float
-    """The median of |foretold - measured| / measured, of factors."""
+    """The median of |predicted - measured| / measured over the factors."""
     cautious_rank: float
-    """The rank correlation of the cautious figures, by which plans are chosen."""
+    """Rank correlation of the cautious factors, which choose plans."""
     covered: float
-    """The part of the ways that cost no more than the cautious figures say."""
+    """Fraction of the configurations whose measured factor is at most the cautious one."""
 
 
 def held_out(found: Mapping[Variant, Cost]) -> list[Foretold]:
-    """Each task by the others."""
+    """Predicts each task from the other tasks."""
     told = []
     for task in sorted({way.task for way in found}):
         table = rows({way: one for way, one in found.items() if way.task != task})
@@ -109,14 +109,14 @@ def held_out(found: Mapping[Variant, Cost]) -> list[Foretold]:
 
 
 def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
-    from scipy.stats import spearmanr  # which loads much of scipy, and tests of benches do not
+    from scipy.stats import spearmanr  # slow to import, so only where it is needed
 
     rank = float(spearmanr(guessed, measured).statistic)
     return 0.0 if math.isnan(rank) else rank
 
 
 def _of_task(found: Mapping[Variant, Cost], task: str, optimizer: str) -> dict[Variant, float]:
-    """The mean over seeds, by the way with seed 0."""
+    """Factors of one task, averaged over seeds; keys have seed 0."""
     by: dict[Variant, list[float]] = {}
     for way, one in found.items():
         if (way.task, way.optimizer) == (task, optimizer) and told(way) and way.workers > 1:

@@ -16,7 +16,7 @@ MOMENTUM = 0.9
 
 
 def train(way: Variant, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
-    """The validation loss at `looks` places. NaN where weights are no numbers."""
+    """The validation loss at `looks` evenly spaced steps; NaN once weights are NaN."""
     if way.task not in TASKS:
         raise Unmeasurable(f"no task is called {way.task!r}; there are: {', '.join(TASKS)}")
 

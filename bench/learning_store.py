@@ -1,7 +1,7 @@
-"""What `bench learning` has measured, a line of JSON for each training, appended as they come. Knows curves; trains nothing.
+"""Results of `bench learning` in a file: one line of JSON per training, appended as trainings end.
 
-A training counts for as long as what decides it is what it was: the way, and a mark of what the code makes of it. So a campaign
-goes on where it stopped, and what changed is measured again.
+A result is valid while the training's configuration and its mark, a hash of the code's results, are unchanged. So a campaign
+resumes where it stopped, and trainings whose results changed are measured again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FORM = 1
 
 
 class Run(NamedTuple):
-    """A training's outcome."""
+    """The result of a training."""
 
     mark: str
     curve: tuple[float, ...]
-    """Validation losses; NaN from where they were no numbers, or without end."""
+    """Validation losses; NaN once the loss is NaN or infinite."""
 
 
 class _Head(Record, frozen=True):
@@ -47,7 +47,7 @@ HEAD = _Head(FORM, STEPS, LOOKS)
 
 
 class Store:
-    """A file of trainings; there is none before the first."""
+    """A file of training results. Created by the first `add`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class Store:
 
     def _read(self, data: bytes) -> None:
         whole, _, cut = data.rpartition(b"\n")
-        if cut:  # the last run broke off while it wrote
+        if cut:  # the last run was killed during a write
             self.path.write_bytes(whole + b"\n" if whole else b"")
         first, *lines = whole.split(b"\n") if whole else [b""]
         if not first:

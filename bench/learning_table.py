@@ -1,6 +1,6 @@
-"""Writes the table of what ways of training cost in steps into the package, from what `bench learning` has measured.
+"""Writes the package's table of convergence factors from the results of `bench learning`.
 
-`python -m bench.learning_table` does that and renews the tables of docs/benchmarks.md between its marks.
+`python -m bench.learning_table` writes the table and updates the tables of docs/benchmarks.md between their marks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PAGE = report.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 NAMES = {"adam": "AdamW", "sgd": "SGD with momentum"}
 NOTABLE = 0.25
-"""Less, between two parts of a run, is not told."""
+"""Smaller relative differences between early and late factors are not shown."""
 
 
 def table(store: Store, date: str) -> LearningTable:
-    """Of the trainings that the code as it is would repeat."""
+    """The table, from the results that are valid for the current code."""
     curves = learning.current(store)
     costs = learning_factors.costs(curves)
     rows = learning_factors.rows(costs)
@@ -48,13 +48,13 @@ def table(store: Store, date: str) -> LearningTable:
 
 
 def errors(told: Sequence[Foretold]) -> dict[str, float]:
-    """By optimizer, the median over tasks held out of how far factors are off."""
+    """Median prediction error of the factors over held-out tasks, by optimizer."""
     return {optimizer: round(median(one.error for one in told if one.optimizer == optimizer), 3)
             for optimizer in sorted({one.optimizer for one in told})}
 
 
 def page(text: str, made: LearningTable, store: Store) -> str:
-    """That page with its tables as they are now."""
+    """The page's text with its tables updated."""
     try:
         return between(text, BEGIN, END, _tables(made, learning.current(store)))
     except ValueError as error:

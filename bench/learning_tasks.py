@@ -1,11 +1,11 @@
-"""What `bench learning` trains: six small tasks of different kinds on data that packages bring. Knows models, data and losses.
+"""Tasks of `bench learning`: six small models of different kinds, on data from installed packages.
 
     task = TASKS["gru"](seed=0)
-    batches = task.batches(rank=1, world=4)     # this rank's, without end; a function of both numbers and the seed
+    batches = task.batches(rank=1, world=4)     # endless batches of this rank, a function of rank, world and seed
     task.loss(task.model, next(batches)).backward()
-    task.validation(task.model)                 # on data that no batch holds
+    task.validation(task.model)                 # on held-out data
 
-Texts are the docstrings of scikit-learn: real English, on every machine that has the package, the same for one version of it.
+Texts are the docstrings of scikit-learn: real English, installed on every machine, and equal for equal versions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
 PARTS = ("cluster", "decomposition", "ensemble", "feature_selection", "gaussian_process", "linear_model", "manifold", "metrics",
          "neighbors", "preprocessing")
-"""Folders of scikit-learn: what the words of a docstring are to say is which of these it is from."""
+"""Folders of scikit-learn. Task "words" classifies docstrings by folder."""
 HELD = 5
-"""Every fifth file is held back for validation."""
+"""Every fifth file is held out for validation."""
 LETTERS, LENGTH = 64, 20
 WORDS, WINDOW = 1500, 16
 
@@ -43,7 +43,7 @@ class Task(NamedTuple):
     loss: Loss
     held: Batch
     rates: dict[str, float]
-    """By optimizer: about the best of dense training with 4 workers. The campaign tries half and double of each."""
+    """Learning rate by optimizer: about the best of dense training with 4 workers. The campaign also tries half and double."""
 
     def validation(self, model: nn.Module) -> float:
         with torch.no_grad():
@@ -129,7 +129,7 @@ def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
 
 
 class Transformer(nn.Module):
-    """From characters to what the next one is, by attention."""
+    """Predicts the next character with attention."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The same by a state."""
+    """Predicts the next character with a GRU."""
 
     def __init__(self, inner: int, width: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Recurrent(nn.Module):
 
 
 class _Sum(nn.Module):
-    """Of a text's words."""
+    """Sums the embeddings of a text's words."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum(1)
@@ -162,7 +162,7 @@ class _Sum(nn.Module):
 
 @functools.cache
 def texts() -> dict[str, tuple[str, str]]:
-    """By folder of scikit-learn the docstrings of its files: those to learn from, those held back."""
+    """Docstrings by folder of scikit-learn: for training, and held out."""
     import sklearn
 
     result = {}
@@ -179,7 +179,7 @@ def texts() -> dict[str, tuple[str, str]]:
 
 @functools.cache
 def letters() -> tuple[torch.Tensor, torch.Tensor]:
-    """All of it in the numbers of its characters, the rarest as one."""
+    """All texts as character ids, for training and held out; rare characters share one id."""
     both = ["".join(pair[held] for pair in texts().values()) for held in (0, 1)]
     places = {c: i for i, (c, _) in enumerate(Counter(both[0]).most_common(LETTERS - 1))}
     learnt, held = (torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in both)
@@ -188,7 +188,7 @@ def letters() -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def word_windows() -> tuple[Batch, Batch]:
-    """Some words in a row, and where they are from."""
+    """Windows of word ids with the number of their folder, for training and held out."""
     each = {part: [re.findall("[a-z]+", text.lower()) for text in pair] for part, pair in texts().items()}
     common = Counter(word for learnt, _ in each.values() for word in learnt).most_common(WORDS - 1)
     places = {word: i for i, (word, _) in enumerate(common)}

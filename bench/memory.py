@@ -1,6 +1,8 @@
-"""Peak memory of a rank beside plain training, for GPT-2 small on two ranks on loopback: each way in fresh processes.
+"""Peak memory of a rank beyond plain training, for GPT-2 small on two ranks over loopback.
 
-Sizes are in units of the model's own bytes (float32 parameters). A peak is VmHWM over the whole life of a process."""
+Each configuration runs in fresh processes. Sizes are in multiples of the model's bytes (float32 parameters). A peak is VmHWM
+over the whole life of a process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4 under DDP": {"plan": "int4()"},
     "every=16": {"plan": "int4()", "every": 16}, "auto": {"plan": "auto"}, "auto exact=False": {"plan": "auto"},
 }
-"""What attach() is given."""
+"""Arguments of attach()."""
 STEPS = {"every=16": 18, "auto": 30, "auto exact=False": 60}
 
 
@@ -47,7 +49,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
                "server_x": worst["server"] / unit, "attach_s": worst["attach_s"], "attach_x": worst["attached"] / unit,
                "exchange_s": worst["longest_s"] - base["longest_s"], "close_s": worst["close_s"]}
         rows.append({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
-        print(rows[-1], file=sys.stderr, flush=True)  # a crash in a later one loses nothing
+        print(rows[-1], file=sys.stderr, flush=True)  # so that a later crash loses no row
         summary[way] = row["x_model"]
     return {"rows": rows, "summary": summary}
 
@@ -58,7 +60,7 @@ def peak(pid: int | str = "self", field: str = "VmHWM") -> int:
 
 
 def main(way: str, size: str, steps: int) -> None:
-    """One rank: prints what it took as a line of JSON."""
+    """One rank: prints its memory and times as a line of JSON."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -1,8 +1,10 @@
-"""Two nodes of two ranks over loopback: who codes a bucket inside a node. Steps of one run, interleaved, one thread a rank.
+"""Step time of two nodes with two ranks each over loopback, by which rank of a node encodes a bucket.
 
-    owner    one rank codes each bucket; ranks take turns
-    halves   each bucket is two, a rank for each: two reduces onto them, two broadcasts
-    shards   the same two, added up in one exchange and handed on in one
+    owner    one rank encodes each bucket; the buckets alternate between ranks
+    halves   each bucket is split into two, one per rank: two reduces and two broadcasts
+    shards   the same two halves, by one reduce-scatter and one all-gather
+
+Steps of one run are interleaved; each rank has one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from commlayer.records import Plan
 
 RANKS, PER_NODE = 4, 2
 LAYERS, WIDTH, BATCH = 6, 1024, 16
-"""Buckets of 4 MB, one to a layer."""
+"""One bucket of 4 MB per layer."""
 CODECS = ("identity()", "int8()", "topk(ratio=0.01)")
 WAYS = ("owner", "halves", "shards")
 STEPS, STEPS_QUICK, WARMUP = 30, 10, 3
@@ -67,7 +69,7 @@ def plan_of(job: Any, codec: str, way: str) -> Plan:
 
 
 def rank(codec: str, steps: int) -> None:
-    """One rank of it. Prints one line of JSON."""
+    """One rank. Prints one line of JSON."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     ways: dict[str, Way] = {}
     for way in WAYS:

@@ -1,5 +1,7 @@
-"""What commlayer costs where it cannot help: identity on plain loopback against DDP on Gloo, and memory.
-4 ranks, 1 thread each; ratios are medians of paired interleaved steps of one run."""
+"""Overhead of commlayer where compression cannot help: step time against DDP on Gloo over loopback, and memory.
+
+The codec is identity, on 4 ranks with 1 thread each. Ratios are medians over interleaved, paired steps of one run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def run(quick: bool) -> Result:
                      "buckets": replies[0]["ways"][way]["buckets"], "steps": steps})
     few_and_many = answers("bucket", "--steps", str(steps))
     per_bucket = bucket_us(few_and_many)
-    # The second session of a process has nothing left to import; its server is started, and loads what it needs.
+    # The second session of a process imports nothing any more, but starts its server, which loads its own modules.
     attach_s = max(t["attach_s"]["many"] for t in few_and_many)
     rows.append({"what": "attach() with a server of its own, beyond imports", "s": attach_s})
     rows.append({"what": "own CPU time of a worker per bucket", "us": per_bucket})
@@ -53,12 +55,12 @@ def answers(what: str, *arguments: str, env: dict[str, str] | None = None) -> li
 
 
 def slowest(told: list[dict[str, Any]], way: str) -> list[float]:
-    """A step is over when the last rank has taken it."""
+    """Per step, the time of the slowest rank."""
     return [max(times) for times in zip(*(t["ways"][way]["step_s"] for t in told), strict=True)]
 
 
 def bucket_us(told: list[dict[str, Any]]) -> float:
-    """CPU time, of all threads and in the kernel too, that a worker spends more for each bucket more of the same bytes."""
+    """CPU time of a worker per additional bucket, for the same total bytes. Counts all threads and kernel time."""
     few, many = (statistics.median(c for t in told for c in t["ways"][way]["cpu_s"]) for way in ("few", "many"))
     ways = told[0]["ways"]
     spread: int = ways["many"]["buckets"] - ways["few"]["buckets"]
@@ -66,12 +68,12 @@ def bucket_us(told: list[dict[str, Any]]) -> float:
 
 
 def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """Peak resident bytes of a worker over those of plain training, in units of the model; then growth.
+    """Peak resident memory of a worker beyond plain training, in model sizes; then its growth in percent over many steps.
 
-    The servers are processes of their own; of a worker the median over the ranks that started none. Large blocks go back to
-    the system when they are freed (MALLOC), else how the heap happens to be cut up moves the figure by more than the model.
+    Servers are separate processes. The figure is the median over the ranks that started no server. MALLOC makes the allocator
+    return large freed blocks to the system; otherwise heap fragmentation would vary by more than the model's size.
     """
-    megabytes, short = 128, 8 if quick else 12  # beside a smaller model the fixed 25 MB or so of gRPC and buffers would rule
+    megabytes, short = 128, 8 if quick else 12  # a smaller model would drown in the fixed 25 MB of gRPC and buffers
 
     def train(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
         arguments = ["--mode", mode, "--megabytes", str(megabytes), "--steps", str(steps)]

@@ -1,5 +1,7 @@
-"""One rank of the overhead measurement: the same model under DDP and under commlayer, steps interleaved and paired.
-Prints one line of JSON. Knows the ways of averaging; not how ranks are started."""
+"""One rank of `bench overhead`: trains the same model under DDP and under commlayer, in interleaved steps.
+
+Prints one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from commlayer.engine.optimizers import job_of
 
 DEADLINE = timedelta(seconds=120)
 COMPARED = 20
-"""Steps after which ways are compared. Later a ReLU that rounding has turned on in one of them alone sets them apart."""
+"""Steps after which parameters are compared. Later, rounding may switch a ReLU in one model only, and the models diverge."""
 
 
 class Way(NamedTuple):
-    """One way of averaging gradients: a step of training under it, and its end."""
+    """A model whose gradients are averaged by one method: its training step, and how to close it."""
 
     step: Callable[[torch.Tensor, torch.Tensor], None]
     close: Callable[[], None]
@@ -67,7 +69,7 @@ def ddp(make: Callable[[], nn.Module]) -> Way:
 
 
 def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
-    """attach() with identity: by planned all-reduce, or through the summation service on every rank's node."""
+    """attach() with the identity codec, by all-reduce or through one summation server (`path`)."""
     model = make()
     world = dist.get_world_size()
     cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
@@ -80,7 +82,7 @@ def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
 
 
 def many(layers: int, width: int) -> Callable[[], nn.Module]:
-    """A stack of equal layers: many buckets of equal bytes, little to compute."""
+    """A stack of equal layers: many buckets of equal size, little compute."""
     def make() -> nn.Module:
         torch.manual_seed(7)
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -89,11 +91,11 @@ def many(layers: int, width: int) -> Callable[[], nn.Module]:
 
 
 Told = tuple[dict[str, dict[str, Any]], float]
-"""Times by way, and how far apart the ways were after some steps."""
+"""Times by method, and the largest difference between their parameters after COMPARED steps."""
 
 
 def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: int, warmup: int) -> Told:
-    """Every way takes a step, then every way the next one. A barrier before each step, so that none pays for another's lag."""
+    """Times each method one step at a time. A barrier before each step keeps stragglers of one method out of the next time."""
     disagreement = 0.0
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     times: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
@@ -113,15 +115,15 @@ def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: in
 
 
 def agree(ways: dict[str, Way]) -> float:
-    """Largest difference between the parameters that two ways arrived at, over the largest parameter."""
+    """Largest difference between any method's parameters and the first method's, relative to the largest parameter."""
     flat = [torch.cat([p.detach().view(-1) for p in way.model.parameters()]) for way in ways.values()]
     return max(float((f - flat[0]).abs().max() / flat[0].abs().max()) for f in flat)
 
 
 def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
-    """Most resident bytes during steps, and resident bytes on the way; the server lives in another process.
+    """Peak resident bytes during steps, and resident bytes after some steps; servers are separate processes.
 
-    The peak is what a machine must have: what is resident between steps depends on what the allocator has given back.
+    The peak is the memory that a machine needs. Between steps, resident bytes depend on what the allocator has returned.
     """
     width = int((megabytes * (1 << 20) / 4 / 4) ** 0.5)
     make = many(4, width)
@@ -130,7 +132,7 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
     marks = []
     for number in range(steps):
         if number == steps // 2:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, so the peak is of the second half
         way.step(x, y)
         if number in (min(4, steps - 1), steps // 10, steps - 1):
             marks.append(resident())
@@ -183,7 +185,7 @@ def main() -> int:
         width = MODELS[args.model][0]
         times, disagreement = paired(ways, width, 32, 10, args.steps, args.warmup)
     else:
-        # The same bytes in 64 buckets and in 4: what is different is the number of buckets.
+        # The same bytes in 64 buckets and in 4: only the number of buckets differs.
         equal = many(64, 64)
         ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
         times, disagreement = paired(ways, 64, 2, 64, args.steps, args.warmup)

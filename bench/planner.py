@@ -1,7 +1,6 @@
-"""The planner: how long planning takes, how near to the best choice and to free compression it comes, Espresso's cases.
+"""Quality and speed of the planner: planning time, gap to brute force and to free compression, Espresso's cases.
 
-What is compared goes by the step.
-All of that is the planner's own simulation; what real steps take beside it is planner_wan.py's matter.
+Plans are compared by seconds per step, in the planner's own simulation. planner_wan.py compares with real steps.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MOST_OPTIONS = 20
 
 
 def unequal(nodes: int, low: float, high: float) -> Cluster:
-    """Homes whose links were measured: no two are the same."""
+    """Sites with random measured links, all different."""
     draw = random.Random(1)
     nodes_of_table = [tables.node(f"n{i}", "rtx3060", "fiber-100") for i in range(nodes)]
     links = [Link(draw.uniform(low, high), draw.uniform(low, high), 4e-3) for _ in range(nodes)]
@@ -91,7 +90,7 @@ def run(quick: bool) -> Result:
 
 
 def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """CPU seconds of one thread, the least of several."""
+    """CPU seconds of planning on one thread, the minimum of several runs."""
     small, full = Policy(codecs=("topk(ratio=0.01)",), objective="step"), Policy(objective="step")
     free = Policy(exact=False)
     cases: dict[str, tuple[str, Callable[[], Plan]]] = {
@@ -124,7 +123,7 @@ def _least(call: Callable[[], Plan], times: int) -> tuple[float, Plan]:
 
 
 def _job(tensors: int) -> Job:
-    """Sizes from a thousand to some millions of elements, as convolutional networks have them; all distinct."""
+    """A job with tensors of a thousand to a million elements, as in convolutional networks; sizes are distinct."""
     rng = random.Random(tensors)
     infos = tuple(TensorInfo(f"t{i}", (int(10 ** rng.uniform(3, 6)),)) for i in range(tensors))
     whole_s = 0.15
@@ -138,7 +137,7 @@ def _above(made: Plan) -> float:
 
 
 def _gap(seed: int) -> tuple[float, float]:
-    """Percent above the best of all choices: the search as it is, and without what it only does for small jobs."""
+    """Percent above the best of all choices: for the full search, and without the parts that only small jobs get."""
     rng = random.Random(seed)
     machines, policy = rng.choice((FLAT, TWO_LEVEL, HOMES)), Policy(max_loss=rng.choice((0.1, 0.4, 1.0)))
     hosts = tuple(i for i, n in enumerate(machines.nodes) if n.server)[:1]
@@ -166,7 +165,7 @@ def _gap(seed: int) -> tuple[float, float]:
 
 
 def _brute(space: Space) -> float:
-    """All choices within the budget; the last bucket's options in one call."""
+    """The best step time over all choices within the budget. One sweep tries all options of the last bucket."""
     *counts, last = (len(each) for each in space.loss)
     best_s = math.inf
     for head in itertools.product(*map(range, counts)):

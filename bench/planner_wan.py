@@ -1,7 +1,7 @@
-"""What the planner predicts beside what happens, and the plan it chooses beside DDP, on real runs over the lab's links.
+"""Predicted against measured step times, and plan "auto" against DDP, in real runs over the lab's links.
 
-Predicted: rank 0 prices the plan in force from what all ranks measured in its first steps, as "auto" does. Measured: the median
-of the steps after that. Every row is void if the lab fell below 95 % of its rates while it ran.
+Predicted: rank 0 prices the current plan from measurements of all ranks in the first steps, as "auto" does. Measured: the
+median of the later steps. A row is void if the lab fell below 95 % of its rates during the run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bench.lab import Lab, check, sound
 HOSTS = 4
 ONE_WAY_S = 0.015
 PRICED_STEPS = 10
-"""Steps that are measured and priced come first; times are of later ones."""
+"""First steps, from which the plan is priced. Step times are of later steps."""
 SETTLE_STEPS = 60
-"""Within them "auto" measures, plans, goes over, perhaps back, and tries to do without compression."""
+"""Warm-up of "auto": it measures, plans, switches to a plan, perhaps rolls back, and tries a plan without compression."""
 
 
 class Net(NamedTuple):
-    """Rates of every host, bit/s."""
+    """Link rates of every host, in bit/s."""
 
     name: str
     up_bps: float
@@ -36,7 +36,7 @@ STEPS = {"loopback": 20, "1g": 20, "100m": 12, "100/20m": 8, "10m": 6}
 
 
 def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The table's rows and the summary's figures of this part."""
+    """Rows of the table and figures for the summary."""
     result: list[dict[str, Any]] = []
     errors: list[float] = []
     slower: list[float] = []
@@ -90,7 +90,7 @@ def _auto(lab: Lab | None, net: Net, model: str) -> dict[str, Any]:
 
 
 def _loopback(made: list[dict[str, Any]]) -> float:
-    """As four nodes that share one machine, where nothing but processors is scarce."""
+    """Plan "auto" against DDP on four nodes that share one machine, where only CPUs are scarce. Appends the row to `made`."""
     row = _auto(None, Net("loopback", 0.0, 0.0), MODELS[0])
     made.append(row)
     return float(row["x_best_ddp"])

@@ -1,5 +1,7 @@
-"""A link that changes while a job trains, 100 -> 5 -> 100 Mb/s: how soon a new plan is in force, and how near it is to the plan
-of a job that never knew another link. Knows the lab and what a rank writes down; nothing of how links are watched."""
+"""Replanning when links change during training, 100 -> 5 -> 100 Mb/s.
+
+Measures the seconds until a new plan is active, and its step time relative to a job that trained on that link from the start.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ HOSTS = 4
 ONE_WAY_S = 0.015
 HIGH_BPS, LOW_BPS = 100e6, 5e6
 SEEN = 8
-"""Steps that tell how long they take."""
+"""Steps whose median is a step time."""
 PATIENCE_S = 60.0
 DEADLINE_S = 200.0
 PLANNED = ("went over to plan", "kept the plan in force", "no plan")
@@ -31,11 +33,11 @@ Step = dict[str, Any]
 
 
 class Late(RuntimeError):
-    """The machine was too busy, or no plan came: one line that says which wait ended."""
+    """A wait timed out, because no plan arrived or the machine was too busy. The message is one line."""
 
 
 def run() -> Result:
-    """About 100 s."""
+    """Takes about 100 s."""
     try:
         with Lab(hosts=HOSTS, up_bps=HIGH_BPS, down_bps=HIGH_BPS, delay_s=ONE_WAY_S) as lab:
             return _rows(lab)
@@ -71,7 +73,7 @@ def _rows(lab: Lab) -> Result:
 
 
 class _Job:
-    """Ranks that train until the end of the context."""
+    """Context manager: ranks train in the lab until it exits."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
@@ -85,7 +87,7 @@ class _Job:
 
     def __exit__(self, *_: object) -> None:
         stop = Path(self._folder.name) / "stop"
-        write_whole({stop: str(len(self._steps()) + 3).encode()})  # no rank is further ahead than one step
+        write_whole({stop: str(len(self._steps()) + 3).encode()})  # ranks differ by at most one step
         self._thread.join()
         self._folder.cleanup()
         if self._error is not None:
@@ -101,24 +103,24 @@ class _Job:
     def _steps(self) -> list[Step]:
         path = Path(self._folder.name) / "steps"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be incomplete
 
     def settled(self) -> Step:
-        """The step behind which the first plan was in force, or the default kept."""
+        """The step after which the first planning was over: a plan was active, or the default was kept."""
         return self.planned_since(0.0)
 
     def planned_since(self, at_s: float) -> Step:
-        """The step behind which planning for the link after that time was over, its plan in force."""
+        """The first step after that time at which planning was over and its plan active."""
         return self._wait(lambda steps: [s for s in steps if s["at_s"] > at_s and _planned(s)])[0]
 
     def step_s(self, planned: Step) -> float:
-        """Of the steps that follow, the first of which warms up."""
+        """Median time of the steps after `planned`, without the first, which warms up."""
         first = planned["step"] + 1
         seen = self._wait(lambda steps: steps[first : first + SEEN] if len(steps) >= first + SEEN else [])
         return float(median(step["step_s"] for step in seen))
 
     def _wait(self, find: Callable[[list[Step]], list[Step]]) -> list[Step]:
-        """What it finds, once it finds something."""
+        """Polls the steps until `find` returns some, and returns those."""
         until = time.monotonic() + PATIENCE_S
         while not (steps := find(self._steps())):
             if self._error is not None:

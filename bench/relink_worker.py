@@ -1,6 +1,6 @@
-"""One rank that trains with plan "auto" until it is told to stop: `python -m bench.relink_worker --folder DIR`. Knows no lab.
+"""One rank that trains with plan "auto" until a stop file appears: `python -m bench.relink_worker --folder DIR`.
 
-Rank 0 appends a line of JSON to DIR/steps after each step. All ranks stop before the step whose number stands in DIR/stop.
+Rank 0 appends a line of JSON to DIR/steps after each step. All ranks stop after the number of steps in DIR/stop.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
 
 
 def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
-    """As mode `commlayer`; the plan is also priced from the first steps, as "auto" would price it, but never changed."""
+    """As mode `commlayer`; the plan is also priced from the first steps, as by "auto", but never replaced."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
     connection = session.inspect.connection
