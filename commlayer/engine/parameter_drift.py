@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from commlayer.cluster.collectives import Groups, gather, gather_bytes
 from commlayer.config import Config
 from commlayer.engine.connection import JobContext
-from commlayer.engine.observers import steps_between
 from commlayer.engine.optimizers import (
     Digests,
     HeldParameters,
@@ -42,6 +41,7 @@ from commlayer.engine.optimizers import (
     watch,
 )
 from commlayer.engine.replica import share_optimizer
+from commlayer.engine.spacing import steps_between
 from commlayer.engine.worker import UNEQUAL
 from commlayer.errors import CommError
 

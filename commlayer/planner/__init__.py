@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from commlayer.planner.explanation import diff as diff
     from commlayer.planner.explanation import explain as explain
     from commlayer.planner.explanation import what_if as what_if
-    from commlayer.planner.search import plan as plan  # type: ignore[no-redef]
+    from commlayer.planner.search import plan as plan
 
 _LATE = {"plan": "commlayer.planner.search",
          **dict.fromkeys(("diff", "explain", "what_if"), "commlayer.planner.explanation")}

@@ -11,42 +11,42 @@ import pytest
 from msgspec import structs
 from support.autotuning import FIRST_PLANNING, LINKS, START, Rank, candidate, pick, plan_of, planning, proposing, row, said
 
-from commlayer.autotune.plan import decide as decide_module
-from commlayer.autotune.plan.actions import (
+from commlayer.autotune.plan import policy as decide_module
+from commlayer.autotune.plan.policy import LINKS_HOLD, MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
+from commlayer.autotune.plan.state import (
     Action,
     AwaitPlan,
+    Events,
     LogLine,
     Measure,
+    MeasuringDone,
     PaceSenders,
+    PlanningDone,
     Probe,
+    ProbeDone,
+    Proposing,
     ReadReports,
     RecordSteps,
+    ReportDue,
     Request,
     ResetWindow,
     ShareReport,
     ShareStepTime,
     StartPlanning,
-    Switch,
-)
-from commlayer.autotune.plan.decide import LINKS_HOLD, MEASURED_STEPS, SOON_S, WAITED_STEPS, WARM_STEPS
-from commlayer.autotune.plan.facts import (
-    Events,
-    MeasuringDone,
-    PlanningDone,
-    ProbeDone,
-    ReportDue,
     StepDone,
     StepTimes,
+    Switch,
     WaitDone,
+    Warming,
+    Watching,
 )
-from commlayer.autotune.plan.state import Proposing, Warming, Watching
 from commlayer.observe import Rates
 from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, LONGER, PAYLOAD, SETTLED
 from commlayer.planner.model import Link
 
 QUICK = (row(0.4, bps=6e7, share=0.1), row(0.4, bps=6e7, share=0.1))
 SLOW_BPS, SLOW_S = 5e6, 1.0
-PURE = {"actions", "candidate", "decide", "facts", "decide_rank0", "state"}
+PURE = {"policy", "state"}
 
 
 def watching(rank: int = 0, rows: int = SETTLED) -> Rank:
@@ -71,7 +71,7 @@ def test_decisions_are_pure() -> None:
         imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert {each.split(".")[0] for each in imported} <= allowed, name
-    look = "import sys, commlayer.autotune.plan.decide; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
+    look = "import sys, commlayer.autotune.plan.policy; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

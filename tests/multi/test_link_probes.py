@@ -11,19 +11,19 @@ from support.attached import Run, Setting, mlp, play
 from support.rank_pool import pool
 
 from commlayer.autotune.measure import link_rates
-from commlayer.autotune.plan import link_probes
-from commlayer.autotune.plan.link_probes import (
+from commlayer.autotune.plan import measuring
+from commlayer.autotune.plan.measuring import (
     BUSY,
     DRAINED,
     LONGEST_S,
     OPENING,
     TOLD_BPS,
     SeenTraffic,
+    held_up,
     probed,
     sustained,
     turns_of,
 )
-from commlayer.autotune.plan.measuring import held_up
 from commlayer.observe import Direction, Rates, RecordedStep, Throughput
 from commlayer.observe.link_monitor import PAYLOAD
 
@@ -165,7 +165,7 @@ def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
         return 4e6
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link_probes, "time", clock)
+        patch.setattr(measuring, "time", clock)
         patch.setattr(link_rates, "round_trip", lambda *_: [ROUND_TRIP_S, SLOW_S][run.rank])
         patch.setattr(link_rates, "rate", rate)
         assert probed(run.sessions[0].inspect.connection, BUDGET_S, expected=EXPECTED)[:2] == (4e6, 4e6)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.autotune.shares import decide
-from commlayer.autotune.shares.own_times import OwnTimes
-from commlayer.autotune.shares.state import Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves
+from commlayer.autotune.shares import policy
+from commlayer.autotune.shares.driver import OwnTimes
+from commlayer.autotune.shares.policy import Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves
 from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
 from commlayer.balance.profile import WorkerProfile, initial_shares
 from commlayer.errors import CommError
@@ -30,19 +30,19 @@ def start(place: int, **fields: float) -> RankStart:
 
 
 def begun(rows: list[RankStart] | None = None, **fields: Any) -> SharesState:
-    return decide.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": TOGETHER} | fields)
+    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": TOGETHER} | fields)
 
 
 def rows_of(state: SharesState, lines: list[Line] = LINES, **fields: float) -> list[WorkerTime]:
     """What ranks with these lines say of a step under the newest shares."""
     newest = state.balancer.latest.by_worker
-    row = WorkerTime(0, 0.0, 0.0, 0, 0.0, 0.1, 0.0, 0.0, decide.checksum(state))._replace(**fields)
+    row = WorkerTime(0, 0.0, 0.0, 0, 0.0, 0.1, 0.0, 0.0, policy.checksum(state))._replace(**fields)
     return [row._replace(computed=newest[rank], compute_s=line.time_s(newest[rank])) for rank, line in enumerate(lines)]
 
 
 def heard(state: SharesState, step: int, **fields: float) -> tuple[SharesState, list[Any]]:
     """A row is sent after `step` and read when the next one is over."""
-    state, actions = decide.decide(decide.told(state, step), rows_of(state, **fields), step + 1)
+    state, actions = policy.decide(policy.told(state, step), rows_of(state, **fields), step + 1)
     return state, list(actions)
 
 
@@ -51,7 +51,7 @@ def announced(actions: list[Any]) -> list[Decision]:
 
 
 def test_decisions_load_no_torch() -> None:
-    look = "import sys, commlayer.autotune.shares.decide; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
+    look = "import sys, commlayer.autotune.shares.policy; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
@@ -70,16 +70,16 @@ def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, from
 
 
 def test_the_loader_that_draws_farthest_ahead_counts() -> None:
-    state = decide.told(begun(), 5)
+    state = policy.told(begun(), 5)
     rows = rows_of(state)
     rows[1] = rows[1]._replace(lookahead=3)
-    _, actions = decide.decide(state, rows, 6)
+    _, actions = policy.decide(state, rows, 6)
     assert announced(list(actions))[0].from_step == 9
 
 
 def test_what_is_balanced_stays() -> None:
     best = dict(enumerate(shares(LINES, BATCH)))
-    state = decide.begin([start(r, known=1, slope_s=LINES[r].slope_s, intercept_s=LINES[r].intercept_s) for r in range(WORLD)],
+    state = policy.begin([start(r, known=1, slope_s=LINES[r].slope_s, intercept_s=LINES[r].intercept_s) for r in range(WORLD)],
                          best, -1, policy=TOGETHER)
     for step in range(6):
         state, actions = heard(state, step)
@@ -95,19 +95,19 @@ def test_no_second_decision_before_the_first_holds() -> None:
 
 
 def test_a_rank_that_measured_nothing_says_nothing() -> None:
-    state = decide.told(begun(), 0)
+    state = policy.told(begun(), 0)
     silent = [row._replace(computed=0, compute_s=0.0) for row in rows_of(state)]
-    after, actions = decide.decide(state, silent, 1)
+    after, actions = policy.decide(state, silent, 1)
     assert actions == ()
     assert after.balancer.latest == state.balancer.latest
 
 
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, -1.0, 0.0])
 def test_a_time_that_is_none_is_noted_and_left_out(time_s: float) -> None:
-    state = decide.told(begun(), 0)
+    state = policy.told(begun(), 0)
     rows = rows_of(state)
     rows[1] = rows[1]._replace(compute_s=time_s)
-    _, actions = decide.decide(state, rows, 1)
+    _, actions = policy.decide(state, rows, 1)
     notes = [action.event for action in actions if isinstance(action, ShareEvent) and isinstance(action.event, Note)]
     assert [note.text.split(":")[0] for note in notes if "measured time" in note.text] == ["worker 1"]
 
@@ -130,7 +130,7 @@ def test_two_times_of_one_share_make_a_jump_seen_in_one_row() -> None:
     for before_s, told in ((0.0, "one outlier"), (4 * LINES[0].time_s(newest[0]), "new time model")):
         rows = rows_of(state)
         rows[0] = rows[0]._replace(compute_s=4 * rows[0].compute_s, before_s=before_s)
-        _, actions = decide.decide(decide.told(state, 6), rows, 7)
+        _, actions = policy.decide(policy.told(state, 6), rows, 7)
         said = [action.event.text for action in actions if isinstance(action, ShareEvent) and isinstance(action.event, Note)]
         assert any(told in text for text in said)
 
@@ -147,30 +147,30 @@ def test_communication_costs_what_the_job_was_told_or_else_what_rank_0_says(
 
 
 def test_ranks_that_believe_in_different_shares_are_named() -> None:
-    state = decide.told(begun(), 7)
+    state = policy.told(begun(), 7)
     rows = rows_of(state)
     rows[1] = rows[1]._replace(shares=rows[1].shares + 1)
     with pytest.raises(CommError, match=r"worker 1: .*step 7\b.*E-RANKS-DIFFER"):
-        decide.decide(state, rows, 8)
+        policy.decide(state, rows, 8)
 
 
 def test_the_check_sum_tells_shares_and_steps_apart() -> None:
     state = begun()
     after, _ = heard(state, 0)
     later, _ = heard(state, 1)
-    assert len({decide.checksum(state), decide.checksum(after), decide.checksum(later)}) == 3
+    assert len({policy.checksum(state), policy.checksum(after), policy.checksum(later)}) == 3
 
 
 def test_work_moves_when_its_step_begins_and_once() -> None:
     state, actions = heard(begun(), 0, lookahead=2)
     (decision,) = announced(actions)
     assert decision.from_step == 3
-    assert decide.step_begins(state, 2) == (state, ())
-    after, (moves,) = decide.step_begins(state, 3)
+    assert policy.step_begins(state, 2) == (state, ())
+    after, (moves,) = policy.step_begins(state, 3)
     assert moves == WorkMoves(decision.gain_s / decision.before_s)
-    assert decide.step_begins(after, 4) == (after, ())
+    assert policy.step_begins(after, 4) == (after, ())
     lost = decision.__class__(0, 3, decision.workers, decision.shares, decision.micro_batches, "gone", math.inf, 0.1)
-    assert decide.step_begins(state._replace(announced=(lost,)), 3)[1] == (WorkMoves(1.0),)
+    assert policy.step_begins(state._replace(announced=(lost,)), 3)[1] == (WorkMoves(1.0),)
 
 
 # ---- when ranks tell
@@ -181,22 +181,22 @@ def test_work_moves_when_its_step_begins_and_once() -> None:
 ])
 def test_rows_come_as_often_as_they_cost_one_per_cent_or_as_was_asked(given: int | None, cost_s: float, every: int) -> None:
     state, _ = heard(begun(every=given), 0, cost_s=cost_s)
-    state = decide.told(state, 4)
-    assert [step for step in range(4, 4 + every + 1) if decide.due(state, step)] == [4 + every]
+    state = policy.told(state, 4)
+    assert [step for step in range(4, 4 + every + 1) if policy.due(state, step)] == [4 + every]
 
 
 def test_the_rank_that_pays_most_for_rows_decides_how_often_they_come() -> None:
-    state = decide.told(begun(), 0)
+    state = policy.told(begun(), 0)
     rows = rows_of(state)
     rows[1] = rows[1]._replace(cost_s=0.01)
     rows[2] = rows[2]._replace(step_s=0.2)
-    assert decide.decide(state, rows, 1)[0].every == 5
+    assert policy.decide(state, rows, 1)[0].every == 5
 
 
 def test_the_first_row_comes_after_the_step_that_ranks_began_at() -> None:
     state = begun([start(rank, step=5) for rank in range(WORLD)])
-    assert decide.due(state, 5)
-    assert not decide.due(decide.told(state, 5), 5)
+    assert policy.due(state, 5)
+    assert not policy.due(policy.told(state, 5), 5)
 
 
 # ---- the start
@@ -223,9 +223,9 @@ def test_the_largest_of_the_smallest_batches_holds_for_all() -> None:
 def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
     profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
     first = initial_shares(profiles, BATCH, EVEN, step=3)
-    state = decide.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=TOGETHER, opening=first)
+    state = policy.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=TOGETHER, opening=first)
     assert state.balancer.latest == first.decision
-    later = decide.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=TOGETHER, opening=first)
+    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=TOGETHER, opening=first)
     assert later.balancer.latest.by_worker == EVEN, "shares that somebody announced since go before those of the profile"
 
 
@@ -237,7 +237,7 @@ def test_a_decision_leaves_the_state_before_it_as_it_was(lbb: bool) -> None:
         once, first = heard(state, step)
         again, second = heard(state, step)
         assert first == second
-        assert decide.checksum(once) == decide.checksum(again)
+        assert policy.checksum(once) == policy.checksum(again)
         state = once
     assert state.balancer.latest.by_worker != EVEN
 
@@ -257,17 +257,17 @@ def test_ranks_that_hear_the_same_rows_do_the_same_at_the_same_steps(steps: list
     for step, rows in enumerate(steps):
         for rank in range(2):
             state = states[rank]
-            if decide.due(state, step):
+            if policy.due(state, step):
                 newest = state.balancer.latest.by_worker
-                row = [WorkerTime(newest[one], s, before_s, ahead, cost_s, step_s, 0.0, 0.0, decide.checksum(state))
+                row = [WorkerTime(newest[one], s, before_s, ahead, cost_s, step_s, 0.0, 0.0, policy.checksum(state))
                        for one, (s, before_s, ahead, cost_s, step_s) in enumerate(rows)]
-                state, actions = decide.decide(decide.told(state, step), row, step + 1)
+                state, actions = policy.decide(policy.told(state, step), row, step + 1)
                 done[rank].append([repr(action) for action in actions])
                 for decision in announced(list(actions)):
                     assert sum(decision.shares) == BATCH
                     assert min(decision.shares) >= 1
                     assert decision.from_step > step
-            state, moves = decide.step_begins(state, step + 1)
+            state, moves = policy.step_begins(state, step + 1)
             done[rank].append([step, *moves])
             states[rank] = state
     assert done[0] == done[1]

@@ -19,7 +19,7 @@ from support.ways import WORLD, Training
 from support.ways import plan as plan_for
 
 import commlayer.engine.switch as by_itself
-from commlayer.autotune.plan import loss_limits, plan_search
+from commlayer.autotune.plan import replanner, search
 from commlayer.cli import plan_tables
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import RequestedModes, stepping
@@ -229,7 +229,7 @@ def test_a_small_model_goes_in_few_turns() -> None:
 
 def test_what_auto_goes_over_to_says_in_how_many_parts() -> None:
     machines = at(1e7)
-    found = plan_search.best_plan(PlanInputs(SMALL, machines, measured(machines), Policy(exact=False, optimizer="sgd")),
+    found = search.best_plan(PlanInputs(SMALL, machines, measured(machines), Policy(exact=False, optimizer="sgd")),
                                   structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients"))
     parts = found.plan.fragments
     assert parts > 1
@@ -242,11 +242,11 @@ class _Changes:
 
 def test_auto_chooses_fragments_only_where_nobody_may_leave_and_the_script_has_not() -> None:
     connection = JobContext()
-    assert loss_limits.limits_of(connection).policy.fragments
+    assert replanner.limits_of(connection).policy.fragments
     connection.terms.asked = RequestedModes(fragments=2)
-    assert not loss_limits.limits_of(connection).policy.fragments
+    assert not replanner.limits_of(connection).policy.fragments
     connection.terms.asked, connection.members = RequestedModes(), _Changes()  # type: ignore[assignment]
-    assert not loss_limits.limits_of(connection).policy.fragments
+    assert not replanner.limits_of(connection).policy.fragments
 
 
 def test_a_prediction_is_not_kept_where_the_script_asks_for_other_fragments() -> None:

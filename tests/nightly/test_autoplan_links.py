@@ -19,8 +19,8 @@ from torch import nn
 
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.autotune.plan import link_probes
-from commlayer.autotune.plan.step_reports import StepReports
+from commlayer.autotune.plan import measuring
+from commlayer.autotune.plan.driver import StepReports
 from commlayer.cluster.collectives import RowChannel
 from commlayer.cluster.process_groups import Members
 from commlayer.observe.link_monitor import PAYLOAD, SETTLED
@@ -64,7 +64,7 @@ def train(run: Run) -> dict[str, Any]:
     """Steps of 30 ms; once a plan is in force they take long on a slow line, until another is; then they are quick again."""
     line, sent, decided, digests = Line(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, whatever_steps_take():
-        patch.setattr(link_probes, "counters_of", lambda _interface: line.counters)
+        patch.setattr(measuring, "counters_of", lambda _interface: line.counters)
         patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(DEAR, DEAR))
         model = mlp()
         wrapped = run.wrap(model)

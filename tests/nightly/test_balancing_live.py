@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import Controller
-from commlayer.autotune.shares.state import latest
+from commlayer.autotune.shares.policy import latest
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
-from commlayer.engine.observers import row_spacing
+from commlayer.engine.spacing import row_spacing
 from commlayer.engine.step import StepTiming
 from commlayer.errors import InvalidInput
 

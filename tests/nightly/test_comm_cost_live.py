@@ -11,9 +11,9 @@ from support.rank_pool import pool
 from torch import nn
 from torch.utils.data import DataLoader
 
-from commlayer.autotune.plan import decide_rank0
-from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS
+from commlayer.autotune.plan import policy
 from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.plan.policy import MEASURED_STEPS, WARM_STEPS
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler
 from commlayer.engine.observers import ObserverOrder
@@ -36,7 +36,7 @@ def longest_s(decision: Decision) -> float:
 def train(run: Run) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         # What steps take, and links carry, on a loaded machine is no part of this.
-        patch.setattr(decide_rank0, "STALE", math.inf)
+        patch.setattr(policy, "STALE", math.inf)
         patch.setattr(link_monitor, "FACTOR", math.inf)
         return balanced(run)
 

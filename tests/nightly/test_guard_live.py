@@ -17,7 +17,7 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune.plan import loss_limits
+from commlayer.autotune.plan import replanner
 from commlayer.autotune.quality import policy
 from commlayer.autotune.quality.policy import SETTLE
 from commlayer.balance import loss_model
@@ -368,15 +368,15 @@ def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, s
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
     connection = JobContext()
     cluster = cluster_from_line("2xrtx3060@100/20Mb")
-    assert loss_limits.codecs(connection) == list(DEFAULT_CODECS)
+    assert replanner.codecs(connection) == list(DEFAULT_CODECS)
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
-    assert loss_limits.bounded(connection, profile, policy) == (profile, policy)
+    assert replanner.bounded(connection, profile, policy) == (profile, policy)
     connection.terms.floor = 0.04
-    assert loss_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
-    bounded = loss_limits.bounded(connection, profile, policy)[1]
+    assert replanner.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
+    bounded = replanner.bounded(connection, profile, policy)[1]
     assert set(bounded.codecs) == {"identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)"}
     loss_model.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
     connection.terms.loss, connection.terms.max_loss = str(tmp_path / "loss.json"), 0.025
-    measured, bound = loss_limits.bounded(connection, profile, policy)
+    measured, bound = replanner.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}

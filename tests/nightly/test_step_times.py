@@ -17,10 +17,8 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune.plan.actions import RecordSteps
-from commlayer.autotune.plan.candidate import ReplanVerdict
 from commlayer.autotune.plan.driver import AutoPlan
-from commlayer.autotune.plan.facts import Fact, StepDone
+from commlayer.autotune.plan.state import Fact, RecordSteps, ReplanVerdict, StepDone
 from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.observe import Recorder

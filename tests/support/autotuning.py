@@ -10,21 +10,28 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from commlayer.autotune.plan import decide_rank0
-from commlayer.autotune.plan.actions import Action, LogLine, Measure, Request, ShareReport, ShareStepTime, StartPlanning, Switch
-from commlayer.autotune.plan.candidate import Candidate
-from commlayer.autotune.plan.decide import MEASURED_STEPS, WARM_STEPS, begin, decide
-from commlayer.autotune.plan.facts import (
+from commlayer.autotune.plan import policy
+from commlayer.autotune.plan.policy import MEASURED_STEPS, WARM_STEPS, begin, decide
+from commlayer.autotune.plan.state import (
+    Action,
     ActivePlan,
+    Candidate,
     Events,
     Fact,
+    LogLine,
+    Measure,
     MeasuringDone,
     PlanningDone,
     ReportDue,
     ReportsRead,
+    Request,
+    ShareReport,
+    ShareStepTime,
+    StartPlanning,
     StepDone,
     StepReport,
     StepTimes,
+    Switch,
     SwitchDone,
     SwitchRefused,
 )
@@ -167,5 +174,5 @@ def whatever_steps_take() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for rule, value in (("WORTH", -math.inf), ("SLOWER", math.inf), ("PLAIN", -math.inf), ("LEAVES", -math.inf),
                             ("STALE", math.inf)):
-            patch.setattr(decide_rank0, rule, value)
+            patch.setattr(policy, rule, value)
         yield

@@ -16,7 +16,7 @@ from commlayer.autotune.quality import policy
 from commlayer.autotune.quality.policy import AccuracyLimits, LevelDecision, LevelState, LossRise, LossTrend
 from commlayer.compressors import parse, wrap
 from commlayer.engine.gradient_comparison import dots
-from commlayer.engine.observers import steps_between, steps_until_paid
+from commlayer.engine.spacing import steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 from commlayer.records import Spec
 

@@ -15,9 +15,8 @@ from support.autotuning import (
     trying,
 )
 
-from commlayer.autotune.plan.actions import Request, StartPlanning
-from commlayer.autotune.plan.decide_rank0 import SHARES_WORTH, TO_WIN, TRIED, to_win
-from commlayer.autotune.plan.facts import Events, MeasuringDone, PlanningDone, SharesMoved
+from commlayer.autotune.plan.policy import SHARES_WORTH, TO_WIN, TRIED, to_win
+from commlayer.autotune.plan.state import Events, MeasuringDone, PlanningDone, Request, SharesMoved, StartPlanning
 from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
 from commlayer.observe.prediction_check import PATIENCE
 

@@ -7,10 +7,9 @@ from typing import Any
 from msgspec import structs
 from support.autotuning import JOB, LINKS, Rank, candidate, pick, plan_of, said, trying
 
-from commlayer.autotune.plan.actions import StartPlanning
-from commlayer.autotune.plan.decide_rank0 import MULTIPLIER_RISE, TRIED
-from commlayer.autotune.plan.facts import Events, PlanningDone, StepDone
-from commlayer.autotune.plan.replan import harder_by
+from commlayer.autotune.plan.policy import MULTIPLIER_RISE, TRIED
+from commlayer.autotune.plan.replanner import harder_by
+from commlayer.autotune.plan.state import Events, PlanningDone, StartPlanning, StepDone
 from commlayer.compressors import parse
 from commlayer.engine import plan_choice
 from commlayer.planner.convergence import LearningRow, Recipe, excess

@@ -27,24 +27,33 @@ from support.autotuning import (
 )
 
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.autotune.plan.actions import (
+from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.plan.measuring import Measurements
+from commlayer.autotune.plan.policy import PLAIN, SLOWER, STALE, TRIED, WORTH, begin, decide
+from commlayer.autotune.plan.state import (
+    LEAVES,
+    MOST_STEPS,
+    ActivePlan,
     LogLine,
     Measure,
+    MeasuringDone,
+    Planning,
+    PlanningDone,
+    ProbeDone,
+    Proposing,
+    ReplanVerdict,
     ReportStale,
     Request,
     SetActivePlan,
+    Settling,
     ShareStepTime,
     StartPlanning,
+    Steady,
+    StepTimes,
     SuggestSetting,
     Switch,
+    Trying,
 )
-from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, ReplanVerdict
-from commlayer.autotune.plan.decide import begin, decide
-from commlayer.autotune.plan.decide_rank0 import PLAIN, SLOWER, STALE, TRIED, WORTH
-from commlayer.autotune.plan.driver import AutoPlan
-from commlayer.autotune.plan.facts import ActivePlan, MeasuringDone, PlanningDone, ProbeDone, StepTimes
-from commlayer.autotune.plan.measuring import Measurements
-from commlayer.autotune.plan.state import Planning, Proposing, Settling, Steady, Trying
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import WAYS
 from commlayer.observe import StalePlan

@@ -7,36 +7,34 @@ from hypothesis import strategies as st
 from support.autotuning import FIRST_PLANNING, START, Rank, basis_of, candidate, pick, plan_of, row
 
 from commlayer.autotune.plan import state as state_module
-from commlayer.autotune.plan.actions import (
+from commlayer.autotune.plan.state import (
     COLLECTIVE,
     Action,
-    AwaitPlan,
-    Measure,
-    Probe,
-    ReadReports,
-    ShareReport,
-    ShareStepTime,
-    StartPlanning,
-    Switch,
-)
-from commlayer.autotune.plan.facts import (
     ActivePlan,
+    AwaitPlan,
     Events,
     Fact,
+    Measure,
     MeasuringDone,
     PlanningDone,
+    Probe,
     ProbeDone,
+    Proposing,
+    ReadReports,
     ReportDue,
     ReportsRead,
+    ShareReport,
     SharesMoved,
+    ShareStepTime,
+    StartPlanning,
     StepDone,
     StepReport,
     StepTimes,
+    Switch,
     SwitchDone,
     SwitchRefused,
     WaitDone,
 )
-from commlayer.autotune.plan.state import Proposing
 from commlayer.planner.model import Link
 
 

@@ -9,9 +9,9 @@ from msgspec import structs
 from support.autotuning import JOB, candidate, plan_of
 
 from commlayer import planner
-from commlayer.autotune.plan import loss_limits, plan_search
-from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, steps_of
-from commlayer.autotune.plan.link_probes import RankMeasurement
+from commlayer.autotune.plan import replanner, search
+from commlayer.autotune.plan.measuring import RankMeasurement
+from commlayer.autotune.plan.state import LEAVES, MOST_STEPS, steps_of
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.engine.connection import JobContext
@@ -44,27 +44,27 @@ def inputs(links: str, **policy: Any) -> PlanInputs:
 def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
     links: str, exact: bool, away: bool,
 ) -> None:
-    found = plan_search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    found = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
     made, leaves = found.plan, found.leaves
-    assert plan_search.exact(made) is not away
+    assert search.exact(made) is not away
     assert bool(leaves) is away
     if away:
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
         assert "times as many to the loss at best): goes over to 16 local steps" in leaves
         assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
-        again = plan_search.best_plan(inputs(links, exact=exact), made)
-        assert again == plan_search.Best(made), "said once"
+        again = search.best_plan(inputs(links, exact=exact), made)
+        assert again == search.Best(made), "said once"
 
 
 def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = plan_search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    taken = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     sooner = taken.plan.step_s * taken.plan.steps_high
-    kept = plan_search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
+    kept = search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
     enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
     assert enough < LEAVES
-    monkeypatch.setattr(plan_search, "LEAVES", 0.9 * enough)
-    found = plan_search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
-    assert found == plan_search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
+    monkeypatch.setattr(search, "LEAVES", 0.9 * enough)
+    found = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    assert found == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "exact=True"
 
 
@@ -73,21 +73,21 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
 ])
 def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
     current = plan_of(0.0, "int4()")
-    kept = plan_search.best_plan(inputs(links, exact=True), current)
-    found = plan_search.best_plan(inputs(links, exact=True), current, suggests=suggests)
+    kept = search.best_plan(inputs(links, exact=True), current)
+    found = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
     assert found == kept._replace(hint=found.hint)
-    assert plan_search.exact(found.plan)
+    assert search.exact(found.plan)
     assert bool(found.hint) is hinted
     if hinted:
-        away = plan_search.best_plan(inputs(links, exact=False), current).plan
+        away = search.best_plan(inputs(links, exact=False), current).plan
         times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
         assert f" {times:.1f} times as fast: {away.local_steps} local steps" in found.hint
         assert "exact=False" in found.hint
 
 
 def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_search, "SOONER", 1e-3)
-    assert not plan_search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"), suggests=True).hint
+    monkeypatch.setattr(search, "SOONER", 1e-3)
+    assert not search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"), suggests=True).hint
 
 
 def families(plan: Plan) -> set[str]:
@@ -95,19 +95,19 @@ def families(plan: Plan) -> set[str]:
 
 
 @pytest.mark.parametrize(("links", "factor", "sparse"), [
-    ("2/2Mb", plan_search.NOTHING_ELSE, True),  # nothing finer is at a loss in twice the time
-    ("2/2Mb", 1e9, False), ("1000/1000Mb", plan_search.NOTHING_ELSE, False),
+    ("2/2Mb", search.NOTHING_ELSE, True),  # nothing finer is at a loss in twice the time
+    ("2/2Mb", 1e9, False), ("1000/1000Mb", search.NOTHING_ELSE, False),
 ])
 def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
     links: str, factor: float, sparse: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_search, "NOTHING_ELSE", factor)
+    monkeypatch.setattr(search, "NOTHING_ELSE", factor)
     made_from, current = inputs(links, exact=True), plan_of(0.0, "int4()")
-    young = plan_search.best_plan(made_from, current, young=True).plan
+    young = search.best_plan(made_from, current, young=True).plan
     assert ("topk" in families(young)) is sparse
     if links == "2/2Mb":
-        assert "topk" in families(plan_search.best_plan(made_from, current).plan), "which is what an older one takes"
-    assert sparse or families(young) <= set(plan_search.FINE)
+        assert "topk" in families(search.best_plan(made_from, current).plan), "which is what an older one takes"
+    assert sparse or families(young) <= set(search.FINE)
 
 
 def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
@@ -115,8 +115,8 @@ def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
     assert made_from.profile is not None
     hard = tuple(structs.replace(row, steps=4.0, steps_high=4.0) if row.codec.startswith("topk") else row for row in ROWS)
     made_from = structs.replace(made_from, profile=structs.replace(made_from.profile, learning=hard))
-    found = plan_search.best_plan(made_from, current).plan
-    assert families(found) <= set(plan_search.FINE)
+    found = search.best_plan(made_from, current).plan
+    assert families(found) <= set(search.FINE)
     assert steps_of(found, made_from) < MOST_STEPS
 
 
@@ -155,28 +155,28 @@ def test_forward_overlap_is_exact() -> None:
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = JobContext()
     connection.terms.optimizer = "adam"
-    policy, suggests, young = loss_limits.limits_of(connection)
+    policy, suggests, young = replanner.limits_of(connection)
     assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
     assert suggests
     assert young
     connection.terms.suggested = True
-    assert not loss_limits.limits_of(connection).suggests, "once"
+    assert not replanner.limits_of(connection).suggests, "once"
     connection.terms.asked, connection.terms.suggested = RequestedModes(exact=False), False
-    policy, suggests, _ = loss_limits.limits_of(connection)
+    policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, suggests) == (False, False)
     connection.terms.asked = RequestedModes(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
-    policy, suggests, _ = loss_limits.limits_of(connection)
+    policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""
     for exact in (None, False):
         connection.terms.asked = RequestedModes(exact=exact)
-        policy, suggests, _ = loss_limits.limits_of(connection)
+        policy, suggests, _ = replanner.limits_of(connection)
         assert (policy.exact, suggests) == (True, False)
-    for passes, young in ((loss_limits.YOUNG - 1, True), (loss_limits.YOUNG, False)):
+    for passes, young in ((replanner.YOUNG - 1, True), (replanner.YOUNG, False)):
         connection.passes = passes
-        assert loss_limits.limits_of(connection).young is young
+        assert replanner.limits_of(connection).young is young
 
 
 @pytest.mark.parametrize(("asked", "may"), [
@@ -188,17 +188,17 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
     """Whoever reads `.grad` meanwhile waits (tests/multi/test_forward_unasked.py); of a step before it would be another."""
     connection = JobContext()
     connection.terms.asked = asked
-    policy = loss_limits.limits_of(connection).policy
+    policy = replanner.limits_of(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
     connection.terms.forbids = lambda way: "DistributedDataParallel ends backward() only when" if way == "forward" else ""
-    assert not loss_limits.limits_of(connection).policy.forward
+    assert not replanner.limits_of(connection).policy.forward
 
 
 def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
-    made = plan_search.best_plan(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    made = search.best_plan(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
     assert (made.plan.overlap, made.leaves, made.local) == ("forward", "", None)
-    waits = plan_search.best_plan(inputs("1000/1000Mb", exact=True), plan_of(0.0, "int4()")).plan
+    waits = search.best_plan(inputs("1000/1000Mb", exact=True), plan_of(0.0, "int4()")).plan
     assert made.plan.step_s < waits.step_s
     assert made.plan.steps_high < waits.steps_high, "and what is hidden may be finer"
 
@@ -222,16 +222,16 @@ def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool
     connection = JobContext()
     connection.terms.balanced, connection.terms.asked = own, RequestedModes(exact=False)
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
-    assert loss_limits.limits_of(connection, rows).policy.exact is (own or others)
+    assert replanner.limits_of(connection, rows).policy.exact is (own or others)
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
     made, connection = inputs("100/100Mb"), JobContext()
     assert made.profile is not None
     assert made.policy is not None
-    assert loss_limits.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss
+    assert replanner.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss
     connection.terms.max_loss = 0.02
-    profile, policy = loss_limits.bounded(connection, made.profile, made.policy)
+    profile, policy = replanner.bounded(connection, made.profile, made.policy)
     assert (profile, policy.max_loss) == (made.profile, 0.02)
 
 
@@ -242,19 +242,19 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
     made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    found = plan_search.best_plan(made_from, current, apart=True)
+    found = search.best_plan(made_from, current, apart=True)
     made = found.plan
     assert made.steps_locally
     assert (found.leaves, found.local) == ("", None)
     assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
-    assert made.step_s == pytest.approx(plan_search.step_s(made, made_from)), "priced as it runs, by the step"
+    assert made.step_s == pytest.approx(search.step_s(made, made_from)), "priced as it runs, by the step"
 
 
 def test_without_compression_is_in_updates_then_too() -> None:
     made_from, current = inputs("2/2Mb"), structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    assert plan_search.uncompressed(candidate(current)._replace(basis=Basis(current, made_from), current=current)) is None
+    assert search.uncompressed(candidate(current)._replace(basis=Basis(current, made_from), current=current)) is None
     made_from = structs.replace(made_from, cluster=structs.replace(made_from.cluster, reachable=True))
-    dense = plan_search.uncompressed(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
+    dense = search.uncompressed(candidate(current)._replace(basis=Basis(current, made_from), current=current), apart=True)
     assert dense is not None
     assert (dense.plan.codes, dense.runnable.codes) == ("updates", "updates")
     assert dense.steps == steps_of(dense.plan, made_from)

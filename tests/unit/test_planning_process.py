@@ -12,8 +12,8 @@ import pytest
 from msgspec import structs
 from support.autotuning import JOB, plan_of
 
-from commlayer.autotune.plan.plan_search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.autotune.plan.planning_process import PlanningProcess
+from commlayer.autotune.plan.search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.inputs import cluster_from_line

@@ -10,57 +10,66 @@ import logging
 import threading
 import time
 from collections import deque
+from statistics import fmean
 
 import torch
 
-from commlayer.autotune.plan import loss_limits
-from commlayer.autotune.plan.actions import (
+from commlayer.autotune.plan import replanner
+from commlayer.autotune.plan.measuring import (
+    PROBE_AGAIN_S,
+    PROBE_S,
+    gathered,
+    links_of,
+    measured,
+    meter_of,
+    pace,
+    probed,
+    seen_by,
+)
+from commlayer.autotune.plan.policy import begin, decide
+from commlayer.autotune.plan.replanner import PlanLimits, Replanner
+from commlayer.autotune.plan.state import (
     Action,
+    ActivePlan,
     AwaitPlan,
+    Candidate,
+    Events,
+    Fact,
     LogLine,
     Measure,
+    MeasuringDone,
     PaceSenders,
+    PlanningDone,
     Probe,
+    ProbeDone,
+    Proposing,
     ReadReports,
     RecordSteps,
+    ReplanVerdict,
+    ReportDue,
+    ReportsRead,
     ReportStale,
     ResetWindow,
     SetActivePlan,
     ShareReport,
+    SharesMoved,
     ShareStepTime,
     StartPlanning,
+    StepDone,
+    StepReport,
+    StepTimes,
     SuggestSetting,
     Switch,
-)
-from commlayer.autotune.plan.candidate import Candidate, ReplanVerdict
-from commlayer.autotune.plan.decide import begin, decide
-from commlayer.autotune.plan.facts import (
-    ActivePlan,
-    Events,
-    Fact,
-    MeasuringDone,
-    PlanningDone,
-    ProbeDone,
-    ReportDue,
-    ReportsRead,
-    SharesMoved,
-    StepDone,
-    StepTimes,
     SwitchDone,
     SwitchRefused,
     WaitDone,
 )
-from commlayer.autotune.plan.link_probes import gathered, links_of, meter_of, pace, probed, seen_by
-from commlayer.autotune.plan.loss_limits import PlanLimits
-from commlayer.autotune.plan.measuring import PROBE_AGAIN_S, PROBE_S, measured
-from commlayer.autotune.plan.replan import Replanner
-from commlayer.autotune.plan.state import Proposing
-from commlayer.autotune.plan.step_reports import StepReports
-from commlayer.cluster.collectives import Groups, gather
+from commlayer.cluster.collectives import Groups, Rows, gather
 from commlayer.engine.connection import JobContext
+from commlayer.engine.spacing import row_spacing
 from commlayer.engine.switch import switch
 from commlayer.errors import CommError
-from commlayer.observe import InterfaceCounters
+from commlayer.observe import Direction, InterfaceCounters
 from commlayer.records import Job
 
 SEARCH_S = 60.0
@@ -268,7 +277,7 @@ class AutoPlan:
         try:
             # On the training thread, between two steps: it tries the script's optimizer and restores the random state of
             # all threads.
-            limits = loss_limits.limits_of(self._connection, self._replanner.rows)
+            limits = replanner.limits_of(self._connection, self._replanner.rows)
         except Exception as error:
             self._news.append(PlanningDone(order, None, f"{type(error).__name__}: {error}"))
             return
@@ -325,3 +334,72 @@ class AutoPlan:
     def _groups(self) -> Groups:
         assert self._connection.groups is not None
         return self._connection.groups
+
+
+# ---- exchange of rows about steps between all ranks
+#
+# A row is sent after a step and read after the next one, so that no rank waits. If a step was slow on every rank, all wait
+# for the rows at once: that costs little then, and the next step may be as slow. All ranks act on the same rows after the
+# same step.
+
+class StepReports:
+    """All ranks create one together and call it after the same steps: `step`, `heard`, then `tell` if it is `due`."""
+
+    def __init__(self, rows: Rows, meter: InterfaceCounters | None = None) -> None:
+        """`meter` is set on the rank that reads its node's counters."""
+        self._rows, self._meter = rows, meter
+        self._since: list[tuple[float, float]] = []
+        self._held: list[StepReport] = []
+        self._every, self._left = 1, 1
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._cost_s = 0.0
+
+    def heard(self) -> list[StepReport]:
+        """Rows of an earlier step that have not been returned yet; may be empty."""
+        begin = time.perf_counter()
+        if self._rows.under_way:
+            self._held = self._read()
+            self._cost_s += time.perf_counter() - begin
+        rows, self._held = self._held, []
+        return rows
+
+    def step(self, seconds: float, waited_s: float) -> None:
+        """Records a step: its time, and this rank's wait for communication in it."""
+        self._since.append((seconds, waited_s))
+        self._left -= 1
+
+    def afresh(self) -> None:
+        """Discards observations that do not apply to the next steps."""
+        self._since.clear()
+        if self._meter is not None:
+            self._meter.look()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next row must be sent now."""
+        return self._left <= 0 and bool(self._since)
+
+    def tell(self, word: int, plan_s: float, slow_s: float) -> list[StepReport]:
+        """Sends this rank's row. Returns all rows if all ranks wait for them, as after a step longer than `slow_s`."""
+        begin = time.perf_counter()
+        self._costs_s.append(self._cost_s)
+        step_s, waited_s = map(fmean, zip(*self._since, strict=True))
+        self._since = []
+        up, down = (Direction(), Direction()) if self._meter is None else self._meter.look()
+        cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
+        row = StepReport(word, plan_s, step_s > slow_s, step_s, cost_s, waited_s, *up, *down)
+        self._rows.start(*row)
+        self._cost_s = time.perf_counter() - begin
+        self._left = self._every
+        if not row.at_once:
+            return []
+        rows = self._read()
+        if not all(row.at_once for row in rows):
+            self._held = rows  # returned by `heard` after the next step, as on the other ranks
+            return []
+        return rows
+
+    def _read(self) -> list[StepReport]:
+        rows = [StepReport(*row) for row in self._rows.read()]
+        self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
+        return rows

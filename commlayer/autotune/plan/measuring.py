@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -10,14 +11,18 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from commlayer.autotune.measure import calibration
+from commlayer.autotune.measure import calibration, link_rates
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.plan.link_probes import UNKNOWN, RankMeasurement, SeenTraffic, at_least, gathered, probed
+from commlayer.cluster.collectives import Groups
+from commlayer.config import host_port
 from commlayer.engine.connection import JobContext
 from commlayer.engine.worker import Worker
-from commlayer.observe import Rates, RecordedStep
+from commlayer.observe import InterfaceCounters, Rates, RecordedStep, Throughput, counters_of
+from commlayer.observe.link_monitor import PAYLOAD
+from commlayer.planner.model import Link
 from commlayer.records import Job
+from commlayer.transport import own_address
 from commlayer.transport.chunking import CHUNK_NBYTES
 
 PROBE_S = 1.0
@@ -136,3 +141,180 @@ def _nonzero(x: torch.Tensor) -> float:
     if part:
         return part
     return 1 / len(sample) if bool(x.any()) else 1.0
+
+
+# ---- collective probes of the links between nodes, and pacing of senders to the measured rates
+
+class RankMeasurement(NamedTuple):
+    """Measurements of one rank."""
+
+    compute_s: float
+    step_s: float
+    up_bps: float
+    down_bps: float
+    alpha_s: float
+    balanced: float = 0.0
+    """Whether the rank's script rebalances shares of the batch."""
+
+
+def server_nodes_of(made: JobContext) -> list[int]:
+    """The node of each server; servers elsewhere get numbers after those of the workers' nodes."""
+    assert made.uplink is not None
+    nodes = [s.node for s in made.uplink.view.servers]
+    if made.members is None:
+        return nodes
+    elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
+    return [made.world + elsewhere.index(node) for node in nodes]
+
+
+Ways = tuple[float, float, float]
+"""Rates up and down in bit/s, and the latency to the core of the network in seconds."""
+UNKNOWN = Rates(0.0, 0.0)
+
+
+OPENING = 4
+"""Round trips at the start of a turn for opening TCP windows. Windows start at the known rate, if there is one."""
+DRAINED = 3
+"""Round trips at the end of a turn for draining; the rest drains while the next senders' windows open."""
+LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
+"""Turns per direction. With half of the nodes in each turn and servers on all nodes, a server receives one sender's part at a
+time. If fewer nodes have servers, senders share them."""
+LONGEST_S = 0.3
+"""Longest round trip that turns allow for. With longer ones a probe finds little, and only the traffic of steps is known."""
+TOLD_BPS = 20e6
+"""Faster links are always probed: processors, or servers waiting for each other, may have limited the steps."""
+BUSY, BUSY_TRIPS = 0.35, 8
+"""A link limited the steps if it was busy for this fraction of them, and for more round trips than windows take to open."""
+
+
+class _Known(NamedTuple):
+    """A node's knowledge before a probe, shared with all nodes. 0 means unknown."""
+
+    up_bps: float = 0.0
+    down_bps: float = 0.0
+    round_trip_s: float = 0.0
+    asks: float = 0.0
+    """Whether the node can probe a server on another node."""
+
+
+class SeenTraffic(NamedTuple):
+    """A node's link during steps, by interface counters."""
+
+    carried: Throughput
+    """Traffic while the link was busy."""
+    since_s: float
+    """Length of the interval, including time outside steps."""
+
+
+def seen_by(meter: InterfaceCounters) -> SeenTraffic:
+    """Traffic since the previous reading."""
+    since_s = meter.since_s
+    return SeenTraffic(meter.look(), since_s)
+
+
+def probed(
+    made: JobContext, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *, expected: Rates = UNKNOWN,
+) -> Ways:
+    """Measures this node's link against servers on other nodes; zeros if there are none. Collective: all ranks call it and
+    then `gathered`, which waits for the last rank. `seen`: traffic in steps that took `steps_s` in total; a rate that it
+    determines on all nodes is not probed. `expected`: known lower bounds, at which windows start."""
+    groups = _groups(made)
+    assert made.uplink is not None
+    away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
+    asks = bool(away) and groups.local == 0
+    network, patience_s = link_rates.RequestNetwork(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    mine = _Known()
+    if asks:
+        round_trip_s = link_rates.round_trip(network, away[0], patience_s)
+        mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
+    nodes = _told(groups, mine)
+    # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
+    if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+        longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
+        asking = [number for number, node in enumerate(nodes) if node.asks]
+        everywhere = len({server.node for server in made.uplink.view.servers}) >= len(asking)
+        turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
+        mine_at = asking.index(groups.node) % turns
+        begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
+        rates = [mine.up_bps, mine.down_bps]
+        for way in (link_rates.UP, link_rates.DOWN):
+            time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
+            expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
+            rates[way] = max(rates[way], link_rates.rate(
+                network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
+        mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
+    # The round trip crosses four links of similar latency: from each machine to the core and back.
+    return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
+
+
+def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
+    """Upload and download rates that steps have shown to be the link's limits; 0 if unknown."""
+    if seen is None:
+        return 0.0, 0.0
+    least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
+    busy = [way.bps < TOLD_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
+    up, down = (PAYLOAD * way.bps if known else 0.0 for way, known in zip(seen.carried, busy, strict=True))
+    return up, down
+
+
+def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
+    """Number of turns per direction and seconds per turn, as many turns as the time allows. Nodes that send in the same turn
+    share servers and measure only part of their rate. `everywhere`: all nodes have servers."""
+    least_s = (OPENING + DRAINED) * round_trip_s
+    turns = min(nodes, max(LEAST_TURNS if everywhere else FEW_SERVERS_TURNS, int(budget_s / 2 / least_s)))
+    return turns, max(budget_s / 2 / turns, least_s)
+
+
+def _told(groups: Groups, mine: _Known) -> list[_Known]:
+    """The values of all nodes, in node order."""
+    rows = groups.gather_all(torch.tensor(mine, dtype=torch.float64, device=groups.device)).tolist()
+    return [_Known(*row) for row in rows[:: groups.ranks_per_node]]
+
+
+def at_least(ways: Ways, carried: Throughput | None) -> Ways:
+    """Raises the probed rates to those seen in steps: short probes read too low."""
+    up_bps, down_bps, alpha_s = ways
+    if carried is None or not up_bps:  # there is no server on another node
+        return ways
+    return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
+
+
+def gathered(made: JobContext, row: RankMeasurement) -> list[RankMeasurement]:
+    """Collective: returns the rows of all ranks in rank order."""
+    groups = _groups(made)
+    rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
+    return [RankMeasurement(*r) for r in rows]
+
+
+def links_of(made: JobContext, rows: Sequence[RankMeasurement]) -> list[Link]:
+    """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
+    firsts = rows[:: _groups(made).ranks_per_node]
+    seen = [row for row in firsts if row.up_bps]
+    # The other nodes' downloads are its upload, their uploads its download.
+    best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
+    return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
+
+
+def meter_of(made: JobContext) -> InterfaceCounters | None:
+    """Reads this node's interface counters, on the node's first rank, if the system has them."""
+    assert made.uplink is not None
+    if _groups(made).local:
+        return None
+    servers = [host_port(server.address)[0] for server in made.uplink.view.servers]
+    counters = counters_of(own_address.interface_towards(servers))
+    return None if counters is None else InterfaceCounters(counters)
+
+
+def pace(made: JobContext, links: Sequence[Link]) -> None:
+    """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
+    groups = _groups(made)
+    assert made.uplink is not None
+    up_bps = link_rates.HEADROOM * links[groups.node].up_bps
+    made.uplink.pace(up_bps / groups.ranks_per_node)
+    if groups.local == 0:
+        made.uplink.pace_servers(groups.node, up_bps)
+
+
+def _groups(made: JobContext) -> Groups:
+    assert made.groups is not None
+    return made.groups

@@ -17,7 +17,7 @@ from typing import IO
 
 import msgspec
 
-from commlayer.autotune.plan.plan_search import SearchOrder, SearchResult, search
+from commlayer.autotune.plan.search import SearchOrder, SearchResult, search
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.records import Record
 

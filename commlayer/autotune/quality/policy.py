@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from msgspec import structs
 
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.observers import TIME_PART, steps_between, steps_until_paid
+from commlayer.engine.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.errors import InvalidInput
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 from commlayer.records import Bucket, Record

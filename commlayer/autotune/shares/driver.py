@@ -1,7 +1,7 @@
 """Controller: balances a job while it trains, from measured times to shares to the sampler.
 
 Measurements of a step are sent at its end and read at the next one's, so that the exchange overlaps a whole step. The
-decisions are in autotune/shares/decide.py.
+decisions are in autotune/shares/policy.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,9 +18,8 @@ from msgspec import structs
 from torch import nn
 
 from commlayer.autotune.measure.step_times import LossOf
-from commlayer.autotune.shares import decide
-from commlayer.autotune.shares.own_times import OwnTimes
-from commlayer.autotune.shares.state import Action, Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves
+from commlayer.autotune.shares import policy
+from commlayer.autotune.shares.policy import Action, Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves, latest
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
@@ -28,8 +28,9 @@ from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
-if TYPE_CHECKING:  # it imports solvers that jobs without profiling do not need
+if TYPE_CHECKING:
     from commlayer.balance.profile import InitialShares
+
 
 TOGETHER = Policy(exclude_gain=1.0)
 """A rank without a share still takes part in each step and the others wait for it, so excluding a rank gains nothing."""
@@ -146,9 +147,9 @@ class Controller:
         # Also covers queues between sampler and loop that were not declared.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
         exchanged = self._read(step + 1)
-        self._state, moves = decide.step_begins(self._state, step + 1)
+        self._state, moves = policy.step_begins(self._state, step + 1)
         self._carry_out(moves)
-        if decide.due(self._state, step):
+        if policy.due(self._state, step):
             self._state = self._send(self._state, step, begin_s)
             exchanged = True
         if exchanged:
@@ -159,10 +160,10 @@ class Controller:
         if self._measure is not None:
             self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
         price = self.session.inspect.connection.terms.price or (0.0, 0.0)
-        row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=decide.checksum(state))
+        row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=policy.checksum(state))
         with self._explained():
             self._rows.start(*row)
-        return decide.told(state, step)
+        return policy.told(state, step)
 
     def _read(self, to_come: int) -> bool:
         """Reads the rows of all ranks, if a row was sent. `to_come` is the next step to train."""
@@ -170,7 +171,7 @@ class Controller:
             return False
         with self._explained():
             rows = [WorkerTime(*row) for row in self._rows.read()]
-        self._state, actions = decide.decide(self._state, rows, to_come)
+        self._state, actions = policy.decide(self._state, rows, to_come)
         self._carry_out(actions)
         return True
 
@@ -219,7 +220,7 @@ class Controller:
             self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                         self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in self._rows.read()]
-        return decide.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
+        return policy.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
                             every=self._every, opening=self._opening, lbb=self._mode == "lbb")
 
 
@@ -241,3 +242,55 @@ def _lookahead(loader: Iterable[Any]) -> int:
     """Batches that a DataLoader's workers have requested beyond the present one."""
     workers = int(getattr(loader, "num_workers", 0))
     return workers * int(getattr(loader, "prefetch_factor", None) or 2)
+
+
+# ---- one rank's measurements for load balancing between two exchanges
+#
+# The caller passes all times.
+
+COSTS_KEPT = 5
+
+
+class OwnTimes:
+    """Compute times and samples of its steps, and the cost of exchanges."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, int] = {}
+        """Samples by session step, until the step's time is known."""
+        self._times: list[tuple[int, float]] = []
+        self._costs_s: deque[float] = deque(maxlen=COSTS_KEPT)
+        self._told_s, self._told_step = 0.0, 0
+        self._step_s = 0.0
+
+    def afresh(self) -> None:
+        """Clears measurements when a pass over the data begins."""
+        self._times.clear()
+        self._samples.clear()
+        self._told_s = 0.0
+
+    def begins(self, session_step: int, samples: int) -> None:
+        """Records the number of samples in a session step."""
+        self._samples[session_step] = samples
+
+    def took(self, session_step: int, seconds: float) -> None:
+        """Adds a time measured by the session; ignored if the step's samples are unknown."""
+        if session_step in self._samples:
+            self._times.append((self._samples.pop(session_step), seconds))
+
+    def given(self, samples: int, seconds: float) -> None:
+        """Sets a time measured by the caller for the last step, instead of the session's times."""
+        self._times = [(samples, seconds)]
+
+    def costs(self, seconds: float) -> None:
+        """Adds the time that an exchange held up the training thread."""
+        self._costs_s.append(seconds)
+
+    def row(self, step: int, now_s: float, *, lookahead: int, price: tuple[float, float], shares: float) -> WorkerTime:
+        """The row after `step`; starts a new measurement."""
+        computed, compute_s, before_s = latest(self._times)
+        self._times = []
+        if self._told_s:
+            self._step_s = (now_s - self._told_s) / (step - self._told_step)
+        self._told_s, self._told_step = now_s, step
+        cost_s = min(self._costs_s, default=0.0)  # other load on the machine can only increase the cost
+        return WorkerTime(computed, compute_s, before_s, lookahead, cost_s, self._step_s, *price, shares)

@@ -8,26 +8,29 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from msgspec import structs
 
+from commlayer import loss_budget
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts, load_of, under
-from commlayer.autotune.plan import loss_limits
-from commlayer.autotune.plan.candidate import Candidate
-from commlayer.autotune.plan.link_probes import RankMeasurement, server_nodes_of
-from commlayer.autotune.plan.loss_limits import PlanLimits
-from commlayer.autotune.plan.measuring import Measurements
-from commlayer.autotune.plan.plan_search import SearchOrder
+from commlayer.autotune.plan.measuring import Measurements, RankMeasurement, server_nodes_of
 from commlayer.autotune.plan.planning_process import PlanningProcess
+from commlayer.autotune.plan.search import SearchOrder
+from commlayer.autotune.plan.state import Candidate
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel
 from commlayer.codec_spec import parse_spec
-from commlayer.compressors import build
+from commlayer.compressors import build, parse
+from commlayer.engine import plan_choice
+from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
 from commlayer.engine.connection import JobContext
 from commlayer.errors import InvalidState
-from commlayer.planner.convergence import LearningRow
+from commlayer.planner.convergence import LearningRow, measured_local_steps
 from commlayer.planner.costs import bare
-from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Profile
+from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.tables import learning_rows
 from commlayer.records import Plan
 
@@ -81,16 +84,16 @@ class Replanner:
         """
         connection, measured = self._connection, self._begun()
         if self._profile is None:
-            self._profile = structs.replace(self._measured_here(current, measured, loss_limits.codecs(connection)),
+            self._profile = structs.replace(self._measured_here(current, measured, codecs(connection)),
                                             energy=self._energy)
         server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
         cuda = worker is not None and worker.device.type == "cuda"
         cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
                              reachable=connection.groups is None or connection.groups.members.reachable)
         rows = harder_by(learning_rows(connection.terms.learning), connection.terms.error_multiplier)
-        profile, policy = loss_limits.bounded(connection, structs.replace(self._profile, learning=rows), allowed.policy)
+        profile, policy = bounded(connection, structs.replace(self._profile, learning=rows), allowed.policy)
         order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
-                            self._contention, current.steps_locally and loss_limits.remembers(connection), allowed.suggests,
+                            self._contention, current.steps_locally and remembers(connection), allowed.suggests,
                             allowed.young)
         candidate, self._contention = self._process.search(order)
         return candidate
@@ -156,3 +159,68 @@ def _harder(row: LearningRow, steps: float) -> LearningRow:
 _overheads = functools.cache(calibration.measure_overheads)
 _copies = functools.cache(calibration.measure_copies)
 """Measured once per process, since they depend only on the machine."""
+
+
+# ---- limits of planning for a running job: allowed sync modes, and codecs by loss budget and quality floor
+
+YOUNG = 1000
+"""Training steps. Early in a job sparse codecs cost more than the table of trainings predicts."""
+
+
+class PlanLimits(NamedTuple):
+    """Limits of a search."""
+
+    policy: Policy
+    suggests: bool = False
+    """Whether the search also reports the benefit of local steps that the script has not allowed."""
+    young: bool = False
+    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer if links permit."""
+
+
+def codecs(connection: JobContext) -> list[str]:
+    """Codecs that are worth measuring."""
+    return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
+
+
+def remembers(connection: JobContext) -> bool:
+    """Whether the optimizer has state, which local steps let diverge between ranks."""
+    return connection.stepped is not None and connection.stepped.remembers
+
+
+def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
+    """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
+    ways, terms = allowed_ways(connection), connection.terms
+    # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
+    balanced = terms.balanced or any(row.balanced for row in rows)
+    able = not balanced and {"updates", "local", "round"} <= ways
+    policy = Policy(
+        devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.asked.exact is False),
+        # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
+        forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
+    )
+    return PlanLimits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
+
+
+def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+    """Applies the loss budget (with the user's measured losses or the built-in ones), the quality floor, and the largest
+    measured number of local steps."""
+    if not policy.exact:
+        policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
+    model = _model(connection)
+    if model is not None or connection.terms.max_loss:
+        policy = structs.replace(policy, max_loss=_budget(connection))
+    if model is not None:
+        profile, policy = loss_budget.priced(profile, policy, model)
+    if not connection.terms.floor:
+        return profile, policy
+    known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    fine = tuple(name for name in known if plan_choice.level(parse(name)) >= connection.terms.floor * plan_choice.EQUAL)
+    return profile, structs.replace(policy, codecs=fine)
+
+
+def _budget(connection: JobContext) -> float:
+    return connection.terms.max_loss or loss_budget.BUDGET
+
+
+def _model(connection: JobContext) -> LossModel | None:
+    return loss_model.read(Path(connection.terms.loss)) if connection.terms.loss else None

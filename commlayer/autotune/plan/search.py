@@ -13,13 +13,13 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import planner
-from commlayer.autotune.plan.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
-from commlayer.autotune.plan.cpu_contention import dearer, factor
+from commlayer.autotune.plan.state import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.autotune.shares.comm_cost import communication
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.plan_choice import in_updates
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
+from commlayer.planner.costs import times
 from commlayer.planner.explanation import by_itself
 from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.search import plain as plain_found
@@ -296,3 +296,35 @@ def _as_asked(plan: Plan, before: Plan) -> Plan:
 def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
     priced = communication(plan, job, cluster, profile, policy)
     return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
+
+
+# ---- contention for processors: fits a slowdown of CPU work to the measured step
+#
+# Workers and servers on one machine, data loaders and other programs wait for each other, and prices measured one at a time
+# exclude these waits. The step under the active plan shows how large they are, if CPU work can explain the step at all. The
+# rest is attributed to the network, whose rates have been measured.
+
+MOST_FACTOR = 8.0
+"""Largest slowdown; anything beyond is attributed to the network."""
+FIT_ROUNDS = 6
+"""Bisection steps; the last leaves an error of at most a tenth."""
+
+
+def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
+    """Slowdown of CPU work relative to work measured alone; 1 if a slowdown cannot explain the measured step.
+
+    `step_s(f)`: step time under the active plan if CPU work were f times as slow.
+    """
+    low, high = 1.0, MOST_FACTOR
+    if step_s(low) >= measured_s or step_s(high) < measured_s:
+        return 1.0
+    for _ in range(FIT_ROUNDS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step_s(middle) < measured_s else (low, middle)
+    return low
+
+
+def dearer(profile: Profile, by: float) -> Profile:
+    """The profile with codecs, servers and buckets slowed down by this factor. Collectives were measured under load already."""
+    codecs = tuple(structs.replace(c, encode=times(c.encode, by), decode=times(c.decode, by)) for c in profile.codecs)
+    return structs.replace(profile, codecs=codecs, server=times(profile.server, by), bucket_s=profile.bucket_s * by)
