@@ -1,1 +1,2 @@
-"""Breaks small jobs on purpose and checks what they keep: `python -m bench chaos`. Processes of a run import this package."""
+"""Chaos tests: `python -m bench chaos` injects faults into small jobs and checks their guarantees. Run processes import this
+package."""

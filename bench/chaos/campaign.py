@@ -1,4 +1,4 @@
-"""Run after run, each against the undisturbed run of its job; rows and a summary. Knows no screen."""
+"""Runs a campaign of faults, compares each run with the undisturbed run of its job, and returns rows and a summary."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bench.chaos.verdict import Verdict
 from commlayer.errors import CommError
 
 LIMIT_S = 30.0
-"""Of a run; beyond it somebody hangs."""
+"""Time limit of a run; a run that takes longer hangs."""
 TAIL_LINES = 12
 RESTARTED = ("kill-server", "kill-coordinator", "restart-storm", "kill-home-server", "storm-home-server",
              "kill-home-coordinator")
-"""Whose victims are started again; how long that takes is summed up by itself."""
+"""Faults whose victim is restarted; their recovery times have a summary of their own."""
 
 
 class Row(NamedTuple):
-    """A run that was judged."""
+    """A run with its verdict."""
 
     trial: Trial
     verdict: Verdict
@@ -37,32 +37,33 @@ class Row(NamedTuple):
         return not self.verdict.findings
 
     def has(self, *kinds: str) -> bool:
-        """Whether there are findings of one of those kinds."""
+        """Whether there are findings of one of these kinds."""
         return any(finding.kind in kinds for finding in self.verdict.findings)
 
     @property
     def tail(self) -> list[str]:
-        """What its processes said last."""
+        """The last log lines of the run's processes."""
         return self.evidence.lines.splitlines()[-TAIL_LINES:]
 
     def told(self) -> dict[str, Any]:
-        """As JSON has it; of a run that is wrong also what its processes said last, and the command that repeats it."""
-        found, said = self.evidence, self.verdict
+        """The row as JSON. For a failed run, also its last log lines and the command that repeats it."""
+        evidence, result = self.evidence, self.verdict
         more: dict[str, Any] = {} if self.right else {"again": self.trial.again, "lines": self.tail}
         return {"fault": self.trial.fault, "seed": self.trial.seed, "setting": str(self.trial.setting),
                 "struck": self.trial.victim, "at_step": self.trial.at,
-                "shots": found.shots, "outcome": said.outcome, "steps": said.steps,
-                "recovery_s": None if math.isnan(said.recovery_s) else round(said.recovery_s, 3),
-                "wall_s": round(found.wall_s, 3), "contributions": found.contributions, "repeats": found.repeats,
-                "lost_samples": said.lost_samples, "wrong": list(said.wrong)} | more
+                "shots": evidence.shots, "outcome": result.outcome, "steps": result.steps,
+                "recovery_s": None if math.isnan(result.recovery_s) else round(result.recovery_s, 3),
+                "wall_s": round(evidence.wall_s, 3), "contributions": evidence.contributions, "repeats": evidence.repeats,
+                "lost_samples": result.lost_samples, "wrong": list(result.wrong)} | more
 
 
 class Campaign:
-    """Use it as a context: processes that all runs share live in it."""
+    """Use it as a context: it owns the processes that all runs share."""
 
     def __init__(self, cluster: Callable[[Trial, tuple[str, int]], Cluster] = Cluster, address: str = HERE,
                  inside: str = "") -> None:
-        """`cluster`: what makes a run of a trial and of where ranks meet, which is at `address`, `inside` a namespace."""
+        """`cluster` builds the cluster of a run from a trial and the address of the store where ranks meet. The store is at
+        `address`, in the network namespace `inside`."""
         self._cluster, self._address, self._inside = cluster, address, inside
 
     def __enter__(self) -> Campaign:
@@ -79,18 +80,18 @@ class Campaign:
             yield self.one(trial(seed, faults or dealt()))
 
     def one(self, wanted: Trial) -> Row:
-        found = self._ran(wanted)
-        # The bits are those of plain text; where members go, those of a replay.
-        plain = found if wanted.setting.least else self._plain_of(wanted.setting._replace(keys=False))
-        return Row(wanted, verdict.judge(wanted, found, plain), found)
+        evidence = self._ran(wanted)
+        # The expected weights are those of the run without TLS, or of a replay if members may leave.
+        plain = evidence if wanted.setting.least else self._plain_of(wanted.setting._replace(keys=False))
+        return Row(wanted, verdict.judge(wanted, evidence, plain), evidence)
 
     def _plain_of(self, setting: Setting) -> Evidence:
         if setting not in self._plain:
-            found = self._ran(undisturbed(setting))
-            if not verdict.whole(found):
-                said = [*(fault.line for fault in found.faults), *found.ended]
-                raise CommError(f"the undisturbed run of {setting} is not whole: {said}\n{found.lines}", peer="chaos")
-            self._plain[setting] = found
+            evidence = self._ran(undisturbed(setting))
+            if not verdict.whole(evidence):
+                problems = [*(fault.line for fault in evidence.faults), *evidence.ended]
+                raise CommError(f"the undisturbed run of {setting} is not whole: {problems}\n{evidence.lines}", peer="chaos")
+            self._plain[setting] = evidence
         return self._plain[setting]
 
     def _ran(self, wanted: Trial) -> Evidence:
@@ -99,7 +100,7 @@ class Campaign:
 
 
 def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
-    """The figures that sum a campaign up, of which so many runs were asked for."""
+    """The figures of a campaign; `asked` is the number of runs that were requested."""
     known = [row for row in rows if not math.isnan(row.verdict.recovery_s)]
     healed = [r.verdict.recovery_s for r in known if not FAULTS[r.trial.fault].ends and FAULTS[r.trial.fault].heals]
     restarted = [r.verdict.recovery_s for r in known if r.trial.fault in RESTARTED]

@@ -1,4 +1,4 @@
-"""The clock of a process that was forked for a chaos run: it is off by as much as it is told. Knows no run."""
+"""Shifts the clock of a process in a chaos run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 
 def jump(seconds: float) -> None:
-    """What commlayer takes for the time of day, as after somebody has set the clock. The machine's own cannot be set for one
-    process, and gRPC, which keeps to that, is left alone."""
+    """Shifts the time of day that commlayer's modules read, as if the clock had been set. The machine's clock cannot be set for
+    one process. gRPC reads the system's clock and is not affected."""
     for module in [module for name, module in sys.modules.items() if name.startswith("commlayer.")]:
         clock = vars(module).get("time")
         if clock is not None and hasattr(clock, "monotonic"):

@@ -1,7 +1,8 @@
-"""One run's processes and links: `commlayer serve` as often as the setting says, workers, and proxies between them.
+"""The processes and links of one chaos run: `commlayer serve` processes, workers, and proxies between them.
 
-Servers listen on 127.0.0.1 and say that they are at 127.0.0.2, where the proxies are; each worker finds the coordinator at an
-address of its own, so its link is known. Follows the workers, strikes once, and gathers what is left. Judges nothing.
+Servers listen on 127.0.0.1 and advertise 127.0.0.2, where the proxies are. Each worker has its own address for the coordinator,
+so that its link is known. The cluster follows the workers, strikes once and collects the evidence; bench.chaos.verdict judges
+it.
 """
 
 from __future__ import annotations
@@ -32,29 +33,32 @@ from commlayer.errors import CommError
 
 HERE, THERE, CONTROL = "127.0.0.1", "127.0.0.2", "127.0.1.{}"
 PORTS = range(20_000, 32_000)
-"""Below those that the system gives to who dials."""
+"""Below the range from which the system takes ports for outgoing connections."""
 PORT_TRIES = 50
 TOKEN = "of-a-chaos-run"
 POLL_S = 0.02
 BEHIND = 80
-"""So many steps go on behind the one in which a home joins: it has a part of the samples 64 steps behind that."""
+"""Number of steps that follow the step in which a home joins. A new home has its part of the samples after 64 steps."""
 AHEAD = 10
-"""So many steps behind the one at which a fault is to strike workers wait for it, so that it does not come too late."""
+"""Workers wait this many steps after the step at which a fault is to strike, so that the fault does not come too late."""
 MEET_S = 20.0
 FROM_LAUNCHER = "COMMLAYER_HOME", "COMMLAYER_JOIN", "COMMLAYER_MIN_WORKERS"
-"""Of what a launcher's worker gets; its other settings are those of this process, which no run has."""
+"""The COMMLAYER_ variables that a worker takes from its launcher. The launcher's other COMMLAYER_ variables come from this
+process and do not apply to the run."""
 LINGER_S = 4.0
-"""How long servers may take to end behind the job."""
+"""Time for servers to end after the job."""
 PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
-"""Nothing that heals takes so long, on however busy a machine."""
+"""Timeouts for faults that heal: longer than any recovery takes, even on a busy machine."""
 BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 1.5}
-"""Where somebody is lost for good, the others are to notice within a run's time."""
+"""Timeouts if a process is lost for good: the others must notice within the run's time limit."""
 UNTOLD = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
-"""Where the coordinator is struck: servers whose job ends without it end by its silence, within the run."""
+"""Timeouts if the coordinator is struck. Servers of a job that ends without it stop because of its silence, still within the
+run."""
 
 
 class Evidence(NamedTuple):
-    """What a run has left. `stepped` and `ended` by worker; `struck_s` is 0 where the fault was not reached."""
+    """What a run leaves for the verdict. `stepped` and `ended` are by worker; `struck_s` is 0 if the run did not reach the
+    fault."""
 
     stepped: list[list[Stepped]]
     ended: list[Ended | None]
@@ -62,30 +66,30 @@ class Evidence(NamedTuple):
     struck_s: float
     wall_s: float
     faults: tuple[Finding, ...]
-    """What was wrong on the wire."""
+    """Errors seen on the wire."""
     contributions: int | None
-    """That were in sums, and payloads that were sent again; None where frames are not seen from outside."""
+    """Number of contributions in sums, and of payloads that were sent again; None if no proxy reads the frames."""
     repeats: int | None
     servers_left: tuple[str, ...]
-    """Those that went on behind the job, where none of those who are left has stopped: else nobody has waited for them."""
+    """Servers still running after the job. Empty if a remaining worker stopped with an error: then this is not checked."""
     left_files: tuple[str, ...]
-    """Of their journals, but for their locks."""
+    """Journal files that were left, except locks."""
     off: float
-    """By how much what was applied in the end is not what was put in; nan where not all have finished."""
+    """Largest difference between what was applied and what was put in; nan unless all workers finished."""
     lines: str
     began: Sequence[Sequence[Began]] = ()
-    """By worker, where they may be lost."""
+    """Reports before each step, by worker, for jobs whose workers may be lost."""
     replayed: Sequence[str] = ()
-    """Of the same: the digests that the steps should have."""
+    """For the same jobs: the digests that the steps should have."""
 
 
 class Cluster:
     """Use it as a context."""
 
     here, there = HERE, THERE
-    """Where servers listen, and where they say they are."""
+    """Addresses where servers listen, and which they advertise."""
     insecure = False
-    """Whether plain text goes to other addresses than those of loopback."""
+    """Whether plain text is sent to addresses other than loopback."""
     interface = "lo"
 
     def __init__(self, trial: Trial, store: tuple[str, int], steps: int = STEPS, told_every: int = 1) -> None:
@@ -99,12 +103,12 @@ class Cluster:
         self.workers: list[Started] = []
         self.servers: list[Started] = []
         self._homes: list[Started] = []
-        """The launchers of the workers, where these are homes."""
+        """The launchers of the workers, if the workers are homes."""
         self._places = list(range(self.setting.workers))
         self._coordinator: Started | None = None
         self._strangers: list[socket.socket] = []
         self._marks: dict[int, int] = {}
-        """How long the lines of a server were when it was started again."""
+        """By server: length of its log when it was last restarted."""
         self._open = ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -129,10 +133,10 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open.close()
 
-    # ---- what it is made of
+    # ---- setting up
 
     def _free_ports(self) -> list[int]:
-        """The coordinator's, that of the server beside it, and one for each server of its own."""
+        """The coordinator's port, the port of its own server, and one for each separate server."""
         chance = random.Random()
         hosts = HERE, THERE, *(CONTROL.format(rank + 1) for rank in range(self.setting.workers))
         for _ in range(PORT_TRIES):
@@ -149,7 +153,7 @@ class Cluster:
     def _make_links(self, stack: ExitStack) -> None:
         chances = [random.Random(f"{self.trial.seed} {rank}") for rank in range(self.setting.workers)]
         self.controls = [Link(chance) for chance in chances]
-        grpc = self.setting.carrier == "grpc"  # data passes where control does
+        grpc = self.setting.carrier == "grpc"  # data uses the same connections as control
         self.links = self.controls if grpc else [Link(chance) for chance in chances]
         for rank in range(self.setting.workers):
             proxy = Proxy((CONTROL.format(rank + 1), self._ports[0]), (HERE, self._ports[0]), self.controls, self.seen, rank)
@@ -162,7 +166,7 @@ class Cluster:
             stack.callback(link.close)
 
     def _whose(self, address: tuple[str, int]) -> int:
-        """Which worker's place has that end of a connection."""
+        """The worker that owns that end of a connection, or -1."""
         number = processes.owner_of(address, [worker.process.pid for worker in self.workers])
         return self._places[number] if number >= 0 else -1
 
@@ -189,20 +193,20 @@ class Cluster:
                        lines=self.folder / f"home-{rank}.lines", inside=self._inside(1 + rank))
 
     def _seat(self, home: Started) -> Any:
-        """What its launcher hears, when all have met. EOFError where it is refused."""
+        """Waits until all homes have met and returns the launcher's seat. Raises EOFError if the home is refused."""
         if not home.pipe.poll(MEET_S):
             raise CommError(f"the homes have not met within {MEET_S:g} s:\n{self._lines()}", peer="chaos")
         return home.pipe.recv()
 
     def _in_home(self, rank: int, seat: Any) -> dict[str, str]:
-        """What its launcher gives to that worker then."""
+        """The environment that the launcher of that home gives to its worker."""
         launch, nodes, least = seat
-        made = home_environment(launch, nodes, {"join": f"{self._join(rank)}:{self._ports[0]}", "min_workers": str(least)})
-        others = [name for name in made if name.startswith("COMMLAYER_") and name not in FROM_LAUNCHER]
-        return self._environ(f"worker-{rank}") | {name: value for name, value in made.items() if name not in others}
+        environ = home_environment(launch, nodes, {"join": f"{self._join(rank)}:{self._ports[0]}", "min_workers": str(least)})
+        others = [name for name in environ if name.startswith("COMMLAYER_") and name not in FROM_LAUNCHER]
+        return self._environ(f"worker-{rank}") | {name: value for name, value in environ.items() if name not in others}
 
     def _worker(self, rank: int, again: Any = None) -> Started:
-        """`again`: the seat of one that joins those who are there."""
+        """`again`: the seat of a worker that joins the running job."""
         settings: dict[str, Any] = self.waits | {
             "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": self.insecure, "token": TOKEN,
             "keys": self._keys_of(f"worker-{rank}"),
@@ -218,26 +222,27 @@ class Cluster:
                        lines=self.folder / f"worker-{number}.lines", inside=self._inside(1 + rank))
 
     def _keys_of(self, name: str) -> str:
-        """That node's folder, if there are any: the same when it is started again."""
+        """The folder with that node's keys, or "" without TLS. A restarted node keeps its folder."""
         if not self.setting.keys:
             return ""
         place = self.folder / "keys" / authority.NODES / name
         return str(place if place.exists() else authority.add(self.folder / "keys", name))
 
     def _join(self, rank: int) -> str:
-        """Where that worker finds the coordinator."""
+        """The address at which that worker finds the coordinator."""
         return CONTROL.format(rank + 1)
 
     def _inside(self, host: int) -> str:
-        """The namespace of servers, who are host 0, and of workers, from 1 on."""
+        """The network namespace of a host; "" for this process's own. Servers are on host 0, workers on host 1 and up."""
         return ""
 
     @property
     def watched(self) -> bool:
-        """Whether a proxy reads the frames: under gRPC, or TLS, it could not, and where homes go weights say something else."""
+        """Whether a proxy reads the frames. It cannot with gRPC or TLS; if homes may leave, weights do not count contributions.
+        """
         return self.setting.carrier == "tcp" and not self.setting.keys and not self.setting.least
 
-    # ---- for those who strike
+    # ---- for strikes
 
     @property
     def coordinator(self) -> Started:
@@ -254,11 +259,13 @@ class Cluster:
         self._coordinator = self._serving("coordinator")
 
     def end_home(self, number: int, *, finished: bool = False) -> None:
-        """Its launcher says how that worker, of all that there ever were, has ended."""
+        """Reports to a worker's launcher how the worker ended. `number` counts all workers of the run, including earlier ones.
+        """
         self._homes[number].order("finished" if finished else "a worker of this home has ended")
 
     def start_home_again(self, rank: int) -> None:
-        """Its worker has ended, and another comes in its place, over its links. Refused until the coordinator knows of that."""
+        """Replaces an ended worker by a new one on the same links. Retries until the coordinator knows that the old one is
+        gone."""
         self.end_home(max(number for number, place in enumerate(self._places) if place == rank))
         until = time.monotonic() + MEET_S
         while True:
@@ -275,7 +282,7 @@ class Cluster:
         self.workers.append(self._worker(rank, seat))
 
     def stranger(self, says: bytes) -> int:
-        """Somebody who connects to one of the ports; 1 if it could."""
+        """Connects to one of the ports and sends `says`. Returns 1 on success, else 0."""
         try:
             one = socket.create_connection((self.here, self._chance.choice([self._ports[0], self._data_port(0)])), 1.0)
             one.sendall(says)
@@ -285,34 +292,35 @@ class Cluster:
         return 1
 
     def said(self, words: str) -> int:
-        """How often the victim, a server, has said so since it was started, the last time that it was."""
+        """How often the victim, a server, has logged these words since its last restart."""
         return self._lines_of(self.trial.number)[self._marks.get(self.trial.number, 0) :].count(words)
 
     def _lines_of(self, number: int) -> str:
         path = self.folder / f"server-{number}.lines"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    # ---- a run
+    # ---- running
 
     def run(self, limit_s: float, strike: Callable[[Cluster, Trial, random.Random], int] = lambda *_: 1) -> Evidence:
-        """Until all workers that can have ended, or `limit_s` have passed. `strike` is called once, and counts its hits."""
+        """Runs until all workers that can end have ended, or `limit_s` have passed. `strike` is called once and returns its
+        hits."""
         begin = time.monotonic()
         stepped, began, ended = list[list[Stepped]](), list[list[Began]](), list[Ended | None]()
         struck, struck_s, waiting = 0, 0.0, set[int]()
         while time.monotonic() < begin + limit_s:
-            for rank in range(len(ended), len(self.workers)):  # one may come behind the others
+            for rank in range(len(ended), len(self.workers)):  # a worker may have joined
                 stepped.append([])
                 began.append([])
                 ended.append(None)
                 waiting |= {rank} if self._homes else set()
             for rank, worker in enumerate(self.workers):
-                for said in worker.told():
-                    if isinstance(said, Stepped):
-                        stepped[rank].append(said)
-                    elif isinstance(said, Began):
-                        began[rank].append(said)
+                for report in worker.told():
+                    if isinstance(report, Stepped):
+                        stepped[rank].append(report)
+                    elif isinstance(report, Began):
+                        began[rank].append(report)
                     else:
-                        ended[rank] = said
+                        ended[rank] = report
                 if rank in waiting and (ended[rank] is not None or worker.silent):
                     waiting.remove(rank)
                     self.end_home(rank, finished=ended[rank] is not None)
@@ -322,14 +330,14 @@ class Cluster:
                     worker.order(None)
                 struck_s = time.monotonic()
                 struck = strike(self, self.trial, self._chance)
-            if all(said is not None or self._lost(rank) for rank, said in enumerate(ended)):
+            if all(report is not None or self._lost(rank) for rank, report in enumerate(ended)):
                 break
-            wait([worker.pipe for worker, said in zip(self.workers, ended, strict=False) if said is None], POLL_S)
+            wait([worker.pipe for worker, report in zip(self.workers, ended, strict=False) if report is None], POLL_S)
         lost = self.trial.victims if self._fault.loses else ()
-        stopped = any(said is not None and said.what for rank, said in enumerate(ended) if rank not in lost)
+        stopped = any(report is not None and report.what for rank, report in enumerate(ended) if rank not in lost)
         left = () if stopped else self._servers_left()
         wall_s = time.monotonic() - begin
-        if self._fault.says:  # being started again is not yet it
+        if self._fault.says:  # the restart alone does not count
             struck = self.said(self._fault.says)
         shots = struck + sum(link.shots for link in dict.fromkeys((*self.links, *self.controls)))
         files = tuple(str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("*.journal/*"))
@@ -340,23 +348,23 @@ class Cluster:
                         left, files, self.off(), self._lines(), began, self._replayed(began, stepped))
 
     def _replayed(self, began: Sequence[Sequence[Began]], stepped: Sequence[Sequence[Stepped]]) -> list[str]:
-        """The digests of the same steps in another process, by plain means over those who took part in each."""
-        whole = max(stepped, key=len)
-        if not self.setting.least or not whole:
+        """The digests of the same steps, computed in another process by plain means over the members of each step."""
+        longest = max(stepped, key=len)
+        if not self.setting.least or not longest:
             return []
-        used = [{said.step: said.samples for said in row} for row in began]
-        steps = [[used[rank][step.step] for rank in step.members] for step in whole]
-        made = Started(processes.replay, self.setting.workers, steps,
-                       environ={"OMP_NUM_THREADS": "1"}, lines=self.folder / "replay.lines")
+        used = [{start.step: start.samples for start in row} for row in began]
+        steps = [[used[rank][step.step] for rank in step.members] for step in longest]
+        process = Started(processes.replay, self.setting.workers, steps,
+                          environ={"OMP_NUM_THREADS": "1"}, lines=self.folder / "replay.lines")
         try:
-            return list(made.pipe.recv()) if made.pipe.poll(MEET_S) else []
+            return list(process.pipe.recv()) if process.pipe.poll(MEET_S) else []
         except EOFError:
             return []
         finally:
-            made.end()
+            process.end()
 
     def _lost(self, rank: int) -> bool:
-        """Whether that worker will never say anything more."""
+        """Whether that worker will send nothing more."""
         frozen = self.trial.fault == "freeze-worker" and rank == self.trial.number
         return frozen or self.workers[rank].silent
 
@@ -387,7 +395,7 @@ class Cluster:
 
 
 def all_free(hosts: Sequence[str], ports: Sequence[int]) -> bool:
-    """Whether nobody listens at any of them. CommError where that cannot be told."""
+    """Whether all these ports are free. Raises CommError if that cannot be determined."""
     with ExitStack() as stack:
         for host, port in itertools.product(hosts, ports):
             try:

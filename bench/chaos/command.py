@@ -49,15 +49,15 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
     _check(args)
-    asked = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
-                            args.members, args.agreement)
+    request = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
+                              args.members, args.agreement)
     if args.soak:
         long = soak_homes.run if args.homes else soak.run
         return long(args.soak, args.seed, args.seconds)
     if args.fuzz:
         return fuzzed.run(args.fuzz, args.seed)
     if args.schedules:
-        return schedules.run(asked)
+        return schedules.run(request)
     allowed = hosts.FAULTS if args.hosts else dealt()
     if args.faults == "list":
         width = max(map(len, allowed)) + 2
@@ -70,7 +70,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     result = _real(seeds, names, args.resume, args.seconds or math.inf, on_hosts=args.hosts)
     if args.hosts or args.runs or args.faults or args.resume is not None or result.get("code", 0) > 1:
         return result
-    simulated = schedules.run(asked)
+    simulated = schedules.run(request)
     figures = {f"schedules.{name}": value for name, value in simulated["summary"].items()}
     return {"rows": result["rows"] + simulated["rows"], "summary": result["summary"] | figures,
             "code": max(result.get("code", 0), simulated.get("code", 0))}
@@ -93,13 +93,13 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: float, *, on_hosts: bool) -> Result:
-    """Runs that were made before something went wrong stay; Unmeasurable where there are none."""
+    """Makes the runs. If an error ends the campaign, earlier runs are kept; raises Unmeasurable if there are none."""
     try:
         kept = Kept(resume, seeds, names, hosts=on_hosts)
     except ValueError as reason:
         raise Unmeasurable(str(reason)) from None
     rows, until = kept.rows, time.monotonic() + limit_s
-    code, said = 0, {}
+    code, note = 0, {}
     try:
         with hosts.campaign() if on_hosts else Campaign() as campaign:
             for row in campaign.run(kept.left, names):
@@ -109,11 +109,11 @@ def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: floa
     except (LabUnavailable, CommError) as reason:
         if not rows:
             raise Unmeasurable(str(reason)) from None
-        code, said = 2, {"ended_by": str(reason)}
+        code, note = 2, {"ended_by": str(reason)}
     except KeyboardInterrupt:
         if not rows:
             raise
-        code, said = 130, {"ended_by": "broken off"}
+        code, note = 130, {"ended_by": "broken off"}
     code = code or int(not all(row.right for row in rows))
     total = summary(rows, len(seeds))
     console = screen()
@@ -121,11 +121,11 @@ def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: floa
         console.print(wrong)
     console.print(table(rows))
     console.print(closing(total))
-    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": total | said, "code": code}
+    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": total | note, "code": code}
 
 
 def _told(row: Row, *, on_hosts: bool) -> dict[str, Any]:
-    told = row.told()
+    record = row.told()
     if on_hosts and not row.right:
-        told["again"] = f"python -m bench chaos --hosts --faults {row.trial.fault} --seed {row.trial.seed} --runs 1"
-    return told
+        record["again"] = f"python -m bench chaos --hosts --faults {row.trial.fault} --seed {row.trial.seed} --runs 1"
+    return record

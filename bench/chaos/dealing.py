@@ -1,4 +1,4 @@
-"""From a seed to a run: which fault, of which job, and when it strikes. Pure. Starts nothing."""
+"""Derives a run from a seed: its fault, its job and the time of the strike."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from bench.chaos.faults import FAULTS
 from bench.chaos.trials import SETTINGS, Setting, Trial
 
 FIRST, LAST = 3, 16
-"""Between these steps a fault strikes: some are behind, and some are left to go wrong in."""
+"""The fault strikes between these steps, so that there are steps before and after it."""
 KEYED = 0.25
-"""So many of the runs are over TLS, where their fault fits that: no other run is another for it."""
+"""Fraction of the runs that use TLS, if the fault fits. Changing it does not change the other runs."""
 JITTER_S = 0.02
-"""A few steps, so that it strikes anywhere within one."""
+"""Delay of up to a few steps, so that faults strike anywhere within a step."""
 
 
 def dealt() -> tuple[str, ...]:
-    """The faults that are dealt out, in turn."""
+    """The faults that campaigns use, in this order."""
     return tuple(name for name in FAULTS if name != "none")
 
 
 def trial(seed: int, faults: Sequence[str]) -> Trial:
-    """The one of that seed; of a fault by itself the same as among others."""
+    """The run of that seed. A fault has the same run for a seed whether it is selected alone or with others."""
     name = faults[seed % len(faults)]
     fault, chance = FAULTS[name], random.Random(f"{name} {seed}")
     setting = chance.choice([s for s in SETTINGS if fault.fits(s)])
@@ -33,5 +33,5 @@ def trial(seed: int, faults: Sequence[str]) -> Trial:
 
 
 def undisturbed(setting: Setting) -> Trial:
-    """What the others are compared with."""
+    """The run with which others are compared."""
     return Trial(0, "none", setting)

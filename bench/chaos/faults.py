@@ -1,4 +1,4 @@
-"""The faults, a row each: what they are, whom they strike and which jobs they fit. Does nothing, and knows no outcome."""
+"""Table of the faults: what they are, which process they strike, and which jobs they fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bench.chaos.trials import Setting
 
 FULL_NBYTES = 8 << 10
-"""A file that may not get larger than this is what a full disk is: no journal fits."""
+"""Maximum file size that simulates a full disk: no journal fits."""
 
 
 def _any(setting: Setting) -> bool:
@@ -20,7 +20,7 @@ def _apart(setting: Setting) -> bool:
 
 
 def _without_keys(setting: Setting) -> bool:
-    """Certificates are judged by the clock, of which gRPC takes the system's."""
+    """Certificates depend on the clock, and gRPC uses the system's clock, which cannot be set for one process."""
     return _apart(setting) and not setting.keys
 
 
@@ -29,12 +29,12 @@ def _over_tcp(setting: Setting) -> bool:
 
 
 def _homes(setting: Setting) -> bool:
-    """Of whom some may go."""
+    """Jobs of homes, some of which may leave."""
     return setting.least > 0
 
 
 def _homes_beside(setting: Setting) -> bool:
-    """Their server is the coordinator's process, too."""
+    """Homes whose server runs in the coordinator's process."""
     return _homes(setting) and not setting.apart
 
 
@@ -43,10 +43,13 @@ def _homes_apart(setting: Setting) -> bool:
 
 
 class Fault(NamedTuple):
-    """`strikes`: what its victim is. `ends`: what is lost does not come back, so waits are short. `full`: no journal fits,
-    from the start. `heals`: work is interrupted until somebody is back. `says`: by which words the victim, a server, shows
-    that the fault is there; else whoever strikes counts. `joins`: the victim, a home, is started again and joins the others, as
-    one more worker."""
+    """A kind of fault.
+
+    `strikes`: the kind of victim. `ends`: the victim does not come back, so timeouts are short. `full`: no journal fits, from
+    the start. `heals`: work is interrupted until the victim is back. `says`: the log line by which the victim, a server, shows
+    the fault; if empty, the strike counts. `joins`: the victim, a home, is restarted and joins the others as an additional
+    worker.
+    """
 
     what: str
     strikes: str
@@ -59,14 +62,14 @@ class Fault(NamedTuple):
 
     @property
     def loses(self) -> bool:
-        """Whether those whom it strikes, workers, are lost to the others: they owe nobody an orderly end."""
+        """Whether the workers that it strikes are lost to the others, so that no orderly end is expected of them."""
         return self.strikes == "worker" and (self.ends or self.joins)
 
 
 NO_ROOM = "and a crash of this server ends it"
-"""What a server says that has no journal."""
+"""Logged by a server without a journal."""
 OTHER_CLOCK = "certificates and logs go by it"
-"""What who joins says whose clock is not the coordinator's."""
+"""Logged by a joining process whose clock differs from the coordinator's."""
 FAULTS: dict[str, Fault] = {
     "none": Fault("nothing: what the others are compared with", "worker", heals=False),
     "kill-worker": Fault("SIGKILL", "worker", ends=True),
@@ -103,4 +106,4 @@ FAULTS: dict[str, Fault] = {
     "storm-home-server": Fault("SIGKILL of the homes' server, time after time", "server", _homes),
     "kill-home-coordinator": Fault("SIGKILL of the homes' coordinator, and started again", "coordinator", _homes_apart),
 }
-"""By the names that `python -m bench chaos --faults` takes."""
+"""By the names that `python -m bench chaos --faults` accepts."""

@@ -1,6 +1,6 @@
-"""What strangers and members fuzz, in a process of its own: a coordinator, and a summation server with its sockets.
+"""The process under fuzzing: a coordinator, and a summation server with its sockets.
 
-It tells where both listen, and lives until its standard input ends. Knows no damage.
+It prints their addresses and runs until its standard input ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
 
 HONEST = 2
-"""Members whose sums must go on; all other ranks are let in, too, and may break whatever they can."""
+"""Number of members whose sums must continue. Other ranks are accepted as well and may send anything."""
 PLAN = planner.default_plan(JOB, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1024,
                             cut_nbytes=4096)
 
@@ -30,9 +30,9 @@ def main() -> None:
     coordinator = Coordinator(read_config({"token": SECRET}), workers=HONEST + 1, servers=1)
     core = Summation(0, 1, dict(server_codecs.ops_of(PLAN, 0)), server_codecs.senders_of(PLAN, HONEST))
     transport = StreamTransport(Hello("job", SERVER_BASE), lambda _: "", Settings(secret=SECRET, resume=True))
-    said: dict[str, Any] = {"control": coordinator.address, "data": join_host(*transport.listen())}
+    addresses: dict[str, Any] = {"control": coordinator.address, "data": join_host(*transport.listen())}
     server = SumServer(core, transport, range(SERVER_BASE), stall_s=60.0, recycle=transport.pool.give)
-    print(json.dumps(said), flush=True)
+    print(json.dumps(addresses), flush=True)
     sys.stdin.read()
     server.close()
     coordinator.close()

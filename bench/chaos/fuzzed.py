@@ -1,8 +1,8 @@
-"""Damaged frames and control messages by the million: at the decoders, and a part of them at the sockets of a running server.
+"""Fuzzes frames and control messages: millions of inputs at the decoders, and some of them at the sockets of a running server.
 
-There, strangers say damaged greetings and noise at both ports, members who have proved the secret send damaged frames, and
-calls are proved that are damaged. Each connection must be ended by the server in time, and two honest members' sums go on and
-come out right. Knows no format.
+At the sockets, strangers send damaged greetings and noise to both ports, members with the secret send damaged frames, and calls
+with valid proofs carry damaged messages. The server must close each connection in time, and the sums of two honest members must
+continue and be correct.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from commlayer.transport.secret import AuthenticationFailed, new_nonce
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000
-"""One in so many inputs goes to the sockets, too; members have as many ranks as that takes."""
+"""One in PART inputs also goes to the sockets, within LEAST and MOST. Each fuzzing member uses a rank of its own."""
 SUM_EVERY = 100
 PATIENCE_S = 10.0
-"""Longer than the server gives a greeting."""
+"""Longer than the server's timeout for a greeting."""
 FEWEST = 5
-"""Samples of a quarter of the run: large buffers come and go, so the least of the last one is compared with the second's."""
+"""Minimum number of memory samples in a quarter of the run. Large buffers come and go, so the minimum of the last quarter is
+compared with that of the second."""
 MOST_GROWTH_PCT, MOST_THREADS = 5.0, 100
 MOST_FINDINGS = 20
 CALLS = ("Join", "Heartbeat", "Leave", "RegisterSite", "KvRequest", "Status", "PlanPart")
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""Else each thread's allocator keeps what its connection has given back, and what is measured is not what is held."""
+"""Otherwise each thread's allocator keeps what its connection has freed, and measured memory differs from memory in use."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-"""How HTTP/2 begins."""
+"""The first bytes of HTTP/2."""
 
 
 def run(inputs: int, first: int) -> Result:
-    """`first`: the seed to begin with."""
+    """`first`: the first seed."""
     decoders = fuzz.fuzz(targets(), inputs, first)
     with tempfile.TemporaryFile("w+") as said, _Server(said) as server:
         sockets = _Sockets(server, random.Random(first)).run(min(MOST, max(LEAST, inputs // PART)))
@@ -87,7 +88,7 @@ class _Server:
         return [str(line) for line in self._said.read().splitlines()]
 
     def held(self) -> tuple[int, int, int]:
-        """Its memory in bytes, its threads, its files."""
+        """Its memory in bytes, its number of threads, its number of open files."""
         place = Path(f"/proc/{self.process.pid}")
         pages = int((place / "statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(place / "task")), len(os.listdir(place / "fd"))
@@ -110,7 +111,7 @@ class _Sockets:
         self._server, self._chance = server, chance
         self._by_name = {target.name: target for target in targets()}
         self._rank = HONEST
-        """Of the next member who breaks the protocol: each is another."""
+        """Rank of the next member that breaks the protocol; each has a rank of its own."""
         self._ends: Counter[str] = Counter()
         self._slowest: dict[str, float] = {}
         self._findings: list[dict[str, Any]] = []
@@ -137,7 +138,7 @@ class _Sockets:
                     self._note(name, number, f"others do not go on, or nobody is let in: {type(error).__name__}: {error}", 0.0)
                     break
             if self._server.process.poll() is None:
-                time.sleep(1.0)  # its threads end behind their connections
+                time.sleep(1.0)  # its threads end after their connections
                 held.append(self._server.held())
             else:
                 self._note(name, number, f"the server ended with exit code {self._server.process.returncode}", 0.0)
@@ -171,7 +172,8 @@ class _Sockets:
         return self._said(where, mutated(self._chance, [PREFACE, bytes(64), self._chance.randbytes(300)]))
 
     def _frames(self) -> str:
-        """By a member who has greeted as it should. Where it breaks off in a frame, that ends its connection, too."""
+        """Damaged frames from a member after a valid handshake. If the input ends within a frame, that also ends the
+        connection."""
         rank, self._rank = self._rank, self._rank + 1
         sock = socket.create_connection(host_port(self._server.data), PATIENCE_S)
         with sock:
@@ -189,7 +191,7 @@ class _Sockets:
             return self._heard_out(sock, data)
 
     def _heard_out(self, sock: socket.socket, data: bytes) -> str:
-        """Says it, then reads until the other end closes."""
+        """Sends the data, then reads until the peer closes."""
         try:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
@@ -199,11 +201,11 @@ class _Sockets:
         except TimeoutError:
             return f"the connection was still open after {PATIENCE_S:g} s: {data[:500].hex()}"
         except OSError:
-            pass  # it was ended over what was not read, as it may be
+            pass  # the server may end the connection with unread data
         return ""
 
     def _call(self) -> str:
-        """As who knows the secret makes it."""
+        """A damaged call from a caller that knows the secret."""
         method = self._chance.choice(CALLS)
         data = mutated(self._chance, self._by_name[f"control {method}"].examples)
         try:
@@ -217,7 +219,7 @@ class _Sockets:
 
 
 class _Honest:
-    """Members who do as they should."""
+    """Members that follow the protocol."""
 
     def __init__(self, address: str, stack: ExitStack) -> None:
         self._ends, self._step = [], 0
@@ -228,7 +230,8 @@ class _Honest:
             self._ends.append(end)
 
     def sum(self) -> float:
-        """A step of every bucket; how long it took. CommError where it does not come, ValueError where it is wrong."""
+        """Runs a step of every bucket and returns its seconds. Raises CommError if a sum does not come, ValueError if it is
+        wrong."""
         begin = time.monotonic()
         for bucket in PLAN.buckets:
             codec = codec_of(bucket, plan=PLAN)

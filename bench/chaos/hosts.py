@@ -1,8 +1,8 @@
-"""The same runs on hosts of the lab: packets are lost there, nobody is told, and only silence says so. Needs root.
+"""Chaos runs on hosts of the lab, where packets are lost without notice and only timeouts show it. Needs root.
 
-Servers are on host 0, each worker on a host of its own, with its launcher where it is a home. A way from a worker that is held
-loses all packets that it sends; what is held the other way is a link that is cut. Nobody reads frames on the way: contributions
-and payloads are not checked.
+Servers are on host 0; each worker is on a host of its own, together with its launcher if it is a home. Holding a worker's
+uplink loses all packets that it sends; holding its downlink cuts the link. No proxy reads the frames, so contributions and
+payloads are not checked.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from bench.lab import Lab
 FAULTS = ("kill-worker", "stop-worker", "freeze-worker", "kill-server", "restart-storm", "lose-server", "kill-coordinator",
           "lose-coordinator", "partition", "isolate-worker", "slow-link", "kill-home", "kill-homes", "rejoin-home", "stop-home",
           "freeze-home", "partition-home", "isolate-home", "kill-home-server", "storm-home-server", "kill-home-coordinator")
-"""Those that need no proxy."""
+"""Faults that need no proxy."""
 LOST = 0.999
 DELAY_S = 0.002
 PORTS, APART = 7000, 10
-"""Of the first run, and how far those of the next are from there: the kernel keeps some for a while."""
+"""First port of the first run, and the distance to the ports of the next run: the kernel keeps ports in use for a while."""
 
 
 class _Way:
-    """As proxy.Way. `shots`: each hold and each delay."""
+    """Like proxy.Way. `shots` counts holds and delays."""
 
     def __init__(self, lab: Lab, host: int, way: int) -> None:
         self._lab, self._host, self._way, self.shots, self.flips = lab, host, way, 0, 0
@@ -58,13 +58,13 @@ class _Way:
 
 
 class _HostLink(Link):
-    """A host's link of the lab: connections end when their ends find out."""
+    """A host's link of the lab. Cutting does not end connections; their ends have to notice."""
 
     def __init__(self, lab: Lab, host: int) -> None:
         self.ways = _Way(lab, host, UP), _Way(lab, host, DOWN)  # type: ignore[assignment]
 
     def cut(self, *, reset: bool, halves: bool = False) -> int:
-        return 0  # a lab has no hands on connections, so a fault that needs them has not fired
+        return 0  # the lab cannot end connections, so a fault that needs it has not fired
 
     def close(self) -> None:
         for way in self.ways:
@@ -73,7 +73,7 @@ class _HostLink(Link):
 
 
 class HostCluster(Cluster):
-    """`number`: which run of its lab it is."""
+    """`number`: index of the run in its lab."""
 
     insecure = True
 
@@ -109,12 +109,12 @@ def namespace(lab: Lab, host: int) -> str:
 
 @contextmanager
 def campaign() -> Iterator[Campaign]:
-    """LabUnavailable where there is no lab."""
+    """Raises LabUnavailable if there is no lab."""
     numbers = iter(range(1 << 30))
     hosts = 1 + max(setting.workers for setting in SETTINGS)
     with Lab(hosts, up_bps=1e9, down_bps=1e9, delay_s=DELAY_S) as lab:
         def cluster(trial: Trial, store: tuple[str, int]) -> Cluster:
             return HostCluster(trial, store, lab, next(numbers))
 
-        with Campaign(cluster, lab.addresses[0], namespace(lab, 0)) as made:
-            yield made
+        with Campaign(cluster, lab.addresses[0], namespace(lab, 0)) as result:
+            yield result

@@ -1,4 +1,4 @@
-"""The runs of a campaign in a file, so that one that is made in pieces goes on where it stopped. Makes no run."""
+"""Keeps the runs of a campaign in a file, so that an interrupted campaign can be resumed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from commlayer.records import MALFORMED
 
 
 class _File(msgspec.Struct):
-    """`hosts`: its runs were made on hosts of the lab."""
+    """`hosts`: the runs were made on hosts of the lab."""
 
     hosts: bool
     rows: list[Row]
 
 
 class Kept:
-    """`rows`: all that were made, those of earlier pieces first. Without a path they are kept here alone.
+    """`rows`: all runs, those of earlier parts first. Without a path they are only kept in memory.
 
-    ValueError where the file holds other things than runs of these seeds and faults.
+    Raises ValueError if the file holds anything else than runs of these seeds and faults.
     """
 
     def __init__(self, path: Path | None, seeds: Sequence[int], faults: Sequence[str], *, hosts: bool = False) -> None:
@@ -32,19 +32,19 @@ class Kept:
         self.rows: list[Row] = []
         if path is not None and path.exists():
             self.rows = _read(path, hosts=hosts)
-        asked = {seed: trial(seed, faults) for seed in seeds}
+        trials = {seed: trial(seed, faults) for seed in seeds}
         for row in self.rows:
-            if asked.get(row.trial.seed) != row.trial:
+            if trials.get(row.trial.seed) != row.trial:
                 raise InvalidInput("E-CLI-OPTION",
                                    f"--resume {path}: holds {row.trial.fault} of seed {row.trial.seed}, which is not asked "
                                    "for: "
                                    "give the seed, the faults and no fewer runs than before, or another file")
-        made = {row.trial.seed for row in self.rows}
-        self.left = [seed for seed in seeds if seed not in made]
-        """Seeds without a run, as of the beginning."""
+        seeds_done = {row.trial.seed for row in self.rows}
+        self.left = [seed for seed in seeds if seed not in seeds_done]
+        """Seeds that had no run when this object was created."""
 
     def add(self, row: Row) -> None:
-        """Written down at once, without what has been judged already: the next run may be broken off."""
+        """Writes the run at once, since the next run may be interrupted. Leaves out the evidence that is no longer needed."""
         small = row.evidence._replace(stepped=[], began=(), replayed=(), lines="\n".join(row.tail))
         self.rows.append(row._replace(evidence=small))
         if self._path is not None:
@@ -53,10 +53,10 @@ class Kept:
 
 def _read(path: Path, *, hosts: bool) -> list[Row]:
     try:
-        found = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+        file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
     except MALFORMED as error:
         raise InvalidInput("E-CLI-OPTION", f"--resume {path}: it is not what an earlier piece has written ({error})") from None
-    if found.hosts != hosts:
-        where = "on hosts of the lab" if found.hosts else "without hosts of the lab"
+    if file.hosts != hosts:
+        where = "on hosts of the lab" if file.hosts else "without hosts of the lab"
         raise InvalidInput("E-CLI-OPTION", f"--resume {path}: its runs were made {where}: name another file")
-    return found.rows
+    return file.rows

@@ -1,4 +1,4 @@
-"""What a run may end with: a function of the fault and the job it struck. The one place that says so. Knows no processes."""
+"""The allowed outcomes of a run, as a function of its fault and its job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from bench.chaos.trials import Trial
 
 
 class Outcome(NamedTuple):
-    """How a job ends: all finish with the undisturbed run's bits, or those that are left stop, and name one of `peers`."""
+    """How a job ends: it goes on with the undisturbed run's bits, goes on with or without one of `peers`, or the remaining
+    workers stop and name one of `peers`."""
 
     how: str
     peers: tuple[str, ...] = ()
@@ -30,34 +31,34 @@ def _without(trial: Trial) -> Outcome:
 
 
 RULES: dict[str, Callable[[Trial], tuple[Outcome, ...]]] = {
-    # Who is lost for good ends a job: it has a fixed number of workers and servers.
+    # A worker or server that is lost for good ends a job whose numbers are fixed.
     "kill-worker": lambda trial: (_named(trial),),
     "freeze-worker": lambda trial: (_named(trial),),
     "isolate-worker": lambda trial: (_named(trial),),
     "lose-server": lambda trial: (_named(trial),),
-    # Homes that may go are done without, as long as enough are left.
+    # Homes that may leave are dropped while enough are left.
     "kill-home": lambda trial: (_without(trial),),
     "freeze-home": lambda trial: (_without(trial),),
     "isolate-home": lambda trial: (_without(trial),),
-    # One that comes again is taken in, under a number that nobody had.
+    # A home that comes again gets a new worker number.
     "rejoin-home": lambda trial: (Outcome("goes on with", (f"worker {trial.setting.workers}",)),),
     "kill-homes": lambda trial: (Outcome("stops, naming", tuple(f"worker {number}" for number in trial.victims)),),
 }
 
 
 def alone(trial: Trial) -> tuple[str, ...]:
-    """Whom a victim that is alive and no longer of the job has to name in its end. Empty where it owes none."""
+    """The peers of which a victim that is alive but cut off must name one in its error. Empty if that does not apply."""
     if trial.fault not in ("isolate-worker", "isolate-home", "freeze-home"):
         return ()
     return "coordinator", *(f"server {number}" for number in range(trial.setting.servers))
 
 
 def leaves(trial: Trial) -> tuple[str, ...]:
-    """Whose journal stays behind a job that went on: nobody is there to remove it."""
+    """Processes whose journal remains after a finished job, because they are not there to remove it."""
     return ("coordinator",) if trial.fault == "lose-coordinator" else ()
 
 
 def allowed(trial: Trial) -> tuple[Outcome, ...]:
-    """Everything that heals costs no step and no bit."""
+    """Faults without a rule heal: they cost no step and no bit."""
     rule = RULES.get(trial.fault)
     return rule(trial) if rule is not None else (GOES_ON,)

@@ -1,6 +1,7 @@
-"""Processes that begin with torch and commlayer loaded, forked from one that has done nothing else: a run lasts no 3 s.
+"""Starts processes with torch and commlayer already loaded, forked from a process that does nothing else. So a run takes under
+3 s.
 
-Each is a process of its own, with its own environment, signals and end. Loads no torch here: the process that is forked does.
+Each has its own environment, process group and end. This module does not import torch; only the forked process does.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "c
            "bench.chaos.training", "commlayer.cluster.server_process", "commlayer.cluster.summation_server",
            "commlayer.cli.main"]
 START_S = 60.0
-"""Until torch is loaded, once."""
+"""Timeout until torch is loaded, which happens once."""
 DIE_S = 5.0
 CLONE_NEWNET = 0x40000000
 
 
 class Started:
-    """A process. `lines` is where its standard error goes, and that of those that it was before."""
+    """A process. `lines`: the file to which its standard error is appended, after that of earlier processes with this name."""
 
     def __init__(self, target: Callable[..., None], *args: Any, environ: Mapping[str, str], lines: Path,
                  most_nbytes: int = 0, inside: str = "") -> None:
-        """`target(pipe, *args)`. `most_nbytes`: no file that it writes gets larger, 0: as the system has it. `inside`: the
-        network namespace that it is in, a path; empty for this one."""
+        """`target(pipe, *args)`. `most_nbytes`: size limit of files that it writes, 0 for none. `inside`: path of its network
+        namespace, empty for this one."""
         self.lines, self._over = lines, False
         self.pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
@@ -51,14 +52,14 @@ class Started:
         theirs.close()
 
     def signal(self, number: int) -> int:
-        """1 if it was alive."""
+        """Returns 1 if the process was alive."""
         if not self.process.is_alive() or self.process.pid is None:
             return 0
         os.kill(self.process.pid, number)
         return 1
 
     def order(self, what: Any) -> int:
-        """Tells it something; 1 if somebody is there to hear it."""
+        """Sends a message; returns 1 if the process is alive to receive it."""
         try:
             self.pipe.send(what)
         except OSError:
@@ -66,22 +67,22 @@ class Started:
         return int(self.process.is_alive())
 
     def told(self) -> list[Any]:
-        """What it has said since."""
-        found = []
+        """The reports received since the last call."""
+        reports = []
         try:
             while not self._over and self.pipe.poll():
-                found.append(self.pipe.recv())
+                reports.append(self.pipe.recv())
         except (EOFError, OSError):
             self._over = True
-        return found
+        return reports
 
     @property
     def silent(self) -> bool:
-        """Whether it will never say anything more."""
+        """Whether no further report will come."""
         return self._over or (not self.process.is_alive() and not self.pipe.poll())
 
     def end(self) -> None:
-        """At once, whatever it does."""
+        """Kills the process."""
         self.process.kill()
         self.process.join(DIE_S)
         self.pipe.close()
@@ -118,7 +119,8 @@ def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) ->
 
 
 def attend(pipe: Any, place: int) -> None:
-    """What `commlayer launch` does beside its worker, which who hears of its seat starts; until it is told how that ended."""
+    """The part of `commlayer launch` other than its worker: sends its seat, so that the receiver can start the worker, and
+    waits until it gets the worker's end."""
     from commlayer.cluster import messages
     from commlayer.cluster.site_client import SiteLease
 
@@ -132,7 +134,7 @@ def attend(pipe: Any, place: int) -> None:
 
 
 def serve(pipe: Any, arguments: list[str], off_s: float) -> None:
-    """`commlayer serve`, whose clock is off by so much."""
+    """`commlayer serve` with its clock shifted by `off_s`."""
     if off_s:
         jump(off_s)
     with open(os.devnull, "wb") as nowhere:
@@ -142,7 +144,7 @@ def serve(pipe: Any, arguments: list[str], off_s: float) -> None:
 
 
 def owner_of(address: tuple[str, int], pids: Sequence[int | None]) -> int:
-    """Which of these processes, by its place, has the end of a TCP connection that is there; -1: none of them."""
+    """The index of the process that owns the TCP socket with this local address, or -1."""
     at = f"{int.from_bytes(socket.inet_aton(address[0]), 'little'):08X}:{address[1]:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     known = {f"socket:[{row[9]}]" for row in rows if row[1] == at}
@@ -157,7 +159,7 @@ def owner_of(address: tuple[str, int], pids: Sequence[int | None]) -> int:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder of its own, as long as it is needed."""
+    """A temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix="commlayer-chaos-"))
     try:
         yield folder
@@ -167,31 +169,31 @@ def scratch() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def meeting(address: str, inside: str = "") -> Iterator[tuple[str, int]]:
-    """Where ranks meet, in a process of its own. CommError if there is none, with the last that it said."""
+    """The store where ranks meet, in a process of its own. Raises CommError with its last log line if it does not start."""
     with scratch() as folder, contextlib.ExitStack() as stack:
-        made = Started(store, address, environ={}, lines=folder / "store.lines", inside=inside)
-        stack.callback(made.end)
+        process = Started(store, address, environ={}, lines=folder / "store.lines", inside=inside)
+        stack.callback(process.end)
         try:
-            if not made.pipe.poll(START_S):
-                raise CommError(f"no process with torch within {START_S:g} s{_last(made.lines)}", peer="chaos")
-            port = made.pipe.recv()
+            if not process.pipe.poll(START_S):
+                raise CommError(f"no process with torch within {START_S:g} s{_last(process.lines)}", peer="chaos")
+            port = process.pipe.recv()
         except (EOFError, OSError):
-            raise CommError(f"the process where ranks meet has ended as it began{_last(made.lines)}", peer="chaos") from None
+            raise CommError(f"the process where ranks meet has ended as it began{_last(process.lines)}", peer="chaos") from None
         yield address, port
 
 
 def _last(lines: Path) -> str:
     with contextlib.suppress(OSError):
-        if said := lines.read_text(errors="replace").split("\n"):
-            return "".join(f": {line}" for line in [line for line in said if line.strip()][-1:])
+        if rows := lines.read_text(errors="replace").split("\n"):
+            return "".join(f": {line}" for line in [line for line in rows if line.strip()][-1:])
     return ""
 
 
 def store(pipe: Any, address: str) -> None:
-    """Where the ranks of all runs meet, as under torchrun, whose agent outlasts them. Tells its port."""
+    """The store where the ranks of all runs meet. Like torchrun's agent it outlasts the ranks. Sends its port."""
     from torch._C._distributed_c10d import TCPStore
 
-    made = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    pipe.send(made.port)
+    server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    pipe.send(server.port)
     with contextlib.suppress(EOFError):
         pipe.recv()

@@ -1,15 +1,14 @@
 // The lab's router: one thread that moves packets between the TUN devices of N namespaces, each behind a shaped access link.
-// Knows no namespaces beyond opening a device in each, no addresses beyond "the last byte of 10.99.0.x", and no Python.
 //
-//   router SEED NAMESPACE...     opens wan0 in each namespace, prints "ready", then obeys lines on stdin, one reply line each:
+//   router SEED NAMESPACE...     opens wan0 in each namespace, prints "ready", then runs commands from stdin, one reply line each:
 //     set HOST KEY VALUE ...     KEY: up down (bits/s), delay (s), queue (s), loss (0..1), cut (0 or 1)      -> ok | error: ...
 //     stats                      -> one line of JSON
-//   It ends when stdin does, so it cannot outlive the process that started it.
+//   The router ends at the end of stdin, so it cannot outlive the process that started it. Host x has the address 10.99.0.(x + 1).
 //
 // A host's link: its uplink is a token bucket with a queue bounded in seconds (tail drop), then the path's delay, which is
 // the mean of the two hosts' delays (a round trip between i and j takes delay_i + delay_j), then the receiver's downlink with a
-// queue of its own. Rates count IP bytes, headers of every segment included. Departure times are computed, not slept for: waking
-// late delays a packet and never lowers a rate.
+// queue of its own. Rates count IP bytes, including the headers of every segment. Departure times are computed: waking up late
+// delays a packet, but does not lower a rate.
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/if_tun.h>
@@ -43,12 +42,12 @@ using Nanos = int64_t;
 
 constexpr size_t kLargest = kVnet + 65536;
 constexpr size_t kCopyBelow = 16384;     // packets shorter than this move to memory of their own size; longer ones keep the read buffer
-// What is small beside the delay of a path is not seen at its ends, and all that is done per packet costs the hosts' cores.
-// A super-packet is cut into parts that take a part of the delay on the slower of its links: so long at least, and at most.
+// Work per packet takes CPU time from the hosts, and times much shorter than a path's delay are not visible at its ends. So a
+// super-packet is cut into parts that take this fraction of the delay on the slower of its links, within these limits.
 constexpr double kPartOfDelay = 1.0 / 15, kPartSeconds[] = {250e-6, 1e-3};
-// A sleep lasts a part of the shortest delay, so that a busy link does not mean a wake-up per packet.
+// A sleep lasts a fraction of the shortest delay, so that a busy link does not cause a wake-up per packet.
 constexpr double kSleepOfDelay = 1.0 / 30, kSleepSeconds[] = {50e-6, 500e-6};
-constexpr int kBatch = 64;               // packets read from one device before the others get their turn
+constexpr int kBatch = 64;               // packets read from one device before the next device is read
 
 struct Host {
   int fd = -1;
@@ -149,14 +148,14 @@ void admit(Packet* p, Nanos now) {
   from.up_free = start + on_wire(p->wire, from.up_bps);
   from.sent_nbytes += p->wire, from.sent_packets += p->segments;
   if (from.loss > 0 && std::uniform_real_distribution<>(0, 1)(from.dice) < from.loss) {
-    from.dropped_loss += p->segments;  // it took its time on the wire all the same
+    from.dropped_loss += p->segments;  // it occupied the wire nevertheless
     return give_packet(p);
   }
   p->at_hub = true;
   events.push({from.up_free + static_cast<Nanos>(delay_between(from, to) * 1e9), next_seq++, p});
 }
 
-// One packet as read from host src (n bytes in scratch, the device's header first): cut as fine as its links ask, and admitted.
+// Cuts a packet read from host src (n bytes in scratch, the device's header first) into parts as its links require, and admits them.
 void take_in(size_t src, size_t n, Nanos now) {
   if (n <= kVnet + 20) return;
   lab::DeviceHeader v;
@@ -184,7 +183,7 @@ void take_in(size_t src, size_t n, Nanos now) {
     const double part_s = std::clamp(delay_between(from, to) * kPartOfDelay, kPartSeconds[0], kPartSeconds[1]);
     const double part_nbytes = std::min(from.up_bps, to.down_bps) / 8 * part_s;
     per_part = static_cast<size_t>(part_nbytes / static_cast<double>(s.mss + s.head));
-    if (from.loss > 0) per_part = 1;  // each segment has its own chance
+    if (from.loss > 0) per_part = 1;  // each segment is lost independently
     per_part = std::min(s.segments, std::max<size_t>(per_part, 1));
   }
   for (size_t first = 0; first < s.segments; first += per_part) {
@@ -205,7 +204,7 @@ void take_in(size_t src, size_t n, Nanos now) {
   }
 }
 
-// What is due at the hub enters the receiver's downlink queue; what has left that queue is handed to the receiver.
+// Moves packets that are due at the hub to the receiver's downlink queue, and packets that leave that queue to the receiver.
 void handle_due(Nanos now) {
   while (!events.empty() && events.top().due <= now) {
     const Event event = events.top();
@@ -256,7 +255,7 @@ std::string stats() {
         << ", \"dropped_loss\": " << h.dropped_loss << ", \"refused\": " << h.refused << "}";
   }
   out << "]}";
-  late_max = 0;  // the largest since the last question
+  late_max = 0;  // the maximum since the last call
   return out.str();
 }
 
@@ -282,7 +281,7 @@ std::string obey(const std::string& line) {
   return "ok";
 }
 
-// Reads what stdin has and answers each whole line. False at its end.
+// Reads from stdin and answers each complete line. False at end of file.
 bool obey_stdin() {
   static std::string pending;
   char chunk[4096];
@@ -303,13 +302,13 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: router SEED NAMESPACE...\n");
     return 2;
   }
-  // Freed packet memory stays with the process: giving it back and faulting it in again costs more than the copies.
+  // Freed packet memory stays with the process: returning it and faulting it in again costs more than the copies.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 16 << 20);
   prctl(PR_SET_TIMERSLACK, 1);
-  // The network goes first on a busy machine: the hosts' computing must not add delay to it. A nice value alone still leaves a
-  // packet in a hundred waiting 5 ms for a core; the real-time class one in a thousand.
+  // The router has priority on a busy machine, so that the hosts' computing does not delay packets. With a nice value, one packet
+  // in a hundred still waits 5 ms for a core; with the real-time class, one in a thousand.
   const sched_param first_come{1};
   if (sched_setscheduler(0, SCHED_FIFO, &first_come)) setpriority(PRIO_PROCESS, 0, -15);
 

@@ -1,5 +1,5 @@
-// Cuts a TCP or UDP super-packet (what a TUN device with segmentation offload hands out) into smaller ones that a receiver takes
-// as sent. Pure: bytes in, headers out; knows no file descriptors, links or clocks. IPv4 only, since the lab has no other.
+// Cuts TCP and UDP super-packets, as read from a TUN device with segmentation offload, into smaller packets. Does no I/O. IPv4
+// only, since the lab uses nothing else.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace lab {
 
-// What the device puts in front of every packet, in the machine's byte order. (linux/virtio_net.h is not C++.)
+// The device's header of every packet, in the machine's byte order. (linux/virtio_net.h is not C++.)
 struct DeviceHeader {
   uint8_t flags, gso_type;
   uint16_t head_nbytes, gso_size, csum_start, csum_offset;
@@ -25,21 +25,21 @@ inline void put16(uint8_t* p, uint32_t v) { p[0] = static_cast<uint8_t>(v >> 8),
 inline uint32_t get32(const uint8_t* p) { return uint32_t{get16(p)} << 16 | get16(p + 2); }
 inline void put32(uint8_t* p, uint32_t v) { put16(p, v >> 16), put16(p + 2, v & 0xffff); }
 
-// The one's complement sum of n bytes (n even), carried on from sum and folded to 16 bits.
+// Adds the one's complement sum of n bytes (n even) to sum; folded to 16 bits.
 inline uint32_t ones_sum(const uint8_t* p, size_t n, uint32_t sum) {
   for (size_t i = 0; i + 1 < n; i += 2) sum += get16(p + i);
   while (sum >> 16) sum = (sum & 0xffff) + (sum >> 16);
   return sum;
 }
 
-// Where the pieces of a packet lie. segments is what it counts for on the wire: 1 unless it is a super-packet.
+// The layout of a packet. segments: number of packets on the wire, 1 unless it is a super-packet.
 struct Shape {
   bool super = false, tcp = false;
   size_t ip = 0, head = 0;  // nbytes of the IP header, and of IP and TCP or UDP headers together
   size_t mss = 0, payload = 0, segments = 1, wire = 0;
 };
 
-// packet is the IP packet of n bytes behind the device's header v. False if it is not a whole IPv4 packet.
+// packet: the n bytes of the IP packet that follow the device's header v. False if it is not a complete IPv4 packet.
 inline bool shape_of(const DeviceHeader& v, const uint8_t* packet, size_t n, Shape* out) {
   if (n < 20 || packet[0] >> 4 != 4 || get16(packet + 2) > n) return false;
   Shape s;
@@ -60,9 +60,9 @@ inline bool shape_of(const DeviceHeader& v, const uint8_t* packet, size_t n, Sha
   return true;
 }
 
-// Writes into head (kMaxHead bytes) the device's header and the packet's headers for the part of a super-packet that begins
-// with segment `first` and has `count` segments; *off and *len say which payload bytes follow. Returns the nbytes of head.
-// The checksum stays partial (the sum over the pseudo header), as the kernel leaves it where a device offers to finish it.
+// Writes the headers of a part of a super-packet into head (kMaxHead bytes): the device's header, then the packet's headers. The
+// part has `count` segments from `first` on; *off and *len give its payload bytes. Returns the number of bytes in head. The
+// checksum stays partial (the sum over the pseudo header), as the kernel does for a device that offers to complete it.
 inline size_t cut_part(const DeviceHeader& v, const uint8_t* packet, const Shape& s, size_t first, size_t count, uint8_t* head,
                        size_t* off, size_t* len) {
   constexpr uint8_t kFin = 0x01, kPsh = 0x08, kCwr = 0x80;

@@ -1,1 +1,1 @@
-"""Training against the clock: hosts of one speed over shaped links. Knows how a run is made, not which are compared."""
+"""Training races: hosts of a given speed over shaped links. bench.tta chooses which systems are compared."""

@@ -1,9 +1,9 @@
-"""Makes a model's passes take the time they would take on a device of a given speed. Knows modules and a clock; no network.
+"""Makes a model's passes take as long as on a device of a given speed, by sleeping for the rest of the time.
 
-A forward pass takes FORWARD_S x slow, a backward pass BACKWARD_S x slow, each of the model's layers an equal part, and of more
-or fewer samples than usual as much more or less; the rest of that time the process sleeps. So ranks that share a machine's
-cores are as fast as ranks that share nothing, as long as what they truly compute fits in. What a module waits for before it may
-begin (weights that are on their way) delays all that follows, as it would on the device: nothing is made up for it.
+A forward pass takes FORWARD_S x slow, a backward pass BACKWARD_S x slow, spread equally over the layers and proportional to the
+number of samples. So ranks that share a machine's cores are as fast as ranks on machines of their own, as long as their real
+compute fits into that time. If a module has to wait before it can start, for example for weights in transit, everything after
+it is delayed, as on the device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 
 FORWARD_S, BACKWARD_S = 0.1, 0.2
 TOLERANCE = 0.1
-"""A pass is late when it took that part longer than its time, for what is truly computed."""
+"""A pass counts as late if its real compute made it this fraction longer than its nominal time."""
 
 
 class Pace:
-    """Of one model, whose layers are given in order of their forward pass."""
+    """The pace of one model. `layers` are in the order of the forward pass."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], slow: float = 1.0) -> None:
         self._forward_s, self._backward_s, count = FORWARD_S * slow, BACKWARD_S * slow, len(layers)
@@ -32,11 +32,12 @@ class Pace:
         self._handles: list[Any] = []
         for i, layer in enumerate(layers):
             layer.register_forward_hook(self._until(self._forward_s, (i + 1) / count))
-            # Its gradients are final when its part of the pass is over.
+            # A layer's gradients are final when its part of the pass is over.
             layer.register_full_backward_pre_hook(self._until(self._backward_s, (count - i) / count))
 
     def forward(self, part: float = 1.0) -> None:
-        """A forward pass begins, of that part of the usual samples. Our hooks stand around all that are there by now."""
+        """Starts a forward pass with the given fraction of the usual samples. Reinstalls the hooks, so that they enclose all
+        other hooks."""
         self._part = part
         while self._handles:
             self._handles.pop().remove()
@@ -45,7 +46,7 @@ class Pace:
             self._handles.append(module.register_forward_pre_hook(behind))
 
     def backward(self) -> None:
-        """A backward pass begins."""
+        """Starts a backward pass."""
         self._begin = time.perf_counter()
 
     def _ahead(self, *_: object) -> None:

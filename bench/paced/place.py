@@ -1,4 +1,4 @@
-"""Where a rank is, what a system makes of its model there, and how ranks tell each other addresses. Knows no system."""
+"""The records that a rank and a training system exchange, and a shared folder through which ranks exchange addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.tasks import Batch
 
 
 class Place(NamedTuple):
-    """Where a rank is."""
+    """A rank's position in the run."""
 
     rank: int
     ranks: int
@@ -22,25 +22,26 @@ class Place(NamedTuple):
     folder: Path
     """Shared by all ranks."""
     samples: int
-    """Of its batch."""
+    """Number of samples in the rank's batch."""
     seed: int = 0
 
 
 class Started(NamedTuple):
-    """What a system makes of a model."""
+    """A model as set up by a training system."""
 
     module: nn.Module
-    """To call forward on."""
+    """The module whose forward is called."""
     optimizer: Any
-    """To call zero_grad and step on."""
+    """The object whose zero_grad and step are called."""
     end: Callable[[], dict[str, Any]] = dict
-    """Ends it, and tells of it."""
+    """Shuts the system down and returns its report."""
     batches: Iterator[Batch] | None = None
-    """This rank's, step after step; None: those of its own number, as many samples as all others have."""
+    """This rank's batches, one per step. None: the batches of its rank number, of the same size on all ranks."""
 
 
 def spoken(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:
-    """What some rank writes for all: an address. Only what a user would type passes this way."""
+    """Writes `text` for all ranks, or waits for what another rank writes under `name`. Only for addresses that a user would
+    type."""
     path = place.folder / name
     if text is not None:
         part = path.with_name(f"{name}.part")

@@ -1,5 +1,4 @@
-"""Trains one task in one system on the hosts of a lab, or on loopback, and says what came of it. Knows ranks, files and
-counters; not what is compared with what."""
+"""Trains one task with one system on the hosts of a lab or on loopback, and returns the loss curve, times and traffic."""
 
 from __future__ import annotations
 
@@ -23,41 +22,41 @@ from bench.paced.watch import Watch
 from bench.tasks import TASKS, Task
 
 Curve = Sequence[tuple[int, float, float]]
-"""Steps, seconds and validation loss at looks, in order."""
+"""(steps, seconds, validation loss) at the evaluation points, in order."""
 OVERHEAD_S = 180.0
-"""For starting and ending; a slow step more."""
+"""Time for starting and ending, including one slow step."""
 LATE_PCT = 5.0
-"""More late passes than that, and the pace was not kept."""
+"""If a larger percentage of the passes is late, the pace was not kept."""
 
 
 class Run(NamedTuple):
-    """What came of one training."""
+    """Result of one training."""
 
     curve: Curve
     s_per_step: float
-    """The mean between the first look, behind the start of everything, and the last."""
+    """Mean between the first evaluation, which comes after all start-up, and the last."""
     steps: int
     late_pct: float
-    """Passes that took longer than their pace for what they truly compute."""
+    """Percentage of passes whose real compute exceeded their pace."""
     cpu_s: float
-    """Of all processes of all hosts, start included."""
+    """CPU seconds of all processes of all hosts, including start-up."""
     peak_mb: float
-    """Of the host that took most."""
+    """Peak memory of the host that used most."""
     up_kb: float = 0.0
-    """By the lab's counters, of the busiest host, for a step, start included."""
+    """Uploaded kB per step of the busiest host by the lab's counters, including start-up."""
     down_kb: float = 0.0
     sound: bool = True
-    """Whether the lab kept its word meanwhile."""
+    """Whether the lab met its limits during the run."""
     told: Mapping[str, Any] = MappingProxyType({})
-    """What rank 0 says besides."""
+    """Further results that rank 0 reports."""
 
 
 def trained(
     lab: Lab | None, way: dict[str, Any], seconds: float, ranks: int, *, python: str = sys.executable,
     during: Callable[[threading.Event], None] | None = None,
 ) -> Run:
-    """`way`: task, system, seed and slow, as bench.paced.worker takes them. `during` runs beside, from when rank 0 begins to
-    train until the event it is given is set. RankFailed if a rank fails."""
+    """Runs one training. `way`: task, system, seed and slow, as in bench.paced.worker. `during` runs in a thread from the time
+    rank 0 starts training until the event that it gets is set. Raises RankFailed if a rank fails."""
     watch, over = Watch(), threading.Event()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -69,15 +68,15 @@ def trained(
         stack.callback(over.set)
         before = lab.counters() if lab else None
         argv = [python, "-m", "bench.paced.worker", json.dumps(way), "--seconds", str(seconds), "--out", str(folder)]
-        told = launch_hosts(lab, ranks, argv, deadline_s=2 * seconds + OVERHEAD_S, watch=watch)
+        rows = launch_hosts(lab, ranks, argv, deadline_s=2 * seconds + OVERHEAD_S, watch=watch)
         over.set()
         after = lab.counters() if lab else None
-        curve = _curve(TASKS[way["task"]](), folder, told, way)
-    steps = min(answer["steps"] for answer in told)
-    late, passes = (sum(answer[key] for answer in told) for key in ("late", "passes"))
-    run = Run(curve, _s_per_step(curve, told), steps, 100 * late / max(1, passes),
+        curve = _curve(TASKS[way["task"]](), folder, rows, way)
+    steps = min(answer["steps"] for answer in rows)
+    late, passes = (sum(answer[key] for answer in rows) for key in ("late", "passes"))
+    run = Run(curve, _s_per_step(curve, rows), steps, 100 * late / max(1, passes),
               watch.cpu_s, max(watch.peak_nbytes.values(), default=0) / 1e6,
-              told={key: told[0][key] for key in ("decisions", "plan", "exposed_s", "exchanges", "seconds") if key in told[0]})
+              told={key: rows[0][key] for key in ("decisions", "plan", "exposed_s", "exchanges", "seconds") if key in rows[0]})
     if before is None or after is None:
         return run
     return run._replace(up_kb=_most(before, after, "sent_nbytes") / steps / 1e3,
@@ -85,22 +84,22 @@ def trained(
 
 
 def at(curve: Curve, seconds: float) -> float:
-    """The loss at that time, between two looks on the line through them; that of the last one where there is none behind."""
+    """The loss at that time, interpolated linearly; after the last evaluation, the last loss."""
     return _between([(s, loss) for _, s, loss in curve], seconds)
 
 
 def at_step(curve: Curve, step: float) -> float:
-    """The loss after so many steps, likewise."""
+    """The loss after that number of steps, interpolated in the same way."""
     return _between([(float(n), loss) for n, _, loss in curve], step)
 
 
 def reached(curve: Curve, goal: float) -> float | None:
-    """The first time at which the loss is as low."""
+    """The first time at which the loss is at most `goal`."""
     return _first([(s, loss) for _, s, loss in curve], goal)
 
 
 def reached_step(curve: Curve, goal: float) -> float | None:
-    """After how many steps it is."""
+    """The number of steps after which the loss is at most `goal`."""
     return _first([(float(n), loss) for n, _, loss in curve], goal)
 
 
@@ -140,7 +139,7 @@ def _loss(task: Task, seed: int, state: list[torch.Tensor]) -> float:
 
 def _s_per_step(curve: Curve, told: Sequence[dict[str, Any]]) -> float:
     looks = curve[1:]
-    if len(looks) < 2:  # so slow that there is one look at most
+    if len(looks) < 2:  # so slow that there is at most one evaluation
         return max(float(answer["seconds"]) / int(answer["steps"]) for answer in told)
     return (looks[-1][1] - looks[0][1]) / (looks[-1][0] - looks[0][0])
 

@@ -1,5 +1,5 @@
-"""Systems of other projects, as their own examples use them: torchft's DiLoCo, hivemind's Optimizer. Knows no commlayer: each
-runs in an environment of its own, which `make rivals` makes."""
+"""Rival systems, used as in their own examples: torchft's DiLoCo and hivemind's Optimizer. Each runs without commlayer in its
+own environment, built by `make rivals`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from bench.paced.place import Place, Started, spoken
 from bench.tasks import Task
 
 TIMEOUT = timedelta(seconds=120)
-"""For one exchange: with the 10 s of torchft's examples slow links would end the run."""
+"""Timeout of one exchange. The 10 s of torchft's examples would end the run on slow links."""
 
 
 def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: float = 0.7, momentum: float = 0.9) -> Started:
-    """As torchft's train_diloco.py: a manager for each replica, one lighthouse, SGD with Nesterov's momentum outside. All begin
-    with equal weights: its first copy of them would come over HTTP from a bare host name, which others cannot resolve."""
+    """Like torchft's train_diloco.py: a manager per replica, one lighthouse, and SGD with Nesterov momentum as outer optimizer.
+    All ranks start with equal weights (init_sync=False): the initial copy would come over HTTP from a bare host name, which
+    other hosts cannot resolve."""
     from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found, unused-ignore]
     from torchft.coordination import LighthouseServer  # type: ignore[import-not-found, unused-ignore]
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found, unused-ignore]
@@ -51,14 +52,14 @@ def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: f
     around.__enter__()
 
     def end() -> dict[str, Any]:
-        told = {"exchanges": manager.current_step()}
+        report = {"exchanges": manager.current_step()}
         around.__exit__(None, None, None)
-        # Whoever serves the others goes last.
+        # A rank that serves others must not end before they do.
         spoken(place, f"through.{place.rank}", "")
         for rank in range(place.ranks):
             spoken(place, f"through.{rank}", wait_s=20.0)
         manager.shutdown(wait=False)
-        return told
+        return report
 
     started = Started(model, inner, end)
     keep.append((lighthouse, store))
@@ -66,8 +67,8 @@ def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: f
 
 
 def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) -> Started:
-    """As hivemind's guide for slow networks: an optimizer step for so many samples of all peers, averaged in 16 bits in the
-    background, one round late. `steps`: a rank's own steps that make one."""
+    """Like hivemind's guide for slow networks: an optimizer step per target batch of all peers, averaged with 16 bits in the
+    background, one step stale. `steps`: number of a rank's own steps per optimizer step."""
     import hivemind  # type: ignore[import-not-found, unused-ignore]
 
     half = hivemind.compression.Float16Compression()
@@ -77,7 +78,8 @@ def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) ->
 
 
 def hivemind_local(place: Place, model: nn.Module, task: Task, steps: int) -> Started:
-    """The same package with local updates: each peer steps by itself, weights are averaged in the background after so many."""
+    """hivemind with local updates: each peer steps by itself, and weights are averaged in the background every `steps` steps.
+    """
     import hivemind  # type: ignore[import-not-found, unused-ignore]
 
     return _peer(place, model, task, steps, optimizer=lambda params: task.optimizer(params), params=model.parameters(),
@@ -99,20 +101,20 @@ def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any
         dht=dht, run_id="tta", batch_size_per_step=place.samples, target_batch_size=place.samples * place.ranks * steps,
         matchmaking_time=3.0, averaging_timeout=60.0, **options,
     )
-    # Peers that begin before all are found count for what is not there.
+    # Start only when all peers are there: averaging would otherwise begin with fewer.
     spoken(place, f"here.{place.rank}", "")
     for rank in range(place.ranks):
         spoken(place, f"here.{rank}", wait_s=90.0)
     time.sleep(1.0)
 
     def end() -> dict[str, Any]:
-        told = {"exchanges": optimizer.local_epoch}
+        report = {"exchanges": optimizer.local_epoch}
         optimizer.shutdown()
         dht.shutdown()
-        return told
+        return report
 
     return Started(model, optimizer, end)
 
 
 keep: list[Any] = []
-"""What must live as long as the process."""
+"""Objects that must live as long as the process."""

@@ -1,6 +1,6 @@
-"""Batches that follow the speeds of ranks: what all would have in a step, dealt out by commlayer. Knows a task and a session.
+"""Batches with load balancing: commlayer assigns the global batch to ranks by their speed.
 
-A step's samples are the same as those of ranks that share evenly, in the same order: who takes which of them is what differs.
+A step uses the same samples in the same order as with equal shares; only their assignment to ranks differs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from commlayer.session import Session
 
 STEPS = 10_000
-"""More than any run takes: no epoch ends."""
+"""More steps than any run takes, so that no epoch ends."""
 
 
 class Samples(Dataset[Batch]):
-    """Of all ranks and steps in a row, each by its number."""
+    """The samples of all ranks and steps in one sequence, indexed by number."""
 
     def __init__(self, task: Task, place: Place) -> None:
         self._samples, self.batch = place.samples, place.ranks * place.samples
@@ -40,7 +40,7 @@ class Samples(Dataset[Batch]):
 
 
 def dealt(place: Place, task: Task, session: Session) -> Iterator[Batch]:
-    """This rank's batches, evenly at first, and by what steps take from then on."""
+    """This rank's batches: equal shares at first, later shares by measured step times."""
     import commlayer
     from commlayer.balance import Sampler
 

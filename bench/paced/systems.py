@@ -1,6 +1,7 @@
-"""What trains a model in each kind of system, as its users would write it. Knows torch; commlayer and rivals where asked.
+"""The training systems that are compared, each set up as its users would write it.
 
-A kind is called with the rest of the system's record: {"kind": "ddp", "hook": "fp16"} is ddp(..., hook="fp16").
+The rest of the system's record are keyword arguments: {"kind": "ddp", "hook": "fp16"} calls ddp(..., hook="fp16"). commlayer
+and the rivals are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ DEADLINE = timedelta(seconds=120)
 
 
 def started(system: dict[str, Any], place: Place, model: nn.Module, task: Task) -> Started:
-    told = dict(system)
-    if (kind := told.pop("kind")) in RIVALS:
+    options = dict(system)
+    if (kind := options.pop("kind")) in RIVALS:
         from bench.paced import rivals
 
-        made: Started = getattr(rivals, kind)(place, model, task, **told)
-        return made
+        result: Started = getattr(rivals, kind)(place, model, task, **options)
+        return result
     if kind not in KINDS:
         raise ValueError(f"kind: got {kind!r}, allowed are {', '.join([*KINDS, *RIVALS])}")
-    return KINDS[kind](place, model, task, **told)
+    return KINDS[kind](place, model, task, **options)
 
 
 def alone(place: Place, model: nn.Module, task: Task) -> Started:
-    """Each rank by itself; or, where it has the batches of all, one machine without a network."""
+    """Each rank trains by itself; with the batches of all ranks, one machine without a network."""
     return Started(model, task.optimizer(model.parameters()))
 
 
 def ddp(place: Place, model: nn.Module, task: Task, hook: str = "", **options: Any) -> Started:
-    """DistributedDataParallel with a hook of torch's own."""
+    """DistributedDataParallel with one of torch's own hooks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     joined()
     if hook == "powersgd":
-        # More buckets than Gloo has threads wait for each other for ever: one bucket.
+        # With more buckets than Gloo has threads, the hooks wait for each other forever: use one bucket.
         module = DistributedDataParallel(model, bucket_cap_mb=1 << 10)
         module.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
     else:
@@ -60,14 +61,14 @@ def ddp(place: Place, model: nn.Module, task: Task, hook: str = "", **options: A
 
 
 def post_local_sgd(place: Place, model: nn.Module, task: Task, every: int, start: int) -> Started:
-    """torch's post-local SGD: DDP for `start` steps, then steps of one's own, and weights averaged every so many."""
+    """torch's post-local SGD: DDP for `start` steps, then local steps with weights averaged every `every` steps."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     joined()
     module = DistributedDataParallel(model)
-    # Of one rank: there is nothing to average inside a machine.
+    # Groups of one rank, because there is nothing to average inside a machine.
     alone_here = [dist.new_group([rank]) for rank in range(place.ranks)][place.rank]
     module.register_comm_hook(hooks.PostLocalSGDState(None, alone_here, start), hooks.post_localSGD_hook)
     averager = PeriodicModelAverager(period=every, warmup_steps=start)
@@ -89,7 +90,7 @@ def sparseloco(place: Place, model: nn.Module, task: Task, every: int, **options
 def ours(
     place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | None = None, *, shares: bool = False, **options: Any,
 ) -> Started:
-    """commlayer.attach() with these arguments; with `shares`, a Controller deals the batch out, too."""
+    """commlayer.attach() with these arguments. With `shares`, a Controller also assigns the samples."""
     import commlayer
     from bench.paced.shares import dealt
     from bench.worker import host_config
@@ -102,16 +103,16 @@ def ours(
 
     def end() -> dict[str, Any]:
         stats = session.stats()
-        told = {"sent_nbytes": stats["sent_nbytes"], "exposed_s": stats["exposed_s"],
-                "decisions": session.inspect.decisions(), "plan": in_words(session.inspect.plan)}
+        report = {"sent_nbytes": stats["sent_nbytes"], "exposed_s": stats["exposed_s"],
+                  "decisions": session.inspect.decisions(), "plan": in_words(session.inspect.plan)}
         session.close()
-        return told
+        return report
 
     return Started(model, optimizer, end, dealt(place, task, session) if shares else None)
 
 
 def in_words(plan: Plan | None) -> str:
-    """What a plan is, short: how it steps, and how many elements go which way."""
+    """A short description of a plan: its sync mode, and the number of elements by codec and path."""
     if plan is None:
         return ""
     ways = Counter[str]()
@@ -136,7 +137,7 @@ def left() -> dict[str, Any]:
 def gathered(own: torch.Tensor) -> list[torch.Tensor]:
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     # Gloo has no 16-bit integers.
-    dist.all_gather([told.view(torch.uint8) for told in everyone], own.view(torch.uint8))
+    dist.all_gather([buffer.view(torch.uint8) for buffer in everyone], own.view(torch.uint8))
     return everyone
 
 
@@ -145,4 +146,4 @@ KINDS: dict[str, Callable[..., Started]] = {
     "commlayer": ours,
 }
 RIVALS = ("torchft_diloco", "hivemind_sync", "hivemind_local")
-"""In bench/paced/rivals.py: each runs in an environment of its own."""
+"""Kinds in bench/paced/rivals.py, each of which runs in its own environment."""

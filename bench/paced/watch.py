@@ -1,4 +1,4 @@
-"""What the processes of a run take: seconds of CPU and memory, by rank, children included. Knows /proc, no training."""
+"""Measures CPU seconds and memory of a run's processes from /proc, by rank, including child processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Called now and then with a run's first processes. What a process took after it was last seen is not counted."""
+    """Called repeatedly with the ranks' main processes. What a process uses after it was last seen is not counted."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
         self._cpu_s: dict[tuple[int, int], float] = {}
-        """By process: a number alone may be given twice."""
+        """CPU seconds by (pid, start time), since pids are reused."""
         self.peak_nbytes: dict[int, int] = {}
-        """By rank: memory of its own (no files, no libraries) of all its processes together."""
+        """By rank: total memory of its processes, without files and libraries."""
 
     @property
     def cpu_s(self) -> float:
@@ -39,7 +39,7 @@ class Watch:
             parents.setdefault(parent, []).append(pid)
         for rank, child in enumerate(ranks):
             own, nbytes = [child.pid], 0
-            for pid in own:  # grows as children are found
+            for pid in own:  # grows while children are added
                 own += parents.get(pid, [])
                 if pid in stats:
                     _, begun, cpu_s = stats[pid]
@@ -48,7 +48,7 @@ class Watch:
             self.peak_nbytes[rank] = max(self.peak_nbytes.get(rank, 0), nbytes)
 
     def end(self) -> None:
-        """Ends what the run left behind."""
+        """Kills the processes that the run left behind."""
         for pid, begun in self._cpu_s:
             if (stat := _stat(Path(f"/proc/{pid}"))) and stat[1] == begun:
                 with suppress(ProcessLookupError):
@@ -56,7 +56,7 @@ class Watch:
 
 
 def _stat(path: Path) -> tuple[int, int, float] | None:
-    """Parent, time of birth, seconds of CPU; None of one that is gone, or over."""
+    """(parent pid, start time, CPU seconds), or None if the process is gone or a zombie."""
     try:
         fields = (path / "stat").read_text().rpartition(")")[2].split()
     except OSError:

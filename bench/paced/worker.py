@@ -1,10 +1,10 @@
-"""One rank that trains one task in one system, its steps paced, until its seconds are over. Knows no lab, draws no table.
+"""One rank of a training race: trains one task with one system at a given pace until its time is over.
 
     python -m bench.paced.worker '{"task": "chars", "system": {"kind": "commlayer", "plan": "int4()"}}' --out FOLDER
 
-Imports no commlayer unless the system is ours: rivals run in environments of their own (bench/paced/rivals.py). Weights go to
-files in FOLDER at some steps, the same on all ranks, and validation is the caller's: it costs no network and none of the time.
-Reading the weights is in the time, since a system may have to wait for them; writing the file is not.
+commlayer is imported only for its own system, since rivals run in other environments (bench/paced/rivals.py). At some steps,
+the same on all ranks, weights are written to files in FOLDER. The caller evaluates them, so validation costs neither network
+nor training time. Reading the weights counts, since a system may have to wait for them; writing the file does not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from bench.tasks import TASKS, layers_of, together
 
 LOOK = 10
 EARLY = (1, 2, 4)
-"""Steps after which there is a look, and every tenth: a system on a slow link may take few."""
+"""Steps after which weights are written, in addition to every tenth: on a slow link a system may take few steps."""
 AHEAD = 3
-"""No rank is so many steps further than what the ranks have written of themselves, when the last step is chosen."""
+"""When the last step is chosen, no rank can be this many steps beyond what the ranks have reported."""
 END_S = 60.0
 
 
 class Steps:
-    """How far each rank is, and where all stop: shared by the ranks of a run, which share a machine."""
+    """The progress of each rank and the last step, in memory shared by the ranks of a run, which run on one machine."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -75,7 +75,7 @@ def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
     own = (together([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
     batches, samples = system.batches or own, len(batch_of) * place.samples
     steps = Steps(out, rank, ranks)
-    told: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}
+    report: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}
     (out / f"began.{rank}").touch()
     step, seen, began = 0, 0.0, time.perf_counter()
     while steps.last is None or step < steps.last:
@@ -87,22 +87,22 @@ def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
         loss.backward()
         system.optimizer.step()
         step += 1
-        told["losses"].append(round(float(loss), 4))
+        report["losses"].append(round(float(loss), 4))
         steps.wrote(step)
         if step in EARLY or step % LOOK == 0:
             weights = [value.clone() for value in model.state_dict().values()]
             looking = time.perf_counter()
-            told["looks"][step] = looking - began - seen
+            report["looks"][step] = looking - began - seen
             torch.save(weights, out / f"{step}.{rank}.pt")
             seen += time.perf_counter() - looking
         if rank == 0 and steps.last is None and time.perf_counter() - began - seen > seconds:
             steps.stop()
-    told |= {"steps": step, "seconds": time.perf_counter() - began - seen, "late": pace.late, "passes": pace.passes}
+    report |= {"steps": step, "seconds": time.perf_counter() - began - seen, "late": pace.late, "passes": pace.passes}
     until = time.monotonic() + END_S
-    # Nobody leaves before all are through: a rank that goes takes its part of the job with it.
+    # No rank ends before all are finished: the others may need its part of the job.
     while not steps.all_there(steps.last or 0) and time.monotonic() < until:
         time.sleep(0.02)
-    return told | system.end()
+    return report | system.end()
 
 
 def main() -> None:
