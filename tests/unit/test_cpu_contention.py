@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.autotune.plan.search import MOST, dearer, factor
+from commlayer.autotune.plan.search import MOST_FACTOR, dearer, factor
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.tables import builtin, node, profile_from_tables
@@ -18,7 +18,7 @@ PROFILE = profile_from_tables(CLUSTER)
     (1.0, 0.5, 1.5, 1.0),
     (1.0, 0.5, 2.0, 2.0),
     (1.0, 0.5, 3.5, 5.0),
-    (1.0, 0.5, 1.0 + 0.5 * MOST + 0.1, 1.0),  # more than processors can be blamed for
+    (1.0, 0.5, 1.0 + 0.5 * MOST_FACTOR + 0.1, 1.0),  # more than processors can be blamed for
 ])
 def test_the_factor_makes_the_price_what_was_measured(
     compute_s: float, work_s: float, measured_s: float, expected: float,
