@@ -38,7 +38,7 @@ def rows(found: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
 
 
 def with_outer(found: Mapping[Variant, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
-    """As `rows`, for runs with that outer optimizer only. The planner never uses these rows: plans have no outer optimizer."""
+    """As `rows`, for runs with that outer optimizer only. The planner's table cannot express these rows."""
     return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == outer})
 
 

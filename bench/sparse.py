@@ -1,8 +1,8 @@
-"""Lazy optimizers against torch's dense ones at 1 % touched: seconds of a step, memory, and what is learnt. Knows no network.
+"""Lazy sparse optimizers against torch's dense optimizers with 1 % nonzero gradients: step time, memory and final loss.
 
-One thread. Rivals are interleaved in the same rounds and ratios are medians over rounds. Before anything is timed, flushed
-weights are compared with torch's. "fused" is torch's own fused kernel, one pass over memory. "handed over" is what becomes of a
-server's result before the optimizer's step.
+Runs on one thread. The optimizers are interleaved in each round; ratios are medians over rounds. First, flushed weights are
+checked against torch's. "fused" is torch's fused kernel, one pass over memory. "handed over" is the conversion of a server's
+result to the optimizer's gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _gradient(seed: int, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
 
 
 def check(kind: str) -> None:
-    """Raises unless flushed weights are torch's."""
+    """Raises unless flushed weights equal those of torch's optimizer."""
     lazy, dense, settings = KINDS[kind]
     start = torch.randn(300, 200)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.double())
@@ -73,7 +73,7 @@ class _Rival:
         return time.perf_counter() - begin
 
     def state_nbytes(self) -> float:
-        """A weight."""
+        """Bytes of optimizer state per weight."""
         kept = [v for v in self.optimizer.state[self.parameter].values() if isinstance(v, torch.Tensor) and v.numel() > 1 << 16]
         return sum(v.nbytes for v in kept) / self.parameter.numel()
 
@@ -117,7 +117,7 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(make: Callable[[Any], Any], seed: int, *, sparse: bool, flush: bool = False, steps: int = STEPS) -> float:
-    """Loss over all digits after that many steps with the largest 1 % of each gradient, the rest of which is kept back."""
+    """Loss over all digits after training with the largest 1 % of each gradient; the rest stays as a residual."""
     images, labels = _digits()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
@@ -159,7 +159,6 @@ def _learning(seeds: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """{"rows": [...], "summary": {...}}."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

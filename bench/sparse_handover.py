@@ -1,5 +1,7 @@
-"""From a server's result to the gradient of a lazy optimizer: as entries all the way, beside a dense average that is looked
-through. Knows one bucket; no network."""
+"""Time and memory to turn a server's result into a lazy optimizer's gradient.
+
+Compares sparse entries without a dense copy ("entries") with a dense average that is searched for nonzeros ("dense first").
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class _Way:
             self._bucket.keep_entries()
 
     def run(self, result: bytes, own: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """Seconds, and the gradient. `own`: of the backward pass."""
+        """Returns the seconds and the gradient. `own` is the gradient of the backward pass."""
         p, bucket = self._p, self._bucket
         p.grad = own
         begin = time.perf_counter()
@@ -68,13 +70,13 @@ def rows(shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
 
 
 def _alone(shape: tuple[int, int], *, entries: bool) -> float:
-    """In a process of its own, where no other way has left memory behind."""
+    """Memory in a separate process, without memory left by the other method."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_memory_mb, shape, entries).result()
 
 
 def _memory_mb(shape: tuple[int, int], entries: bool) -> float:
-    """What this process has after a few results, besides what it has before the first."""
+    """Growth of this process's resident memory over a few results."""
     way, result, own = _Way(shape, entries=entries), _result(shape), torch.empty(shape)
     before = _resident_mb()
     for _ in range(3):
@@ -85,7 +87,7 @@ def _memory_mb(shape: tuple[int, int], entries: bool) -> float:
 
 
 def _result(shape: tuple[int, int]) -> bytes:
-    """Of the codec, with its ratio of entries."""
+    """A server's result: a random tensor encoded by CODEC."""
     codec, n = wrap(parse(CODEC)), shape[0] * shape[1]
     job = Job((TensorInfo("weight", shape),))
     bucket = WorkerBucket(Bucket(0, (Slice(0, 0, n),), "service", CODEC), job, codec, torch.device("cpu"), 0)

@@ -1,10 +1,10 @@
-"""Small things to learn, of several kinds, all from data that comes with packages. Knows no ways of training, and no commlayer.
+"""Small training tasks of several kinds, on data from installed packages.
 
     task = TASKS["chars"](); model = task.model(seed=0)
-    task.loss(model, task.batch(rank, step)).backward()      # a function of both numbers, the same for all who ask
-    task.validation(model)                                   # on data that no step sees
+    task.loss(model, task.batch(rank, step)).backward()      # a batch is a function of rank and step
+    task.validation(model)                                   # on held-out data
 
-Whoever trains with the batches of all ranks at once joins them: `together([task.batch(rank, step) for rank in range(4)])`.
+To train with the batches of all ranks at once, join them: `together([task.batch(rank, step) for rank in range(4)])`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from bench.tasks_text import Passages, handbook
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 CANVAS, NOISE = 10, 0.2
-"""Pixels to a side, and what is added to them; a digit's 8 x 8 lie somewhere in it."""
+"""Pixels per side, and standard deviation of the noise; a digit's 8 x 8 pixels lie somewhere in the canvas."""
 WORDS = 4096
-"""Places for words; some share one."""
+"""Word ids, assigned by hash; some words share one."""
 
 
 class Task(NamedTuple):
-    """What is asked of a model, and how it is usually trained."""
+    """A model, its data and its usual optimizer."""
 
     name: str
     model: Callable[[int], nn.Module]
-    """Of a seed. `layers_of(model)` are its modules in order."""
+    """Builds the model from a seed. `layers_of(model)` are its layers in order."""
     draw: Callable[[torch.Generator], Batch]
     """A rank's samples of one step."""
     held: Batch
-    """What validation asks."""
+    """Validation data."""
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     family: str
-    """Of the optimizer: "sgd" or "adam"."""
+    """Family of the optimizer: "sgd" or "adam"."""
     targets: tuple[float, float, float]
     """Validation losses, from easy to hard: between what one rank's data reaches and what four reach in about 200 steps."""
 
@@ -56,7 +56,7 @@ class Task(NamedTuple):
         return float(self.loss(model.eval(), self.held))
 
     def digest(self) -> str:
-        """Of the data: figures of other data are not comparable."""
+        """Hash of the data: results with another digest are not comparable."""
         parts = [*self.held, *self.batch(0, 0)]
         return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
 
@@ -66,7 +66,7 @@ def together(batches: Sequence[Batch]) -> Batch:
 
 
 def characters(text: str, width: int, sequences: int) -> Task:
-    """A transformer that says the next character of a text, with AdamW."""
+    """A transformer that predicts the next character of a text, with AdamW."""
     alphabet = sorted(set(text))
     places = {c: i for i, c in enumerate(alphabet)}
     ids = torch.tensor([places[c] for c in text])
@@ -89,18 +89,18 @@ def characters(text: str, width: int, sequences: int) -> Task:
 
 
 def chars(width: int = 192, sequences: int = 2) -> Task:
-    """1.8 million parameters."""
+    """Characters of Python's handbook; 1.8 million parameters."""
     return characters(handbook(), width, sequences)
 
 
 def docs(width: int = 192, sequences: int = 2) -> Task:
-    """The same on the project's own docs, which change."""
+    """The same on the project's own docs. The docs change, so results are not comparable over time."""
     files = sorted((Path(__file__).resolve().parent.parent / "docs").rglob("*.md"))
     return characters("".join(file.read_text("utf-8") for file in files), width, sequences)
 
 
 def digits(hidden: int = 640, images: int = 4) -> Task:
-    """A convolution that reads handwritten digits, shifted, of unlike contrast and in noise, with SGD and momentum: 1.1 million
+    """A convolutional network for handwritten digits with random shift, contrast and noise, with SGD and momentum; 1.1 million
     parameters."""
     from sklearn.datasets import load_digits
 
@@ -129,7 +129,7 @@ def digits(hidden: int = 640, images: int = 4) -> Task:
 
 
 def passages(width: int = 256, samples: int = 4) -> Task:
-    """A GRU that says of 24 words which page of a handbook they are from, with AdamW: 1.2 million parameters."""
+    """A GRU that classifies 24 words by their page of Python's handbook, with AdamW; 1.2 million parameters."""
     source = Passages(WORDS, 24)
 
     def model(seed: int) -> nn.Module:

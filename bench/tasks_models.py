@@ -1,4 +1,4 @@
-"""The models of bench.tasks: a small GPT, a convolution, a GRU over words. Knows no data."""
+"""The models of bench.tasks: a small GPT, a convolutional network, and a GRU over words."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import nn
 from torch.nn import functional
 
 LENGTH, LAYERS, HEADS = 64, 4, 4
-"""Of the GPT: the characters it sees at once."""
+"""Of the GPT; LENGTH is its context length in characters."""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are called one after another, in that order: what takes a forward pass its time."""
+    """Layers with parameters, in order of the forward pass."""
     layers = getattr(model, "layers", model)
     assert isinstance(layers, nn.Sequential)
     return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a step of its own for each character."""
+    """Causal attention, then a feed-forward layer for each character."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From characters to what the next one is."""
+    """Predicts the next character."""
 
     def __init__(self, characters: int, width: int, layers: int = LAYERS, heads: int = HEADS) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def conv(side: int, hidden: int) -> nn.Sequential:
 
 
 class _States(nn.Module):
-    """A GRU; only what it says of each word."""
+    """A GRU that returns only the state at each word."""
 
     def __init__(self, fan_in: int, width: int) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class _States(nn.Module):
 
 
 class _Most(nn.Module):
-    """Of all words, the strongest."""
+    """Max pooling over words."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.amax(1)
 
 
 class Classifier(nn.Module):
-    """From words to where they are from."""
+    """Classifies word sequences by source."""
 
     def __init__(self, words: int, classes: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The text of bench.tasks: the handbook that comes with Python (`help()`'s pages). Knows no models."""
+"""The text of bench.tasks: Python's built-in handbook (the topics of `help()`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 MIN_WORDS, STRETCH = 600, 60
-"""Shorter pages have too little to hold back."""
+"""Pages with fewer words are dropped, because held-out stretches would be too few. A stretch is a run of STRETCH words."""
 
 
 @cache
@@ -20,12 +20,12 @@ def _pages() -> tuple[str, ...]:
 
 
 def handbook() -> str:
-    """Some 460,000 characters of English and Python; what is rare is left out."""
+    """About 460,000 characters of English and Python; only printable ASCII is kept."""
     return re.sub(r"[^\n -~]", "", "\n".join(_pages()))
 
 
 class Passages:
-    """Words in a row, as numbers below `words`, and which page they are from. One stretch of every five is held back."""
+    """Sequences of word ids below `words`, labelled by page. One stretch of every five is held out."""
 
     def __init__(self, words: int, length: int) -> None:
         split = [re.findall(r"\w+|[^\w\s]", page.lower()) for page in _pages()]

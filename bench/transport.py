@@ -1,8 +1,8 @@
-"""What commlayer makes of a connection. Knows the lab, and what the processes of a measurement print.
+"""Throughput of the transport, against a plain socket and against Gloo.
 
-Bodies travel in frames over TCP, in TLS, over gRPC and over a bare socket, in turn, between two processes on loopback and
-between two hosts of the lab; dense sums over servers and over Gloo's all-reduce (transport_sums.py); a server's own adding
-(transport_server.py).
+Sends message bodies over a plain socket, over TCP frames, TLS and gRPC, in turn: between two processes on loopback and
+between two hosts of the lab. transport_sums.py compares dense sums over servers with Gloo's all-reduce. transport_server.py
+measures a server's summation.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from bench.report import Result
 
 SIZES = {"4 MiB": 4 << 20, "64 KiB": 64 << 10}
 BODY = "4 MiB"
-"""The one of which the summary speaks: about what a bucket is."""
+"""The size that the summary uses: about the size of a bucket."""
 ALL = "socket,plain,tls,grpc"
 RATIOS = (("vs_socket", "plain", "socket"), ("tls_vs_plain", "tls", "plain"), ("grpc_vs_tcp", "grpc", "plain"))
 
 
 class Place(NamedTuple):
-    """Where bodies travel."""
+    """A link to measure."""
 
     name: str
     bps: float
-    """0: over loopback."""
+    """0 means loopback."""
     one_way_s: float
     burst_nbytes: int
     times: int
@@ -45,12 +45,12 @@ class Place(NamedTuple):
 
 LOOPBACK = Place("loopback", 0.0, 0.0, 64 << 20, 9, key="loopback")
 FAST = Place("1 Gb/s", 1e9, 0.0005, 16 << 20, 9, key="1g")
-# A burst takes some 8 s, so that the round trip and the opening of the window do not hide the steady rate.
+# A burst takes about 8 s, so the round trip and TCP's slow start do not hide the steady rate.
 LONG = Place("100 Mb/s, 150 ms", 100e6, 0.075, 96 << 20, 3, "socket,plain", "100m_150ms")
 LINES = FAST, LONG
-# What no sender gets past: the lab counts IP bytes at MTU 1500, and of 1500 a segment has 1448 for its payload (20 are IP's, 20
-# TCP's and 12 its timestamps'), 0.965. A part of a body, some 50,000 bytes at 100 Mb/s and 500,000 at 1 Gb/s, has 68 of header.
-# So about 0.95 of a line's nominal bits is a full one (over Ethernet, which frames each packet with 38 bytes more, 0.94).
+# Upper bound for any sender: the lab counts IP bytes at MTU 1500. Of 1500 bytes a segment carries 1448 of payload (20 bytes are
+# IP's, 20 TCP's, 12 for timestamps): 0.965. A part of a body, about 50,000 bytes at 100 Mb/s and 500,000 at 1 Gb/s, has a
+# header of 68 bytes. So a full link delivers about 0.95 of its nominal rate (0.94 over Ethernet, with 38 more bytes a packet).
 DEADLINE_S = 240.0
 
 
@@ -73,7 +73,7 @@ def run(quick: bool) -> Result:
 
 
 def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What rows that count say: ratios of ways to each other, and which part of a line's bits were a body's."""
+    """Summary of the rows that are not void: throughput ratios between transports, and throughput relative to the link rate."""
     result: dict[str, Any] = {}
     for place in (LOOPBACK, *LINES):
         for row in rows:
@@ -98,7 +98,7 @@ def _keys(folder: Path) -> dict[str, str]:
 
 
 def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
-    """One process takes, another sends; the median over bursts in turn."""
+    """One process receives, another sends bursts over each transport in turn. The row has medians over bursts."""
     address = lab.addresses[0] if lab else "127.0.0.1"
     command = [sys.executable, "-m", "bench.transport_worker"]
     source = None
@@ -122,7 +122,7 @@ def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: 
     row: dict[str, Any] = {"where": place.name, "body": size, "void": False}
     for kind in kinds:
         row |= {f"{kind}_gb_s": median(figures[kind])}
-        # Of both ends: it is a share of a core, and says more than seconds where others are busy.
+        # CPU seconds of both ends; more robust than wall time on a busy machine.
         row |= {f"{kind}_cpu_s_gb": figures[f"{kind}_cpu"]}
     for figure, kind, other in RATIOS:
         if kind in kinds:

@@ -1,6 +1,6 @@
-"""What a summation server does with a dense body, beside memory's own speed: `r += g` in place. Knows no connection.
+"""Speed of a summation server on dense bodies, against memory speed (`r += g` in place).
 
-The server is the real one without sockets: it checks a body, and adds it in member order. Bytes are those of what is added.
+Uses the real server without sockets: it checks each body and adds the bodies in member order. Rates count the added bytes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from commlayer.transport.protocol import Header, Kind, Message
 
 WORLD = 4
 FLOATS = 4 << 20
-"""Of a body, 16 MiB: far larger than caches hold of four of them."""
+"""Floats in a body, 16 MiB: four bodies are far larger than the caches."""
 TIMES, QUICK_TIMES = 25, 7
 
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row, and `server_add_vs_stream`: of a step's bodies without the first, which the sum begins with, and the last, behind
-    which it is coded and sent."""
+    """A row and the summary figure `server_add_vs_stream`.
+
+    The first and last body of a step are not timed: the first starts the sum, and after the last the sum is encoded and sent.
+    """
     model = torch.nn.Linear(1 << 11, FLOATS >> 11, bias=False)
     plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4 * FLOATS,
                         cut_nbytes=4 * FLOATS)
     bodies = [_body(model, plan, rank) for rank in range(WORLD)]
     server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, WORLD))
     acc, gradient, threads = torch.rand(FLOATS), torch.rand(FLOATS), torch.get_num_threads()
-    torch.set_num_threads(1)  # as many as add a bucket
+    torch.set_num_threads(1)  # the server adds a bucket on one thread, too
     rates: list[float] = []
     streams: list[float] = []
     for step in range(QUICK_TIMES if quick else TIMES):
@@ -60,7 +62,7 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
 
 
 def _body(model: torch.nn.Module, plan: Plan, rank: int) -> tuple[int, int, memoryview]:
-    """As a worker codes it: its codec, which slices are in it, and the bytes."""
+    """A body as a worker encodes it: codec id, mask of its slices, and the bytes."""
     (planned,) = plan.buckets
     worker = WorkerBucket(planned, job_of(model), codec_of(planned, plan=plan), torch.device("cpu"), 0, rank=rank)
     worker.rewind()

@@ -1,9 +1,9 @@
-"""Dense sums over loopback, through summation servers and by Gloo's all-reduce in turn. Knows no lab.
+"""Dense sums over loopback: summation servers against Gloo's all-reduce.
 
-    service    a backward pass whose gradients are added up by as many servers as there are ranks, uncoded
-    gloo       the same pass without commlayer, and dist.all_reduce of each gradient
+    service    a backward pass whose gradients are summed uncompressed by one server per rank
+    gloo       the same pass without commlayer, then dist.all_reduce of each gradient
 
-The round trip of a small body is measured beside them.
+Also measures the round trip of a small body.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 2
          "256 MiB": 256 << 20}
 IN_QUICK = ("4 KiB", "4 MiB", "16 MiB")
 LARGE_NBYTES = 4 << 20
-"""From here on servers are to be no slower than Gloo."""
+"""From this size up, servers should be no slower than Gloo."""
 SMALL_NBYTES = 4 << 10
 WARMUP = 3
 BUDGET_NBYTES = 256 << 20
-"""That a rank sums for one row: small bodies are summed more often than large ones."""
+"""Bytes that a rank sums per row, so small bodies are summed more often than large ones."""
 WAIT_S = 30.0
 
 
@@ -67,7 +67,7 @@ def _slowest(each: list[list[float]]) -> list[float]:
 
 
 def rank(quick: bool) -> None:
-    """One rank of it. Prints one line of JSON."""
+    """One rank. Prints one line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=DEADLINE)
     bodies = IN_QUICK if quick else tuple(SIZES)
@@ -76,7 +76,7 @@ def rank(quick: bool) -> None:
 
 
 def summed(nbytes: int) -> dict[str, list[float]]:
-    """Seconds of each pass. The two ways take turns, and meet in front of each."""
+    """Seconds of each pass by method. The methods alternate, with a barrier before each pass."""
     world = dist.get_world_size()
     numel = nbytes // 4
     ours, theirs = Gradients(numel, world), Gradients(numel, world)
@@ -112,7 +112,7 @@ def summed(nbytes: int) -> dict[str, list[float]]:
 
 
 def _agree(ours: Gradients, theirs: Gradients) -> None:
-    """Both ways add up the same: gradients of this rank's own, compared once, before time is taken."""
+    """Checks once, before timing, that both methods sum random gradients to the same result."""
     noise = torch.Generator().manual_seed(dist.get_rank())
     drawn = [torch.randn(p.shape, generator=noise) for p in ours.values]
     for model in (ours, theirs):
@@ -126,7 +126,7 @@ def _agree(ours: Gradients, theirs: Gradients) -> None:
 
 
 def round_trips(times: int) -> dict[str, list[float]]:
-    """Of a small body between ranks 0 and 1: as a frame over TCP, and by Gloo's send and recv."""
+    """Round trips of a small body between ranks 0 and 1: as a frame over TCP, and by Gloo's send and recv."""
     me = dist.get_rank()
     seconds: dict[str, list[float]] = {"service": [], "gloo": []}
     address: list[Any] = [None]
@@ -165,7 +165,7 @@ def _echo(transport: StreamTransport) -> None:
         try:
             message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
         except CommError:
-            return  # the other end has gone
+            return  # the peer disconnected
         transport.send(0, message.header._replace(sender=SERVER_BASE), message.body)
 
 

@@ -1,4 +1,4 @@
-"""One end of the transport measurement: takes bodies and says when all are there, or sends them and says how fast."""
+"""One end of `bench transport`: receives bodies and acknowledges each burst, or sends bursts and prints the rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 
 WAIT_S = 60.0
 KINDS = ("socket", "plain", "tls", "grpc")
-"""A bare socket, which sends as fast as this machine and the link can; frames over TCP; the same in TLS; over gRPC."""
+"""A plain socket, which is as fast as this machine and the link allow; frames over TCP; frames over TLS; gRPC."""
 LENGTH = struct.Struct("<Q")
 CHUNK_NBYTES = 1 << 20
 
@@ -47,7 +47,7 @@ def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> Non
 
 
 def take(args: argparse.Namespace) -> None:
-    """Until its standard input ends."""
+    """Receives until standard input is closed. Prints the ports first."""
     transports = ends(SERVER_BASE, args.keys)
     bare = socket.create_server((args.address, 0))
     threading.Thread(target=drink, args=(bare,), daemon=True).start()
@@ -59,8 +59,8 @@ def take(args: argparse.Namespace) -> None:
 
 
 def answer(transport: StreamTransport) -> None:
-    """Says of each burst that its last body is there, and what this end has taken of the processor since it began."""
-    with contextlib.suppress(CommError):  # the sender has ended
+    """Acknowledges the last body of each burst, with the CPU time of this process so far."""
+    with contextlib.suppress(CommError):  # the sender disconnected
         while True:
             message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
             if message.header.bucket == 0:
@@ -70,14 +70,14 @@ def answer(transport: StreamTransport) -> None:
 
 
 def drink(bare: socket.socket) -> None:
-    """Takes bursts of a bare socket: a length, then so many bytes; the answer is this end's seconds of the processor."""
+    """Receives bursts on the plain socket: a length, then that many bytes. Replies with the CPU time of this process."""
     taken, _ = bare.accept()
     room = bytearray(CHUNK_NBYTES)
     while head := taken.recv(LENGTH.size, socket.MSG_WAITALL):
         left = LENGTH.unpack(head)[0]
         while left:
             if not (got := taken.recv_into(room, min(left, CHUNK_NBYTES))):
-                return  # the sender has ended within a burst
+                return  # the sender disconnected during a burst
             left -= got
         taken.sendall(LENGTH.pack(int(1e6 * time.process_time())))
 
@@ -95,7 +95,7 @@ def send(args: argparse.Namespace) -> None:
         for kind in kinds if number % 2 else reversed(kinds):
             own_cpu_s = time.process_time()
             took_s, after = poured(bare, body, count) if kind == "socket" else burst(transports[kind], body, count, number)
-            if number > 1:  # the first of each finds buffers that nobody has touched
+            if number > 1:  # the first burst of each warms up the buffers
                 seconds[kind].append(count * len(body) / took_s / 1e9)
                 spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
             peer_cpu_s = after
@@ -105,7 +105,7 @@ def send(args: argparse.Namespace) -> None:
 
 
 def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
-    """Seconds until all are there, and those of the processor at the other end since it began."""
+    """Seconds until the peer acknowledges the burst, and the peer's CPU seconds so far."""
     handle = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
     begin = time.monotonic()
     for bucket in reversed(range(count)):
@@ -115,7 +115,7 @@ def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> t
 
 
 def poured(bare: socket.socket, body: bytes, count: int) -> tuple[float, float]:
-    """The same over a bare socket."""
+    """The same over the plain socket."""
     begin = time.monotonic()
     bare.sendall(LENGTH.pack(count * len(body)))
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The tuner against a grid over the same space, on both proxy tasks: how near its best comes in 30 trials. Knows no network."""
+"""The tuner's best of 30 trials against a grid search over the same space, on both proxy tasks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TASKS = {"digits": tuning_tasks.digits, "chars": tuning_tasks.chars}
 TRIALS, SEEDS = 30, 3
 BUDGET = 0.02
 RATIOS, RATIOS_QUICK = 16, 6
-"""Of the grid, evenly spaced in logarithm."""
+"""Ratios in the grid, evenly spaced in logarithm."""
 
 
 def run(quick: bool) -> report.Result:
-    """A row for each task and seed."""
+    """One row per task and seed."""
     torch.set_num_threads(1)
     rows = [row for name in TASKS for row in tune_vs_grid(name, RATIOS_QUICK if quick else RATIOS, 1 if quick else SEEDS)]
     worst = max(row["behind_pct"] for row in rows)
@@ -29,12 +29,12 @@ def run(quick: bool) -> report.Result:
 
 
 def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
-    """`behind_pct`: how much dearer the tuner's best is than the grid's; negative where it found a better one."""
+    """`behind_pct`: by how much the tuner's best costs more than the grid's; negative if the tuner's is better."""
     space, proxy = default_space(), TASKS[task]
     known: dict[str, TuningTrial] = {}
 
     def look_up(settings: Settings) -> TuningTrial:
-        """Proxies are repeatable: the grid and all seeds share what has been run."""
+        """Runs a trial once: proxies are deterministic, so the grid and all seeds share results."""
         key = repr(sorted(settings.items()))
         if key not in known:
             known[key] = tuner.run(proxy, settings)
@@ -57,7 +57,7 @@ def tune_vs_grid(task: str, ratios: int, seeds: int) -> list[dict[str, Any]]:
 
 
 def grid(space: SearchSpace, ratios: int) -> list[Settings]:
-    """Every choice with every other, the ratio in steps; the same settings once."""
+    """The Cartesian product of all dimensions, with `ratios` values for continuous ones. Without duplicates."""
     points: list[list[float]] = [[]]
     for d in space.dimensions:
         n = len(d.choices) or ratios
