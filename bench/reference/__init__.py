@@ -1,1 +1,1 @@
-"""Published methods, kept to compare with. Nothing here is part of what a job runs."""
+"""Published methods for comparison. Jobs never run this code."""

@@ -1,6 +1,6 @@
-"""Relatives of LBB that also keep the barrier, as modes of the harness. Each knows shares and times, nothing else.
+"""Published load balancers that keep the barrier of each step, as modes of the simulated cluster (balance_cluster.py).
 
-Equal batches (synchronous SGD), LB-BSP-like (re-sized at every boundary by predicted speed), DLB (once per epoch by measured
+Equal shares (synchronous SGD), LB-BSP-like (new shares every step, by predicted speed), DLB (once per epoch, by measured
 speed) and OmniLearn-like (a proportional controller on the iteration time, without a model).
 """
 
@@ -14,7 +14,7 @@ Caps = Sequence[int | None]
 
 
 class Equal:
-    """Synchronous SGD: the same for everyone."""
+    """Synchronous SGD: equal shares for all workers."""
 
     def __init__(self, workers: int, total: int, caps: Caps = ()) -> None:
         self._shares = apportion([1.0] * workers, total, caps)
@@ -27,7 +27,7 @@ class Equal:
 
 
 class LbBsp(Equal):
-    """Shares follow the speed predicted for the next iteration: a moving average of samples per second."""
+    """Shares proportional to predicted speed, a moving average of samples per second."""
 
     def __init__(self, workers: int, total: int, caps: Caps = (), smoothing: float = 0.5) -> None:
         super().__init__(workers, total, caps)
@@ -42,7 +42,7 @@ class LbBsp(Equal):
 
 
 class Dlb(Equal):
-    """Shares, and with them the parts of the data set, follow the mean speed of the last epoch."""
+    """Shares proportional to the mean speed of the last epoch."""
 
     def __init__(self, workers: int, total: int, caps: Caps = (), epoch_steps: int = 98) -> None:
         super().__init__(workers, total, caps)
@@ -57,7 +57,7 @@ class Dlb(Equal):
 
 
 class Proportional(Equal):
-    """Each share moves against its worker's distance from the mean time; within the dead-band nothing moves."""
+    """Each share is corrected by its worker's deviation from the mean time; within the dead band nothing changes."""
 
     def __init__(self, workers: int, total: int, caps: Caps = (), gain: float = 0.5, dead_band: float = 0.05) -> None:
         super().__init__(workers, total, caps)
@@ -67,11 +67,11 @@ class Proportional(Equal):
         mean_s = sum(times_s) / len(times_s)
         if max(abs(time_s / mean_s - 1) for time_s in times_s) < self.dead_band:
             return
-        # By the time's logarithm in first order: a worker far too slow keeps some of its share.
+        # Proportional in the logarithm of the time, so a very slow worker keeps a positive share.
         wanted = [share * (mean_s / time_s) ** self.gain for share, time_s in zip(self._shares, times_s, strict=True)]
         self._shares = apportion(wanted, self.total, self.caps)
 
 
 def _speeds(shares: Sequence[int], times_s: Sequence[float]) -> list[float]:
-    """Samples per second. A worker whose share was rounded to 0 counts as half a sample, or it would never come back."""
+    """Samples per second. A share that was rounded to 0 counts as half a sample; otherwise it would stay 0."""
     return [max(share, 0.5) / max(time_s, 1e-9) if time_s else 0.0 for share, time_s in zip(shares, times_s, strict=True)]

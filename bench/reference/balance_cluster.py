@@ -1,7 +1,7 @@
-"""An emulated cluster in virtual time: lines, noise and slow-downs instead of GPUs. Exact and fast; knows no mode's inside.
+"""A simulated cluster in virtual time, to compare load balancers: linear time models, noise and slow-downs instead of GPUs.
 
-The truth of a worker at a step is its line, changed by the disturbances of that step. Noise is drawn per worker and step from
-the seed, so that all modes meet the same noise.
+A worker's true time at a step is its line, changed by the disturbances of that step. Noise is drawn from the seed per worker
+and step, so all modes see the same noise.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from commlayer.records import Record
 
 
 class Disturbance(Record, frozen=True):
-    """A worker from `start` up to (not including) `stop`: added_s more per iteration, everything `factor` times as long.
+    """A slow-down of one worker in steps [start, stop): `factor` times the time, plus `added_s` per iteration.
 
-    With ramp > 0 the disturbance grows over so many steps to its full size, as heat does.
+    With ramp > 0 the disturbance grows to its full size over `ramp` steps, as with thermal throttling.
     """
 
     worker: int
@@ -40,32 +40,34 @@ class Disturbance(Record, frozen=True):
 
 
 class Unevenness(Record, frozen=True):
-    """What keeps a worker's time from being a line: it computes whole multiples of `wave` samples, and those beyond `room` take
-    `factor` times as long, as where memory spills over."""
+    """A time that is not linear in the batch, as with real GPUs.
+
+    Batches are rounded up to multiples of `wave`. Samples beyond `room` take `factor` times as long, as when memory overflows.
+    """
 
     wave: int = 1
     room: int = 1 << 30
     factor: float = 1.0
 
     def worth(self, batch: int) -> float:
-        """So many samples' time a batch takes."""
+        """Batch size that would take the same time on the line."""
         padded = -(-batch // self.wave) * self.wave
         return padded + (self.factor - 1.0) * max(0, padded - self.room)
 
 
 class PlayedCluster(Record, frozen=True):
-    """Workers by their lines, who lives when, and what disturbs them."""
+    """Workers with their time models, lifetimes and disturbances."""
 
     lines: tuple[Line, ...]
     total: int
     caps: tuple[int | None, ...] = ()
     disturbances: tuple[Disturbance, ...] = ()
     lives: tuple[tuple[int, int], ...] = ()
-    """Per worker the steps [from, to) in which it is there; empty: all of them always."""
+    """Per worker, the steps [from, to) in which it is alive; empty means all workers always are."""
     noise: float = 0.0
     seed: int = 0
     uneven: tuple[Unevenness, ...] = ()
-    """Per worker; empty: lines hold for all."""
+    """Per worker; empty means that times are linear."""
 
     def there(self, worker: int, step: int) -> bool:
         return not self.lives or self.lives[worker][0] <= step < self.lives[worker][1]
@@ -79,7 +81,7 @@ class PlayedCluster(Record, frozen=True):
         return line
 
     def compute_s(self, worker: int, batch: int, step: int) -> float:
-        """Seconds for the batch, in as many pieces as the cap demands; 0 for none."""
+        """Seconds for the batch, split into pieces of at most the worker's cap; 0 for an empty batch."""
         if not batch:
             return 0.0
         cap = self.caps[worker] if self.caps else None
@@ -91,17 +93,17 @@ class PlayedCluster(Record, frozen=True):
 
 @lru_cache(maxsize=4096)
 def _noise(seed: int, step: int, workers: int) -> np.ndarray:
-    """Standard normal, cut at three."""
+    """Standard normal, clipped to [-3, 3]."""
     return np.clip(np.random.default_rng((seed, step)).standard_normal(workers), -3.0, 3.0)
 
 
 class Mode(Protocol):
-    """A way to choose shares. Workers that are not there get 0 from modes that know of it."""
+    """A load balancer. Modes that know of a departure give the worker share 0."""
 
     def shares(self, step: int) -> Sequence[int]: ...
 
     def observe(self, step: int, times_s: Sequence[float]) -> None:
-        """Compute seconds of the step: 0 for a worker without share, infinite for one that is not there."""
+        """Compute seconds of the step by worker: 0 for share 0, infinite for a dead worker."""
 
 
 class PlayedStep(Record, frozen=True):
@@ -112,11 +114,11 @@ class PlayedStep(Record, frozen=True):
     times_s: tuple[float, ...]
     iteration_s: float
     oracle_s: float
-    """The same without noise for the best shares, by someone who knows the truth."""
+    """Iteration time of the best shares for the true times, without noise."""
 
     @property
     def effect(self) -> float:
-        """LBB's straggler effect: (longest - shortest) / mean, over those that computed."""
+        """LBB's straggler effect: (longest - shortest) / mean, over the workers that computed."""
         times = [t for t in self.times_s if 0 < t < math.inf]
         return (max(times) - min(times)) / (sum(times) / len(times))
 
@@ -127,12 +129,12 @@ class PlayedStep(Record, frozen=True):
 
 
 def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communication = FREE) -> list[PlayedStep]:
-    """Virtual time: an iteration ends when its slowest worker has computed and what remains of the communication is over."""
+    """Simulates steps: an iteration ends after its slowest worker and the exposed communication."""
     done = []
     for step in range(steps):
         shares = tuple(mode.shares(step))
         usable = [cluster.there(worker, step) for worker in range(len(cluster.lines))]
-        # A dead worker's share is waited for by nobody: its peers learn of the death in this step.
+        # No worker waits for a dead worker's share: its peers detect the death in this step.
         times = [cluster.compute_s(w, share, step) if usable[w] else math.inf for w, share in enumerate(shares)]
         makespan = max(t for t in times if t < math.inf)
         active = tuple(w for w, share in enumerate(shares) if share and usable[w])
@@ -143,7 +145,7 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
 
 
 def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = FREE) -> float:
-    """The best iteration of a step."""
+    """The best possible iteration time of a step."""
     alive = tuple(worker for worker in range(len(cluster.lines)) if cluster.there(worker, step))
     caps = tuple(cluster.caps[worker] for worker in alive) if cluster.caps else None
     truth = tuple(cluster.truth(worker, step) for worker in alive)
@@ -168,10 +170,10 @@ def _uneven_s(truth: tuple[Line, ...], uneven: tuple[Unevenness, ...], total: in
 
 
 def slow_after(run: Sequence[PlayedStep], start: int, stop: int) -> int:
-    """Slow iterations in [start, stop): how long a mode takes to recover from what happened at `start`."""
+    """Number of slow iterations in [start, stop): how long a mode takes to recover from an event at `start`."""
     return sum(one.slow for one in run if start <= one.step < stop)
 
 
 def moves(run: Sequence[PlayedStep]) -> int:
-    """How often the shares changed."""
+    """Number of steps at which the shares changed."""
     return sum(a.shares != b.shares for a, b in itertools.pairwise(run))

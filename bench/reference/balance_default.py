@@ -1,4 +1,4 @@
-"""The default balancer as a mode of the harness: who is there becomes joins and departures. Knows no disturbance."""
+"""commlayer's balancer as a mode of the simulated cluster; lifetimes become joins and departures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlayer.balance.time_models import Line
 
 
 class Ours:
-    """Balancer with announced decisions; with `profiled` it starts from the undisturbed lines."""
+    """The balancer; its decisions apply from their announced step. With `profiled` it starts from the undisturbed lines."""
 
     def __init__(
         self, cluster: PlayedCluster, policy: Policy | None = None, communication: Communication = FREE, profiled: bool = True

@@ -1,7 +1,7 @@
-"""Relatives that loosen the barrier instead of moving work, simulated event by event in virtual time. Knows no gradients.
+"""Published methods that relax the barrier instead of balancing load, as event simulations in virtual time.
 
-What they gain in throughput they pay in staleness, so both are told, and the factor by which a staleness-aware run scales its
-rate. All take equal shares of the total batch.
+They trade staleness for throughput, so a result has both, and the factor by which a staleness-aware method scales its
+learning rate. All workers have equal shares of the total batch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from commlayer.records import Record
 
 
 class Relaxed(Record, frozen=True):
-    """What a run of the same number of gradients per worker on average came to."""
+    """Result of a run. Runs have the same mean number of gradients per worker."""
 
     samples_per_s: float
     updates: int
-    """Changes of the shared parameters (averagings, for local steps)."""
+    """Updates of the shared parameters (for local steps, averagings)."""
     staleness_mean: float
-    """Updates that happened between a gradient's parameters and its use."""
+    """Updates between the read of a gradient's parameters and its use."""
     staleness_max: int
 
     @property
     def rate_scale(self) -> float:
-        """Staleness-aware methods divide the rate by the mean staleness where it exceeds 1."""
+        """Staleness-aware methods divide the learning rate by the mean staleness if that exceeds 1."""
         return 1 / max(1.0, self.staleness_mean)
 
 
 def local_steps(cluster: PlayedCluster, steps: int, every: int, sync_s: float = 0.0) -> Relaxed:
-    """Local SGD: parameters are averaged after `every` steps of each; with every = steps it is one-shot averaging."""
+    """Local SGD: parameters are averaged every `every` steps; every = steps is one-shot averaging."""
     if every < 1:
         raise ValueError(f"every: got {every}, allowed is 1 step or more")
     batch, workers = _equal(cluster)
@@ -44,9 +44,9 @@ def local_steps(cluster: PlayedCluster, steps: int, every: int, sync_s: float = 
 
 
 def n_soft(cluster: PlayedCluster, steps: int, n: int, sync_s: float = 0.0) -> Relaxed:
-    """N-soft synchronisation: the server applies floor(workers / n) gradients at a time, whoever sent them.
+    """N-soft synchronization: the server applies floor(workers / n) gradients at a time, from any workers.
 
-    n = 1 waits for as many gradients as there are workers, n = workers is asynchronous.
+    n = 1 applies as many gradients at a time as there are workers; n = workers is asynchronous.
     """
     if n < 1:
         raise ValueError(f"n: got {n}, allowed is 1 or more")
@@ -69,16 +69,16 @@ def n_soft(cluster: PlayedCluster, steps: int, n: int, sync_s: float = 0.0) -> R
 
 
 def stale_synchronous(cluster: PlayedCluster, steps: int, slack: int, sync_s: float = 0.0) -> Relaxed:
-    """SSP: the fastest may be `slack` clocks ahead of the slowest; whoever would be further ahead waits."""
+    """SSP (stale synchronous parallel): a worker may lead the slowest one by at most `slack` clocks; otherwise it waits."""
     batch, workers = _equal(cluster)
     ends = {w: [0.0] for w in workers}
     for step in range(steps):
         for w in workers:
-            # Its clock `step` starts when all have ended clock `step - slack`.
+            # Clock `step` of a worker starts after all workers have ended clock `step - slack`.
             gate_s = max(ends[v][step - slack] for v in workers) if step - slack >= 0 else 0.0
             ends[w].append(max(ends[w][step], gate_s) + cluster.compute_s(w, batch, step) + sync_s)
     starts = {w: [end - cluster.compute_s(w, batch, step) - sync_s for step, end in enumerate(ends[w][1:])] for w in workers}
-    # Stale by the clocks of others that a gradient of clock k did not see though it comes after them.
+    # Staleness of a gradient: clocks of the slowest worker that it should have seen and did not.
     staleness = [
         max(0, step - min(_finished(ends[v], starts[w][step]) for v in workers)) for w in workers for step in range(steps)
     ]
@@ -86,7 +86,7 @@ def stale_synchronous(cluster: PlayedCluster, steps: int, slack: int, sync_s: fl
 
 
 def majority(cluster: PlayedCluster, steps: int, quorum: Callable[[int], int] = lambda n: -(-n // 2)) -> Relaxed:
-    """EagerSGD-like: a round ends when a majority has arrived; a late gradient counts in the round in which it is done."""
+    """EagerSGD-like: a round ends once a majority has arrived; a late gradient counts in the round in which it arrives."""
     batch, workers = _equal(cluster)
     need = quorum(len(workers))
     now_s, counted, staleness, rounds = 0.0, 0, list[int](), 0
@@ -111,7 +111,7 @@ def _equal(cluster: PlayedCluster) -> tuple[int, range]:
 
 
 def _finished(ends: list[float], at_s: float) -> int:
-    """Clocks that had ended by then."""
+    """Number of clocks that ended by `at_s`."""
     return sum(end <= at_s + 1e-12 for end in ends) - 1
 
 

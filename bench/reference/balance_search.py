@@ -1,6 +1,7 @@
-"""Nelder-Mead (scipy's) over the split of a batch, as a mode of the harness; alone, behind the balancer, or over a ratio, too.
+"""Nelder-Mead search (scipy's) over the split of a batch, as a mode of the simulated cluster.
 
-Knows what a mode may see: shares and measured times. No model of time, so the search learns nothing of single workers.
+The search runs alone, after the balancer, or also over a compression ratio. It sees only shares and measured times and has no
+time model, so it learns nothing about single workers.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from commlayer.balance.balancer import Outcome, Policy
 from commlayer.balance.schedule import apportion
 
 FIRST_MOVE = 0.05
-"""Of the batch, in each direction: smaller ones stay on a stair, larger ones are slow steps."""
+"""Size of first moves, as a fraction of the batch. Smaller moves may not change rounded shares; larger ones cost slow steps."""
 MOST = 120
-"""Splits that are tried."""
+"""Maximum number of splits tried."""
 HOLD = 2
-"""Steps that tell what a split takes."""
+"""Steps that measure a split."""
 MISSED, MISSES = 0.05, 2
-"""An outcome this far from what the lines promised was missed; after so many the lines are given up."""
+"""A prediction with a larger error than MISSED counts as a miss. After MISSES misses the balancer hands over to the search."""
 
 Split = tuple[int, ...]
 
 
 class _Enough(Exception):
-    """The search wants to know a cost that nobody has measured yet."""
+    """Raised in the objective when the search needs a cost that is not measured yet."""
 
 
 class Simplex:
-    """`ask` for the next split, `tell` what it cost. Everybody keeps at least one sample."""
+    """Ask-and-tell interface: `ask` returns the next split, `tell` takes its cost. Each worker keeps at least one sample."""
 
     def __init__(self, start: Sequence[int]) -> None:
         self._start, self._told = tuple(start), list[float]()
@@ -41,7 +42,7 @@ class Simplex:
         self._advance()
 
     def ask(self) -> Split:
-        """In the end the best."""
+        """The next split to measure; after the search, the best."""
         return self._asked[-1]
 
     def tell(self, cost: float) -> None:
@@ -54,7 +55,7 @@ class Simplex:
         return len(self._told) >= len(self._asked)
 
     def _advance(self) -> None:
-        """Runs scipy's search again on all that was told, up to the first split that nobody has measured."""
+        """Replays scipy's search with the known costs, up to the first split without a cost."""
         known = iter(self._told)
         attempts: list[Split] = []
 
@@ -78,16 +79,16 @@ class Simplex:
 
 
 def split_at(point: np.ndarray, total: int) -> Split:
-    """The parts of all but the last worker; whole shares of at least 1 that sum to the total."""
+    """Integer shares of at least 1 that sum to `total`. `point` has the fractions of all workers but the last."""
     parts = np.maximum(np.append(point, 1.0 - point.sum()), 0.0)
     return tuple(1 + share for share in apportion(parts.tolist(), total - len(parts)))
 
 
 class OursThenSearch:
-    """The default balancer, and from some step on Nelder-Mead from its shares, its splits announced as far ahead."""
+    """The balancer first, then Nelder-Mead from its shares. Splits are announced as many steps before they apply."""
 
     def __init__(self, cluster: PlayedCluster, policy: Policy, at_step: int | None = None) -> None:
-        """`at_step`: then in any case. Otherwise when outcomes were not what was promised."""
+        """The search starts at `at_step`, or without it after MISSES wrong predictions of the balancer."""
         self._ours, self._at, self._lead = Ours(cluster, policy), at_step, policy.lead
         self.simplex: Simplex | None = None
         self._missed = 0
@@ -130,10 +131,10 @@ class OursThenSearch:
 def split_and_rate(
     cost_s: Callable[[Sequence[int], float], float], start: Sequence[int], rate: float, rates: tuple[float, float], most: int,
 ) -> None:
-    """The same over all shares and the logarithm of a rate; `cost_s` runs a step. At most so many."""
+    """Nelder-Mead over the shares and the logarithm of a rate. `cost_s` runs a step and is called at most `most` times."""
     total, (low, high) = sum(start), map(math.log, rates)
     scale = 10.0
-    """A first move of the rate is by half its size."""
+    """Scale of the rate's logarithm: the first move multiplies the rate by about 1.6."""
 
     def at(point: np.ndarray) -> float:
         return cost_s(split_at(point[:-1], total), math.exp(min(max(point[-1] * scale, low), high)))

@@ -1,9 +1,8 @@
-"""DeMo as its paper has it (Peng, Quesnelle, Kingma: Decoupled Momentum Optimization, 2024): what leaves a machine is the part
-of its momentum that a few cosines carry. Ours from the paper, for comparison; knows tensors and a gather, no model.
+"""DeMo (Peng, Quesnelle, Kingma: Decoupled Momentum Optimization, 2024), implemented from the paper for comparison.
 
-Each tensor is cut into chunks of 64 (matrices into squares of 64 x 64) and transformed by the DCT; of each chunk the `entries`
-largest coefficients are sent and taken out of the momentum, which so is its own error feedback. All ranks step by the sign of
-the mean of what all of them sent.
+Each tensor is cut into chunks of 64 (matrices into squares of 64 x 64) and transformed by the DCT. Of each chunk, a rank sends
+the `entries` largest coefficients and subtracts them from its momentum. So the momentum is its own error feedback. All ranks
+step by the sign of the mean of all sent coefficients.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch import nn
 
 CHUNK = 64
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""One rank's bytes to those of all, in order of ranks."""
+"""All-gather: takes one rank's tensor and returns those of all ranks, in order of ranks."""
 
 
 @cache
 def dct(n: int) -> torch.Tensor:
-    """The orthonormal DCT-II: its rows are the cosines."""
+    """The matrix of the orthonormal DCT-II; its rows are the cosines."""
     k, i = torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n, dtype=torch.float32)[None]
     matrix = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
     matrix[0] /= math.sqrt(2)
@@ -31,12 +30,12 @@ def dct(n: int) -> torch.Tensor:
 
 
 def _side(length: int) -> int:
-    """The largest divisor of a length that a chunk allows."""
+    """The largest divisor of `length` that is at most CHUNK."""
     return next(side for side in range(min(CHUNK, length), 0, -1) if length % side == 0)
 
 
 class Chunks:
-    """How one tensor is cut: to rows of coefficients and back."""
+    """Converts a tensor to rows of DCT coefficients, one row per chunk, and back."""
 
     def __init__(self, shape: torch.Size) -> None:
         self._shape = shape
@@ -55,7 +54,7 @@ class Chunks:
 
 
 class DeMo(torch.optim.Optimizer):
-    """SGD by the sign of what ranks gather. `sent`: bytes of the last step, of this rank."""
+    """The optimizer. `sent` is the bytes that this rank sent in the last step."""
 
     def __init__(self, params: Iterable[nn.Parameter], gather: Gather, lr: float, decay: float = 0.999,
                  entries: int = 32) -> None:

@@ -1,7 +1,7 @@
-"""Espresso's two passes, as reference modes: which tensors to compress and how on GPUs, then which of those on CPUs.
+"""Espresso's two passes (Wang et al., EuroSys 2023, algorithms 1 and 2), as a reference for the planner.
 
-They know a strategy as an option's number per tensor, 0 for "as it is", and what a strategy costs by asking. Tensors are
-numbered in the order in which backward makes them ready. (Wang et al., EuroSys 2023, algorithms 1 and 2.)
+The first pass chooses which tensors to compress on GPUs and how, the second moves some of them to CPUs. A strategy is an option
+number per tensor, 0 for uncompressed; a price function returns its step time. Tensors are numbered in backward order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ KEEP = 0
 def gpu_pass(
     sizes: Sequence[int], options: Sequence[int], price: Price, before_bubbles: Callable[[Sequence[int]], frozenset[int]],
 ) -> list[int]:
-    """Algorithm 1: large tensors first, of equal ones the later in backward; each takes the option with which the step is
-    shortest, all others as they stand. Whoever is still uncompressed before a bubble would only widen it, and is left out.
+    """Algorithm 1: for each tensor, the option with the shortest step while the other tensors stay unchanged.
 
-    `options[i]`: how many tensor i has, KEEP among them.
+    Large tensors come first, and among equal ones the later in backward. Uncompressed tensors before a bubble are skipped,
+    because compressing them would only widen the bubble. `options[i]` is the number of options of tensor i, including KEEP.
     """
     strategy = [KEEP] * len(sizes)
     left = sorted(range(len(sizes)), key=lambda i: (-sizes[i], -i))
     best_s = price(strategy)
     while True:
-        # After every decision: what was compressed opens new bubbles.
+        # After every decision again, because compression opens new bubbles.
         idle = before_bubbles(strategy)
         left = [i for i in left if i not in idle]
         if not left:
@@ -39,8 +39,10 @@ def gpu_pass(
 
 
 def settle(strategy: Sequence[int], options: Sequence[int], price: Price) -> list[int]:
-    """Not Espresso's: single changes, tensor after tensor, until none helps. Algorithm 1 decides on the largest tensors while
-    all others are still uncompressed, and never comes back to them."""
+    """Local search, not part of Espresso: changes single tensors until no change helps.
+
+    Algorithm 1 decides on the largest tensors while all others are uncompressed, and never revises those decisions.
+    """
     best, best_s = list(strategy), price(strategy)
     still = 0
     while still < len(best):
@@ -56,11 +58,12 @@ def settle(strategy: Sequence[int], options: Sequence[int], price: Price) -> lis
 def cpu_pass(
     sizes: Sequence[int], strategy: Sequence[int], cpu_of: Callable[[int, int], int | None], price: Price, *, most: int = 5000,
 ) -> list[int]:
-    """Algorithm 2: of compressed tensors of one size and option, it only matters how many go to CPUs: the earliest, which
-    have the longest to hide it. All counts are tried, or, if there are more than `most` combinations, a group at a time until
-    no group gains.
+    """Algorithm 2: moves compressed tensors to CPUs. Tensors of equal size and option form a group.
 
-    `cpu_of(tensor, option)`: the same option on CPUs, if there is one.
+    Of a group, the earliest tensors move, because they have the most time to hide the work; only their count is searched. All
+    combinations of counts are tried. If there are more than `most`, one group at a time, until no group gains.
+
+    `cpu_of(tensor, option)` is the same option on CPUs, if there is one.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for tensor, option in enumerate(strategy):

@@ -1,7 +1,7 @@
-"""Espresso's six experiments: test-beds, compression costs, models; its speed-ups computed and beside the published ones.
+"""Espresso's six experiments (testbeds, compression costs, models), with computed and published speed-ups.
 
-Costs are those of its published program (microseconds for 2^20 elements on a V100; Gb/s on the CPUs), the messages' latency is
-its 150 us for an all-reduce among eight machines. Nothing is fitted to the speed-ups.
+Costs are those of its published program: microseconds for 2^20 elements on a V100, Gb/s on CPUs. The message latency follows
+from its 150 us for an all-reduce among eight machines. Nothing is fitted to the speed-ups.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DENSE = "identity()"
 
 
 TESTBEDS = {"nvlink-100g": (100e9, "nvlink"), "pcie-25g": (25e9, "pcie3")}
-"""bps of the network, and what is inside a machine."""
+"""Network rate in bit/s, and the interconnect inside a machine."""
 
 
 def cluster_of(name: str, link_share: float = 1.0) -> Cluster:
-    """`link_share`: of the network's nominal rate, that gets through."""
+    """`link_share` is the achievable fraction of the network's nominal rate."""
     net_bps, intra = TESTBEDS[name]
     link = Link(net_bps * link_share, net_bps * link_share, HOP_S / 2)
     nodes = (Node(f"m{i}", GPUS_EACH, "v100", link, INTRA[intra][0], HOP_S / 2, server=False) for i in range(MACHINES))
@@ -39,19 +39,19 @@ MEBI = 1 << 20
 
 
 class _Published(NamedTuple):
-    """Of one compressor."""
+    """Published costs of one compressor."""
 
     whole_us: float
-    """One-level, 2^20 elements on a GPU: compress, and decompress all machines' payloads."""
+    """Time to compress 2^20 elements on a GPU and decompress the payloads of all machines (one level)."""
     decode_us: float
-    """Of it, decompressing."""
+    """Part of `whole_us` for decompression."""
     cpu_encode_gbps: float
     cpu_decode_gbps: float
     nbytes: float
-    """Sent per element: entries of a position and a value, or signs."""
+    """Bytes sent per element of the tensor: index and value of the chosen entries, or signs."""
 
 
-# The paper's DGC sends the 1 % of largest magnitude: topk here.
+# The paper's DGC sends the 1 % of largest magnitude, which is topk here.
 COMPRESSORS = {
     "randomk(ratio=0.01)": _Published(88, 34, 28, 56, 0.08),
     "topk(ratio=0.01)": _Published(390, 34, 16, 56, 0.08),
@@ -60,7 +60,7 @@ COMPRESSORS = {
 
 
 def _costs(codec: str, *, free: bool) -> tuple[CodecCost, CodecCost]:
-    """GPU time is flat up to 2^20 elements and linear from there; a line through half of that floor stays within a factor 2."""
+    """Costs on GPU and CPU. GPU time is flat up to 2^20 elements, then linear; the line used here is within a factor of 2."""
     was = COMPRESSORS[codec]
     nbytes = Line(16.0, was.nbytes)
 
@@ -77,21 +77,21 @@ def _costs(codec: str, *, free: bool) -> tuple[CodecCost, CodecCost]:
 
 
 def profile(codec: str, *, free: bool = False) -> Profile:
-    """`free`: compression takes no time, which no strategy can beat."""
+    """With `free`, compression takes no time: a bound for all strategies."""
     dense = CodecCost(DENSE, "cpu", Line(0.0), Line(0.0), Line(0.0, 4.0), sums=True)
     return Profile((dense, *_costs(codec, free=free)), Line(0.0), copy=Line(0.0) if free else PCIE_COPY, source="Espresso")
 
 
 class Case(NamedTuple):
-    """One experiment, and by how many percent Espresso was faster than others."""
+    """One experiment, with Espresso's published speed-ups in percent."""
 
     model: str
     codec: str
     testbed: str
     over_dense_pct: float | None
-    """Than BytePS with FP32."""
+    """Over BytePS with FP32."""
     over_all_pct: float
-    """Than HiPress, which compresses on GPUs what is large."""
+    """Over HiPress, which compresses large tensors on GPUs."""
 
 
 CASES = (
@@ -106,17 +106,17 @@ CASES = (
 
 
 class Steps(NamedTuple):
-    """Seconds of a step."""
+    """Step times in seconds."""
 
     dense_s: float
     all_s: float
-    """Every tensor on one and the same GPU path, the best of them."""
+    """All tensors on the same GPU path, the best one."""
     gpu_s: float
     """After algorithm 1."""
     espresso_s: float
     """After algorithm 2."""
     free_s: float
-    """As chosen by algorithm 1 if compression took no time."""
+    """After algorithm 1, if compression took no time."""
     compressed: int
     on_cpu: int
 
@@ -130,7 +130,7 @@ class Steps(NamedTuple):
 
 
 class Model:
-    """One job on one test-bed with one compressor: options per tensor, and what a strategy costs."""
+    """One job on one testbed with one compressor: options per tensor, and the price of a strategy."""
 
     def __init__(self, job: Job, cluster: Cluster, costs: Profile, codec: str) -> None:
         timing = job.timing
@@ -151,13 +151,13 @@ class Model:
                        for size, ways in self.ways.items() for o, way in enumerate(ways)}
 
     def _ways(self, coded: Sequence[Path], size: int) -> list[Path]:
-        """As it is; on GPUs; and each of those on CPUs, in the same order."""
+        """Options by number: uncompressed, then those on GPUs, then the same on CPUs in the same order."""
         on_gpu = unbeaten(self._prices, coded, self._codec, size, size)
         return [self._dense, *on_gpu, *(tuple(op._replace(where="cpu") if op.where == "gpu" else op for op in path)
                                         for path in on_gpu)]
 
     def options(self) -> list[int]:
-        """For the pass on GPUs."""
+        """Number of options per tensor for the GPU pass."""
         return [1 + len(self.ways[size]) // 2 for size in self.sizes]
 
     def cpu_of(self, tensor: int, option: int) -> int | None:
@@ -186,7 +186,7 @@ class Model:
 
 
 def run(case: Case, link_share: float = 1.0) -> Steps:
-    """A case's steps, by the two passes."""
+    """Step times of a case after both passes."""
     job, cluster = published(case.model), cluster_of(case.testbed, link_share)
     model = Model(job, cluster, profile(case.codec), case.codec)
     kept = [KEEP] * len(model.sizes)
@@ -201,7 +201,7 @@ def run(case: Case, link_share: float = 1.0) -> Steps:
 
 
 def lines(link_share: float = 1.0) -> list[str]:
-    """The table as text: computed, and in brackets what was published."""
+    """The table as text: computed speed-ups, with the published ones in parentheses."""
     rows = ["model      codec                 test-bed     over dense      over compress-all  above free  compressed (on CPU)"]
     for case in CASES:
         steps = run(case, link_share)

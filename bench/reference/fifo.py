@@ -1,6 +1,6 @@
-"""Espresso's timeline: first come, first served on every lane, and GPU codecs hold up backward. Knows no paths and no prices.
+"""Espresso's timeline model: every lane is a FIFO queue, and GPU codecs delay the backward pass.
 
-A reference for its two passes, simple enough to be checked by eye; plans are priced by the full simulator.
+A reference for its two passes, simple enough to check by hand. commlayer's plans are priced by the full simulator.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ BACKWARD = -1
 
 
 class Played(NamedTuple):
-    """What a strategy comes to, from the start of backward."""
+    """Timeline of a strategy; times count from the start of the backward pass."""
 
     done_s: float
-    """When backward and every tensor's exchange are over."""
+    """End of the backward pass and of all exchanges."""
     before_bubbles: frozenset[int]
-    """Tensors that were done when nothing was under way although more was to come: sooner would not have helped."""
+    """Tensors that ended before a bubble, a gap in which no task ran. Ending earlier would not help."""
 
 
 def play(work_s: Sequence[float], tensors: Sequence[Sequence[Task]]) -> Played:
-    """`work_s[i]`: backward's own time between tensor i-1 and tensor i, in the order of backward.
+    """`work_s[i]` is the compute time of the backward pass between tensor i-1 and tensor i, in backward order.
 
-    Of two that become ready together, the coding goes before more backward, and the earlier tensor before the later.
+    Of tasks that become ready together, codec work runs before the backward pass, and earlier tensors before later ones.
     """
     free: dict[str, float] = {}
     ends: list[dict[int, float]] = [{} for _ in tensors]
@@ -41,7 +41,7 @@ def play(work_s: Sequence[float], tensors: Sequence[Sequence[Task]]) -> Played:
     while queue:
         ready_s, _, tensor, index = heapq.heappop(queue)
         if index == BACKWARD:
-            # One pace for all nodes: the collectives would wait for the last of them anyway.
+            # All nodes run at one pace: the collectives wait for the slowest anyway.
             backward_s = max([ready_s, *(free.get(lane, 0.0) for lane in lanes)]) + work_s[tensor]
             for lane in lanes:
                 free[lane] = backward_s
@@ -76,7 +76,7 @@ def _followers(tasks: Sequence[Task]) -> Mapping[int, list[int]]:
 
 
 def _before_bubbles(spans: list[tuple[float, float, int]]) -> frozenset[int]:
-    """`spans`: from when a task could begin to its end, by tensor."""
+    """`spans` has (ready, end, tensor) for each task."""
     last: dict[int, float] = {}
     bubble_s = under_way_s = 0.0
     for ready_s, end_s, tensor in sorted(spans):

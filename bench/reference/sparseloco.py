@@ -1,10 +1,9 @@
-"""SparseLoCo as its paper has it (Sarfi, Therien, Lidin, Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo,
-2025): local steps, then the sparse, coarse part of what they changed. Ours from the paper, for comparison; knows tensors and a
-gather, no model.
+"""SparseLoCo (Sarfi, Therien, Lidin, Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo, 2025), implemented
+from the paper for comparison.
 
-After every `every` steps of the inner optimizer a rank's change since the last exchange goes into an error-feedback buffer that
-decays; of each chunk of 4096 the `entries` largest are sent with two bits each, and taken out of the buffer. All ranks go on
-from where they last met, less `lr` times the mean of what all of them sent.
+Every `every` steps of the inner optimizer, a rank adds its change since the last exchange to an error-feedback buffer that
+decays. Of each chunk of 4096, it sends the `entries` largest values with two bits each and subtracts them from the buffer. All
+ranks continue from the parameters of the last exchange, minus `lr` times the mean of all sent values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PLACE_BITS = 12
 
 
 def coded(x: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of chunks -> the places with two bits of value, as 14 of 16 bits; and two levels a chunk, as float16."""
+    """Encodes rows of chunks: 12-bit places with two bits of value in an int16, and two float16 levels per chunk."""
     places = x.abs().topk(min(entries, x.shape[1]), dim=1).indices
     values = x.gather(1, places)
     size = values.abs()
@@ -43,7 +42,7 @@ def _mean(size: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
 
 
 class SparseLoCo:
-    """Beside an inner optimizer, whose steps it counts. `sent`: bytes of the last exchange, of this rank."""
+    """Exchanges after every `every` steps of `inner`. `sent` is the bytes that this rank sent in the last exchange."""
 
     def __init__(self, params: Sequence[nn.Parameter], inner: torch.optim.Optimizer, gather: Gather, every: int, *,
                  entries: int = 64, decay: float = 0.95, lr: float = 1.0) -> None:
