@@ -87,8 +87,6 @@ def run(quick: bool) -> Result:
     return {"rows": rows, "summary": summary}
 
 
-
-
 def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """CPU seconds of planning on one thread, the minimum of several runs."""
     small, full = Policy(codecs=("topk(ratio=0.01)",), objective="step"), Policy(objective="step")

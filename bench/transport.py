@@ -1,8 +1,8 @@
 """Throughput of the transport, against a plain socket and against Gloo.
 
-Sends message bodies over a plain socket, over TCP frames, TLS and gRPC, in turn: between two processes on loopback and
-between two hosts of the lab. transport_sums.py compares dense sums over servers with Gloo's all-reduce. transport_server.py
-measures a server's summation.
+Sends message bodies over a plain socket, TCP frames, TLS and gRPC: between two processes on loopback and between two hosts of
+the lab. transport_sums.py compares dense sums over servers with Gloo's all-reduce. transport_server.py measures a server's
+summation.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _keys(folder: Path) -> dict[str, str]:
 
 
 def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
-    """One process receives, another sends bursts over each transport in turn. The row has medians over bursts."""
+    """One process receives; another sends bursts, alternating between the transports. The row has medians over bursts."""
     address = lab.addresses[0] if lab else "127.0.0.1"
     command = [sys.executable, "-m", "bench.transport_worker"]
     source = None

@@ -1,10 +1,10 @@
-"""Seconds to a loss over shaped links: every system on the same task, with the same data, pace and evaluation, side by side.
+"""Time to accuracy over shaped links: commlayer and other systems on the same tasks, data, step pace and evaluation.
 
     python -m bench tta --quick --store out/tta.jsonl --json out/tta.json
     python -m bench tta --task digits --link 100m-30ms --link 10m-80ms --system auto --system "DDP fp16" --seeds 3
 
-Four hosts that compute alike (bench/paced): 0.1 s forward, 0.2 s backward. What is evaluated is the mean of all ranks' weights,
-outside of the clock. Rows go to the store as they come, and the same command goes on where it was broken off.
+Four hosts are paced to equal compute (bench/paced): 0.1 s forward and 0.2 s backward. Evaluation uses the mean of all ranks'
+weights and is not timed. Rows are appended to the store as they are measured; the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["draw", "flags", "run"]
 TASKS = {name: tasks.TASKS[name] for name in ("chars", "digits", "passages")}
 SECONDS, QUICK_SECONDS = 75.0, 60.0
 AROUND_S = 25.0
-"""What a row takes besides: starting, ending and evaluation, on an idle machine."""
+"""Additional time per row for start, end and evaluation on an idle machine."""
 
 
 class Cell(NamedTuple):
-    """One row to come."""
+    """One row to measure."""
 
     task: str
     link: str
@@ -57,7 +57,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(quick: bool, asked: argparse.Namespace) -> Result:
-    """`asked`: what the flags say."""
+    """Measures the rows that the store lacks, and returns all chosen rows. `asked` has the parsed flags."""
     if asked.stored:
         return stored(asked)
     seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
@@ -88,7 +88,7 @@ def run(quick: bool, asked: argparse.Namespace) -> Result:
 
 
 def stored(asked: argparse.Namespace) -> Result:
-    """What was measured before, of the data that tasks have now and for QUICK_SECONDS, or what is asked for, or longer."""
+    """Rows from the store with the tasks' current data, trained for at least `--seconds` or QUICK_SECONDS."""
     if not (asked.store and asked.store.exists()):
         raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
     seconds = asked.seconds or QUICK_SECONDS
@@ -106,8 +106,10 @@ def stored(asked: argparse.Namespace) -> Result:
 def cells(
     quick: bool, things: Sequence[str] | None, networks: Sequence[str] | None, names: Sequence[str] | None, seeds: int | None
 ) -> list[Cell]:
-    """What to measure, in order: what needs no network first, then link by link. Without a choice, tasks but the first go over
-    the links of the summary only."""
+    """Rows to measure, in order: first those that need no network, then link by link.
+
+    Unless both tasks and links are chosen, all tasks but "chars" use only the links of the summary.
+    """
     chosen = names or (systems.QUICK if quick else SYSTEMS)
     result = []
     for link in (NO_LINK, *(networks or (links.QUICK if quick else NETWORKS))):
@@ -123,7 +125,7 @@ def cells(
 
 
 def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
-    """One row; one that says why, where it cannot be measured."""
+    """Measures one row; a row that cannot be measured has the reason under "error"."""
     row: dict[str, Any] = {
         "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
         "group": cell.system.group, "targets": TASKS[cell.task]().targets, "commit": report.commit(),
@@ -151,7 +153,7 @@ def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: st
 
 
 def void(passed: bool, found: Run) -> str:
-    """Why a row does not count; "" if it does."""
+    """Reason why a row is void; "" if it is valid."""
     if not passed:
         return "the lab's self-check failed"
     if not found.sound:
@@ -160,7 +162,7 @@ def void(passed: bool, found: Run) -> str:
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """As a line of the table; what begins with _ is for the picture."""
+    """The row as a line of the table; keys that begin with _ are for the plots."""
     cells = {key: row[key] for key in ("task", "link", "system", "seed")}
     if "error" in row:
         return cells | {"void": row["error"], "commit": row.get("commit", ""), "_group": row["group"]}
@@ -176,7 +178,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def exposed_s(row: dict[str, Any]) -> float:
-    """What a step takes beyond its pace, of the slowest host."""
+    """Step time beyond the paced compute of the slowest host."""
     slowest = max(NETWORKS[row["link"]].slow) if row["link"] in NETWORKS else 1.0
     return max(0.0, float(row["s_per_step"]) - slowest * (FORWARD_S + BACKWARD_S))
 

@@ -1,4 +1,4 @@
-"""The networks that `bench tta` trains over, by name: links of four hosts and what befalls them. Knows labs, no training."""
+"""The networks of `bench tta` by name: link rates of four hosts, and their changes during training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench.lab import Lab
 
 RANKS = 4
 ONE_PEER = RANKS - 1
-"""The host that is slow, or goes away for a while. Rank 0 is where jobs meet."""
+"""The host that is slow or disconnects for a while. Not rank 0, which hosts the rendezvous."""
 
 
 class Event(NamedTuple):
-    """At so many seconds of training, links of the hosts (all: none named) change to this."""
+    """A change of link rates `at_s` seconds into the training; for all hosts if `hosts` is empty."""
 
     at_s: float
     mbps: float
@@ -23,20 +23,20 @@ class Event(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Rates in Mb/s, one for all hosts or one for each; a round trip takes `round_ms`."""
+    """Rates in Mb/s, one for all hosts or one per host; `round_ms` is the round-trip time."""
 
     up: float | Sequence[float]
     down: float | Sequence[float]
     round_ms: float
     events: tuple[Event, ...] = ()
     slow: tuple[float, ...] = (1.0,) * RANKS
-    """How many times as long as the others each host computes."""
+    """Factor of each host's compute time."""
 
     def lab(self) -> Lab:
         return Lab(hosts=RANKS, up_bps=_bps(self.up), down_bps=_bps(self.down), delay_s=self.round_ms / 2e3)
 
     def play(self, lab: Lab, over: threading.Event) -> None:
-        """Changes the links at their times, and puts them back when it is over."""
+        """Applies the events at their times; restores the links once `over` is set."""
         before, begun_s = list(lab.links), 0.0
         for event in self.events:
             if over.wait(event.at_s - begun_s):
@@ -56,7 +56,7 @@ def _bps(mbps: float | Sequence[float]) -> float | list[float]:
 TRACE = (
     Event(10, 30), Event(18, 100),                                               # a step down and up
     *(Event(25 + i, 100 - 9 * i) for i in range(10)),                            # a ramp to 19
-    Event(42, 60), Event(50, 60, (ONE_PEER,), cut=True), Event(53, 60, (ONE_PEER,)),   # one host is gone for 3 s
+    Event(42, 60), Event(50, 60, (ONE_PEER,), cut=True), Event(53, 60, (ONE_PEER,)),   # one host is disconnected for 3 s
 )
 NETWORKS = {
     "1g-2ms": Network(1000, 1000, 2),
@@ -70,6 +70,6 @@ NETWORKS = {
 }
 QUICK = ("100m-30ms", "10m-80ms")
 NO_LINK = "none"
-"""Of systems that need no network."""
+"""Link name of systems that need no network."""
 BANDWIDTH_MBPS = {"10m-80ms": 10.0, "50m-80ms": 50.0, "100m-30ms": 100.0, "1g-2ms": 1000.0}
-"""Of links that differ by little else: an axis of the picture."""
+"""Bandwidth of the links that the bandwidth plot shows."""

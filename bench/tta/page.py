@@ -1,6 +1,6 @@
-"""The tables of docs/benchmarks.md, of the rows that are kept with the project: `python -m bench.tta.page`.
+"""Writes the tables of docs/benchmarks.md from the rows in bench/tta_runs.jsonl: `python -m bench.tta.page`.
 
-Whatever a page says of a row is what the row has; a test compares them. Measures nothing.
+A test checks that the page matches the rows.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ EQUAL = 1e-9
 FIXED = "int4 forward", "int4 H=4 round", "int4 H=8 round", "int4", "fp16"
 RIVALS = tuple(name for name, system in SYSTEMS.items() if system.group == "rival" and name != "DDP fp16")
 Group = Sequence[Row]
-"""Rows of one task, link and system, which differ in seeds."""
+"""Rows of one task, link and system, with different seeds."""
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """In the order of tasks, then links, then systems as the bench has them. Without rows that failed."""
+    """Rows without errors by task, link and system, sorted by task and then in the bench's order of links and systems."""
     links, systems = [NO_LINK, *NETWORKS], list(SYSTEMS)
     result: dict[tuple[str, str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["task"], links.index(row["link"]), systems.index(row["system"]), row["seed"])):
@@ -43,12 +43,12 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def counted(group: Group) -> Group:
-    """Rows that count; if none does, all."""
+    """The rows that are not void; all rows if every row is void."""
     return [row for row in group if not row.get("void")] or group
 
 
 def seconds(group: Group, target: int) -> float:
-    """The median over seeds to that target; infinite if it was not reached."""
+    """Seconds to a target, the median over seeds; infinite if it was not reached."""
     times = [reached(row["curve"], row["targets"][target]) for row in counted(group)]
     return statistics.median(math.inf if s is None else s for s in times)
 
@@ -58,7 +58,7 @@ def void(group: Group) -> bool:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Everything, a line for each task, link and system."""
+    """The full table: a line per task, link and system."""
     lines = ["| task | link | system | seeds | s a step | exposed s | s to the easy loss | middle | hard | loss at the end "
              "| kB up a step | kB down | CPU s | peak MB | late % |", "| --- | --- | --- |" + " ---: |" * 12]
     for (task, link, system), group in groups(rows).items():
@@ -78,7 +78,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def figures(rows: Sequence[Row]) -> str:
-    """The summary: what is wanted, what was measured, over how many places, and where it is worst."""
+    """The summary: goal, measured value, number of places and worst place of each figure."""
     times = Times(rows)
     measured = by_place(times)
     lines = ["| figure | what | wanted | measured | places | worst |", "| --- | --- | ---: | ---: | ---: | --- |"]
@@ -123,7 +123,7 @@ def _seeds(count: int) -> str:
 
 
 def overview(rows: Sequence[Row]) -> str:
-    """A line for each task and link that auto was measured on, with what a user would have had without it."""
+    """A line per task and link with plan "auto" and its alternatives."""
     by_system = groups(rows)
     lines = ["| task, link | one machine, no network | each host alone | DDP fp16 | best of the others "
              "| commlayer, a fixed plan | commlayer, `plan=\"auto\", exact=False` |", "| --- |" + " ---: |" * 6]
@@ -139,7 +139,7 @@ def overview(rows: Sequence[Row]) -> str:
 
 
 def _best(measured: dict[str, list[Row]]) -> str:
-    """Seconds to the easy and the middle loss of whichever is first at the middle loss, by name where it may be any."""
+    """Seconds to the easy and the middle loss, of the system that reaches the middle loss first; with its name if needed."""
     if not measured:
         return ""
     name = min(measured, key=lambda name: (seconds(measured[name], 1), seconds(measured[name], 0)))
@@ -157,7 +157,7 @@ def _whole(found: float, group: Group) -> str:
 
 
 class Part(NamedTuple):
-    """What is made of the rows, and between which marks of a page it stands."""
+    """A generated part of a page, between two marks named after it."""
 
     page: Path
     name: str

@@ -1,4 +1,4 @@
-"""The pictures of `bench tta`: loss against seconds, seconds to the middle target against bandwidth. Knows rows only."""
+"""Plots of `bench tta`: loss against seconds, and seconds to the middle target against bandwidth."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bench.tta.summary import ASKED, Row, Times
 
 AUTO = "#0072b2"
 COLOURS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#666666")
-"""Told apart by those who see fewer colours, too."""
+"""Distinguishable with colour blindness."""
 BOUNDS = {"ideal": ":", "alone": "-."}
 MARKERS = "os^D"
-"""Where colours come again."""
+"""Used when colours repeat."""
 DASHES = {"auto": "-", "fixed": "--", "rival": "-"}
-"""By group."""
+"""Line styles by group."""
 MOST = 8
-"""Lines of a panel, bounds apart: the best of each group; more cannot be told apart."""
+"""Maximum number of lines in a panel, without the bounds."""
 
 
 def draw(source: Path) -> str:
-    """Beside the JSON: NAME.png and NAME_bandwidth.png. Says what it wrote, or why it did not."""
+    """Writes NAME.png and NAME_bandwidth.png next to NAME.json. Returns a line with the files, or why there are none."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -42,13 +42,12 @@ def draw(source: Path) -> str:
 
 
 def unshown(row: Row) -> Row:
-    """As the store has it, what begins with _ without."""
+    """The row with the leading _ of its keys removed, as in the store."""
     return {key.removeprefix("_"): value for key, value in row.items()}
 
 
 def middle(times: Times) -> list[Row]:
-    """One row of each task, link and system, of those that stand: the one whose seconds are the median over seeds; of an even
-    number the sooner of both in the middle."""
+    """The row with the median seconds over seeds (the lower median), for each task, link and system; valid rows only."""
     result = []
     for task, link, system in times.measured:
         group = times.of(task, link, system)
@@ -57,12 +56,12 @@ def middle(times: Times) -> list[Row]:
 
 
 def _seconds(row: Row, target: int) -> float:
-    """As the table counts it."""
+    """Seconds of one row to a target; infinite if it was not reached."""
     return Times([row]).seconds(row["task"], row["link"], row["system"], target)
 
 
 def points(times: Times, task: str) -> dict[str, list[tuple[float, float]]]:
-    """By system: Mb/s, and seconds to the middle target where it got there; the medians of the table."""
+    """By system, pairs of Mb/s and median seconds to the middle target, without links on which it was not reached."""
     result: dict[str, list[tuple[float, float]]] = {}
     for of_task, link, system in times.measured:
         seconds = times.seconds(of_task, link, system, ASKED[0])
@@ -72,7 +71,7 @@ def points(times: Times, task: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
-    """A row of panels for each task, a panel for each link. Bounds stand in each."""
+    """A panel per task and link. Each panel has the bounds."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     networks = [link for link in dict.fromkeys(row["link"] for row in rows) if link != NO_LINK]
     across = min(4, len(networks)) or 1
@@ -103,7 +102,7 @@ def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
 
 
 def _bandwidth(figure_of: Any, rows: Sequence[Row], times: Times, path: Path) -> None:
-    """A panel for each task. A system that did not get there on a link has no point there."""
+    """A panel per task. A system has no point on links on which it did not reach the target."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = figure_of(figsize=(6.2 * len(tasks), 4.8), dpi=130, layout="constrained")
     colours = _colours(rows)
@@ -128,7 +127,7 @@ def _bandwidth(figure_of: Any, rows: Sequence[Row], times: Times, path: Path) ->
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
-    """Bounds and auto, and of the others those that end lowest."""
+    """Rows to draw: bounds, auto, and the others with the lowest final loss."""
     kept = [row for row in rows if row["group"] in ("bound", "auto")]
     others = sorted((row for row in rows if row not in kept), key=lambda row: float(row["curve"][-1][2]))
     return kept + others[: MOST - 1]
@@ -144,6 +143,6 @@ def _look(system: str, group: str, colours: dict[str, int], *, marker: bool) -> 
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, int]:
-    """Each system's number, the same in all panels."""
+    """Colour number of each system, the same in all panels."""
     names = dict.fromkeys(row["system"] for row in rows if row["group"] != "bound" and row["system"] != "auto")
     return {name: number for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Rows in a file, a line of JSON each, as they come: a run that was broken off goes on where it was. Knows no measurement."""
+"""Stores rows in a file, one line of JSON each, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("task", "link", "system", "seed", "seconds", "data")
-"""What two rows must have in common to be the same measurement."""
+"""Rows with equal values of these keys are the same measurement; the newest counts."""
 
 
 class Store:
-    """Rows by key. With `again`, rows that failed or are void count as not there."""
+    """Rows by key. With `again`, failed and void rows count as missing."""
 
     def __init__(self, path: Path | None, *, again: bool = False) -> None:
         self._path = path
@@ -24,7 +24,7 @@ class Store:
                 row = json.loads(line)
                 key = key_of(row)
             except (ValueError, KeyError, TypeError):
-                # The last line of a run that was killed while it wrote; its row comes again.
+                # The last line of a run that was killed during a write; the row is measured again.
                 print(f"bench: --store {path}: line {number} is not a whole row and is left out", flush=True)
                 continue
             if again and (row.get("error") or row.get("void")):
@@ -44,8 +44,7 @@ class Store:
 
 
 def longest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of rows that differ only in how long they trained, the longest that stands: what a slow system needs may be more than
-    the others had."""
+    """Of rows that differ only in training time, the longest valid one: slow systems may need more time than the others."""
     result: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (not (row.get("error") or row.get("void")), row["seconds"])):
         result[tuple(row[name] for name in KEY if name != "seconds")] = row

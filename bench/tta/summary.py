@@ -1,7 +1,7 @@
-"""What `bench tta` comes to: seconds to a loss, and the few ratios that decide. Knows rows, not how they were measured.
+"""Summary of `bench tta`: seconds to a loss, and the ratios between commlayer and its alternatives.
 
-A ratio is of seconds to the middle target; where neither side reached that, to the easy one. If ours did not reach it, it is
-"never"; if the other did not, it counts with the seconds that it had, which is the least it can have needed.
+A ratio compares seconds to the middle target, or to the easy one if neither system reached the middle target. If commlayer
+did not reach the target, the ratio is "never". If the other did not, its whole training time counts, a lower bound.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Row = dict[str, Any]
 Place = tuple[str, str]
 """A task and a link."""
 ASKED = (1, 0)
-"""Targets, the one that counts first."""
+"""Targets by priority: the middle one, then the easy one."""
 
 
 class Times:
-    """Of rows that stand: seconds to each target, the median over seeds."""
+    """Seconds to each target, the median over seeds. Uses valid rows only."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows: dict[tuple[str, str, str], list[Row]] = {}
@@ -31,7 +31,7 @@ class Times:
                 self._rows.setdefault((row["task"], row["link"], row["system"]), []).append(row)
         self.groups = {row["system"]: row["group"] for row in rows}
         self.measured = list(self._rows)
-        """Each task, link and system."""
+        """Each measured (task, link, system)."""
         self.tasks = list(dict.fromkeys(task for task, _, _ in self._rows))
 
     def places(self) -> list[Place]:
@@ -44,7 +44,7 @@ class Times:
         return [name for *place, name in self._rows if place == [task, link] and self.groups[name] == group]
 
     def seconds(self, task: str, link: str, system: str, target: int) -> float:
-        """Infinite if it was not reached."""
+        """Median seconds to a target; infinite if it was not reached, NaN without rows."""
         times = [reached(row["curve"], row["targets"][target]) for row in self.of(task, link, system)]
         return statistics.median(math.inf if s is None else s for s in times) if times else math.nan
 
@@ -52,7 +52,7 @@ class Times:
         return statistics.median(float(row["curve"][-1][1]) for row in self.of(task, link, system))
 
     def ratio(self, task: str, link: str, upper: str, lower: str) -> float | None:
-        """Seconds of one system over those of another; None where it cannot be said."""
+        """Seconds of system `upper` over those of `lower`; None if a system has no rows or neither reached a target."""
         if not (self.of(task, link, upper) and self.of(task, link, lower)):
             return None
         for target in ASKED:
@@ -71,14 +71,14 @@ def stands(row: Row) -> bool:
 
 
 class Aim(NamedTuple):
-    """What is wanted of one figure, over all places: at most so much; or at least, where more is better."""
+    """The goal of one figure at all places: at most `wanted`, or with `least` at least `wanted`."""
 
     key: str
     what: str
     wanted: float
     least: bool = False
     system: str = "auto"
-    """Whose figure it is."""
+    """The system that the figure is about."""
 
     def worst(self, found: Mapping[Place, float]) -> Place | None:
         return (min if self.least else max)(found, key=found.__getitem__) if found else None
@@ -100,7 +100,7 @@ SHORT = (("100m", "100m-30ms"), ("10m", "10m-80ms"))
 
 
 def by_place(times: Times) -> dict[str, dict[Place, float]]:
-    """Each figure of `AIMS` wherever it can be told."""
+    """Each figure of `AIMS` at every place where it was measured."""
     everywhere = times.places()
     figures: dict[str, dict[Place, float | None]] = {}
     for short, link in SHORT:
@@ -128,7 +128,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _rival_over_auto(times: Times, task: str, link: str) -> float | None:
-    """At least so many times as long as ours; 0 if ours did not get there."""
+    """Seconds of the best rival over those of auto, a lower bound; 0 if auto did not reach the target."""
     best = times.best(task, link, "rival")
     ratio = times.ratio(task, link, "auto", best) if best else None
     if ratio is None or best is None:
@@ -137,7 +137,7 @@ def _rival_over_auto(times: Times, task: str, link: str) -> float | None:
 
 
 def loss_delta_pct(times: Times, task: str, link: str, system: str) -> float | None:
-    """The loss at the end against one machine's with all batches after as many steps, of the same seeds."""
+    """Percent by which the final loss is above the bound's at the same step and seed; the median over seeds."""
     bound = {row["seed"]: row["curve"] for row in times.of(task, NO_LINK, "ideal")}
     deltas = []
     for row in times.of(task, link, system):
@@ -148,7 +148,7 @@ def loss_delta_pct(times: Times, task: str, link: str, system: str) -> float | N
 
 
 def _steps_share(times: Times, task: str) -> float | None:
-    """Steps that all batches need to the middle target, over those that one rank's need."""
+    """Steps to the middle target with the batches of all ranks, relative to training with one rank's batches."""
     both = []
     for name in ("ideal", "alone"):
         rows = times.of(task, NO_LINK, name)

@@ -1,4 +1,4 @@
-"""The systems that `bench tta` compares, and how each is started. Knows their names and arguments, not what they do."""
+"""The systems that `bench tta` compares, with their start arguments."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOME = ROOT / ".rivals"
-"""Of the environments that `make rivals` makes."""
+"""Folder of the virtual environments that `make rivals` creates."""
 SPARSE = "topk(ratio=0.01, values='int8')"
 
 
 class System(NamedTuple):
-    """One way to train; `start` is what bench.paced.worker takes."""
+    """One system to measure; `start` has the arguments for bench.paced.worker."""
 
     name: str
     group: str
     """"bound" (no network), "rival", "fixed" (a plan of ours that the user chose) or "auto"."""
     start: dict[str, Any]
     environment: str = ""
-    """The rival that it needs an environment of; "" is this one."""
+    """The virtual environment that it needs; "" is the current one."""
     only: str = ""
-    """The link on which alone it is measured: what it is for befalls no other."""
+    """The only link on which it is measured; "" is all links."""
 
     def python(self) -> str:
         return str(HOME / self.environment / "bin" / "python") if self.environment else sys.executable
 
     def missing(self) -> str:
-        """Why it cannot run here, in one line; "" if it can."""
+        """Why the system cannot run on this machine, in one line; "" if it can."""
         return _missing(self.environment) if self.environment else ""
 
 
@@ -67,7 +67,7 @@ SYSTEMS = {
     )
 }
 QUICK = ("ideal", "alone", "auto", "int4 forward", "int4 H=8 round", "DDP fp16", "torchft DiLoCo H=20")
-"""In the order that they run in: what the summary needs first, first."""
+"""Systems of --quick, in the order of their runs. Other runs measure them first, too, because the summary needs them."""
 
 
 @cache
