@@ -31,7 +31,7 @@ def run(quick: bool) -> Result:
                      "buckets": replies[0]["ways"][way]["buckets"], "steps": steps})
     few_and_many = answers("bucket", "--steps", str(steps))
     per_bucket = bucket_us(few_and_many)
-    # The second session of a process imports nothing any more, but starts its server, which loads its own modules.
+    # The second session of a process finds all modules imported. Its server is a new process, which loads its own.
     attach_s = max(t["attach_s"]["many"] for t in few_and_many)
     rows.append({"what": "attach() with a server of its own, beyond imports", "s": attach_s})
     rows.append({"what": "own CPU time of a worker per bucket", "us": per_bucket})
@@ -73,7 +73,7 @@ def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, flo
     Servers are separate processes. The figure is the median over the ranks that started no server. MALLOC makes the allocator
     return large freed blocks to the system; otherwise heap fragmentation would vary by more than the model's size.
     """
-    megabytes, short = 128, 8 if quick else 12  # a smaller model would drown in the fixed 25 MB of gRPC and buffers
+    megabytes, short = 128, 8 if quick else 12  # with a smaller model, the fixed 25 MB of gRPC and buffers would dominate
 
     def train(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
         arguments = ["--mode", mode, "--megabytes", str(megabytes), "--steps", str(steps)]

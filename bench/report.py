@@ -73,7 +73,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
         numeric = all(isinstance(row.get(key, 0), int | float) for row in rows)
         result.add_column(key, justify="right" if numeric else "left")
     for row in rows:
-        result.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # cells may contain brackets
+        result.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # rich reads brackets as markup
     return result
 
 

@@ -108,7 +108,7 @@ def cells(
 ) -> list[Cell]:
     """Rows to measure, in order: first those that need no network, then link by link.
 
-    Unless both tasks and links are chosen, all tasks but "chars" use only the links of the summary.
+    Unless both tasks and links are chosen, tasks other than "chars" use only the links of the summary.
     """
     chosen = names or (systems.QUICK if quick else SYSTEMS)
     result = []

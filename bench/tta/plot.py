@@ -20,7 +20,7 @@ MARKERS = "os^D"
 DASHES = {"auto": "-", "fixed": "--", "rival": "-"}
 """Line styles by group."""
 MOST = 8
-"""Maximum number of lines in a panel, without the bounds."""
+"""Maximum number of lines in a panel, without the bounds; more would be unreadable."""
 
 
 def draw(source: Path) -> str:
