@@ -1,7 +1,7 @@
-"""A TCP proxy that breaks what passes, by worker and by way. Knows of frames only whose a connection is.
+"""A TCP proxy that injects network faults, by worker and direction. Reads frames only to find the worker of a connection.
 
-It stands between workers and servers on loopback, so a network's faults need no root. What it holds back is not lost but late,
-as behind a network that is away: TCP would send it again.
+It runs between workers and servers on loopback, so that network faults need no root. Data that it holds back is late, not lost,
+as after an outage of a network: TCP would send it again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Address = tuple[str, int]
 
 
 class Way:
-    """What happens to bytes that go one way between a worker and all servers. `shots` counts what it has happened to."""
+    """One direction of the traffic between a worker and all servers. `shots` counts the chunks that were disturbed."""
 
     def __init__(self, chance: random.Random) -> None:
         self._open = threading.Event()
         self._open.set()
         self.delay_s = 0.0
         self.flips = 0
-        """So many chunks to come have a bit flipped."""
+        """Number of following chunks in which a bit is flipped."""
         self.shots = 0
         self.nbytes = 0
-        """That have come here."""
+        """Bytes that have passed."""
         self._chance, self._lock = chance, threading.Lock()
 
     def hold(self) -> None:
@@ -44,7 +44,7 @@ class Way:
         self._open.set()
 
     def carry(self, data: bytes) -> bytes:
-        """What comes out at the other end, when it does."""
+        """Applies the faults to a chunk; blocks while the direction is held."""
         if not self._open.is_set():
             self.shots += 1
             self._open.wait()
@@ -62,13 +62,13 @@ class Way:
 
 
 class Link:
-    """A worker's ways, and its connections that pass here."""
+    """A worker's two directions, and its connections through the proxy."""
 
     def __init__(self, chance: random.Random) -> None:
         self.ways = Way(chance), Way(chance)
         self._lock = threading.Lock()
         self._ends: dict[socket.socket, socket.socket] = {}
-        """The worker's end of each connection: the other end."""
+        """The worker's end of each connection -> the server's end."""
         self._quiet: set[socket.socket] = set()
 
     @property
@@ -77,7 +77,7 @@ class Link:
 
     @property
     def open(self) -> int:
-        """How many connections there are."""
+        """Number of connections."""
         with self._lock:
             return len(self._ends)
 
@@ -86,17 +86,18 @@ class Link:
             self._ends[near] = far
 
     def drop(self, near: socket.socket) -> bool:
-        """Whether nobody else has ended it."""
+        """Removes a connection; returns whether it was still there."""
         with self._lock:
             return self._ends.pop(near, None) is not None
 
     def left(self, far: socket.socket) -> bool:
-        """Whether that end was left alone on purpose."""
+        """Whether that end was left open on purpose."""
         with self._lock:
             return far in self._quiet
 
     def cut(self, *, reset: bool, halves: bool = False) -> int:
-        """Ends all connections; `halves`: the worker's ends alone, and the others hear nothing. How many there were."""
+        """Ends all connections and returns their number. `halves`: ends only the workers' ends and leaves the servers' ends
+        open."""
         with self._lock:
             ends, self._ends = self._ends, {}
             if halves:
@@ -117,8 +118,8 @@ class Link:
 
 
 class Proxy:
-    """Before one address. `rank`: whose connections these are; else `whose` says so, by the address of their other end, or if
-    nobody does their first frame."""
+    """Listens on one address. The worker of a connection is `rank` if given. Otherwise `whose` finds it by the address of the
+    connection's worker end, or, without `whose`, the connection's first frame names it."""
 
     def __init__(self, listen: Address, target: Address, links: list[Link], seen: Seen, rank: int = -1,
                  whose: Callable[[Address], int] | None = None) -> None:
@@ -139,7 +140,7 @@ class Proxy:
 
     def _pump(self, way: int, near: socket.socket, far: socket.socket, link: Link, stretch: Stretch | None,
               over: list[int]) -> None:
-        """`over`: the ways on which it has ended in order, of both threads."""
+        """Moves bytes in one direction. `over`: the directions that have ended in order, shared by both threads."""
         source, sink = (near, far) if way == UP else (far, near)
         with contextlib.suppress(OSError):
             while data := source.recv(CHUNK_NBYTES):
@@ -151,12 +152,12 @@ class Proxy:
                     link = self._links[stretch.rank] if 0 <= stretch.rank < len(self._links) else self._nobody
                 sink.sendall(link.ways[way].carry(data))
             if sink is far and self._left(far):
-                return  # the worker's end is gone, and this one is not to hear of it
+                return  # the worker's end is gone, and the server must not notice
             sink.shutdown(socket.SHUT_WR)
             over.append(way)
             if len(over) < 2:
                 return
-        for one in (link, *self._links):  # whose it is may just have become known
+        for one in (link, *self._links):  # its worker may just have become known
             one.drop(near)
         if not self._left(far):
             end(near, reset=len(over) < 2)
@@ -167,13 +168,13 @@ class Proxy:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # else the thread in accept() takes one more
+            self._listener.shutdown(socket.SHUT_RDWR)  # otherwise the thread in accept() takes one more connection
         self._listener.close()
         self._nobody.close()
 
 
 def accepted(listener: socket.socket, target: Address) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of each connection that goes through, until the listener is closed."""
+    """Both ends of each new connection, until the listener is closed."""
     while True:
         try:
             near, _ = listener.accept()
@@ -181,7 +182,7 @@ def accepted(listener: socket.socket, target: Address) -> Iterator[tuple[socket.
             return
         try:
             far = socket.create_connection(target, CONNECT_S)
-        except OSError:  # nobody listens there just now
+        except OSError:  # nothing listens there at the moment
             end(near, reset=True)
             continue
         far.settimeout(None)
@@ -194,5 +195,5 @@ def end(one: socket.socket, *, reset: bool) -> None:
     with contextlib.suppress(OSError):
         if reset:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        one.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)  # a close alone would not wake the thread that reads
+        one.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)  # a close alone would not wake the reading thread
     one.close()

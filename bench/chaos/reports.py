@@ -1,4 +1,4 @@
-"""What a worker of a chaos run is told, and what it tells. Loads no torch."""
+"""Messages between a chaos run and its workers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from typing import Any, NamedTuple
 
 STEPS_PER_EPOCH = 8
 SETTLING = 2
-"""Steps behind the last one, in which all that is owed is paid: what the first one rounds off comes with the second."""
+"""Steps after the last one that send all residuals: the second one sends what the first one rounds off."""
 
 
 class Task(NamedTuple):
-    """What a worker is to do. `told_every`: of so many steps it tells one."""
+    """A worker's work. `told_every`: it reports every N-th step."""
 
     rank: int
     workers: int
     steps: int
     codec: str
     store: tuple[str, int]
-    """Where ranks meet."""
+    """Address of the store where ranks meet."""
     meeting: str
     settings: dict[str, Any]
     folder: str
     told_every: int = 1
     waits_at: int = 0
-    """Behind that step it waits for an order, if there was none yet."""
+    """After this step it waits for a message, unless one has come before."""
     least: int = 0
-    """As Setting has it."""
+    """See Setting.least."""
     behind: int = 0
-    """Not 0: in place of `steps`, so many behind the one in which a home joins, of which it may be a worker."""
+    """If not 0, training ends this many steps after a home has joined, instead of after `steps`. This worker may be that home.
+    """
 
 
 class Began(NamedTuple):
-    """Ahead of a step, where workers may be lost in it: what it will use."""
+    """Sent before a step, in jobs that may lose workers: what the step will use."""
 
     step: int
     epoch: int
@@ -39,7 +40,7 @@ class Began(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """After a step. `members`: those who took part in it, where that may change."""
+    """Sent after a step. `members`: the members of the step, in jobs that may lose workers."""
 
     step: int
     digest: str
@@ -49,14 +50,15 @@ class Stepped(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that is wrong with a run: of which kind, as summaries count it, and the line that says it."""
+    """A failed check of a run: its kind, as counted in summaries, and a line of text."""
 
     kind: str
     line: str
 
 
 class Ended(NamedTuple):
-    """The last word. `peer` and `what`: of the error that ended it, if one did; `bug`: of one that is none of the network's."""
+    """A worker's last message. `peer` and `what` are those of the CommError that ended it; `bug` is the traceback of any other
+    error."""
 
     steps: int
     at_s: float

@@ -1,7 +1,7 @@
-"""Seeded schedules of a simulated world, any number, in pieces: each goes on where the one before it stopped. Starts nothing.
+"""Runs seeded schedules of the simulations, in parts that can be resumed.
 
-`python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, again and again until none are left; with
---members, of who takes part in a job, with --agreement, of how those who are left go on, else of what members and servers say.
+`python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, repeated until none are left. With --members
+it simulates membership, with --agreement how the remaining members continue, otherwise the exchange of sums.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ MOST_FINDINGS = 5
 
 
 class Schedule(Protocol):
-    """One, of a seed."""
+    """One schedule, derived from a seed."""
 
     counts: Counter[str]
-    """What has happened in it, by name."""
+    """Number of events in it, by name."""
 
     def run(self) -> list[str]:
-        """What is wrong."""
+        """Returns the violations."""
 
 
 class Done(msgspec.Struct):
-    """What has been run so far: all seeds from `first` on, below `first + schedules`."""
+    """What has been run so far: all seeds from `first` up to `first + schedules`, exclusive."""
 
     first: int = 0
     members: bool = False
@@ -48,7 +48,7 @@ class Done(msgspec.Struct):
 
 
 class Asked(NamedTuple):
-    """`seconds`: 0 for as long as it takes; `resume`: a file that keeps what is done, None for none."""
+    """What to run. `seconds`: time limit, 0 for none. `resume`: a file that keeps the progress, None for none."""
 
     schedules: int
     seed: int
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
     @property
     def of(self) -> str:
-        """The flag that says what schedules these are."""
+        """The flag that selects the kind of schedules."""
         return "--agreement" if self.agreement else "--members" if self.members else ""
 
     @property
@@ -91,7 +91,7 @@ def one(asked: Asked, seed: int, done: Done) -> None:
     world: Schedule = Agreement(seed) if asked.agreement else Members(seed) if asked.members else World(seed)
     try:
         problems = world.run()
-    except Exception as error:  # whatever the machines raise is a finding
+    except Exception as error:  # any exception of the state machines is a finding
         problems = [f"{type(error).__name__}: {error}"]
     done.schedules += 1
     done.counts = dict(Counter(done.counts) + world.counts)

@@ -1,6 +1,7 @@
-"""What a worker keeps and what a server takes, as state machines in a simulated network. Knows no sockets, threads or clock.
+"""Simulates the exchange of sums: state machines of workers and a server in a simulated network, without sockets, threads or
+clock.
 
-Frames are lost, repeated and reordered, and the server is killed and started again with its journal, as a seed deals it out.
+By seed, frames are lost, repeated and reordered, and the server is killed and restarted with its journal.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from commlayer.transport.reconnect import InFlightRequests
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
 BREAKS, KILLS = 0.08, 0.02
-"""How often, of all that happens, a connection ends; and of what a server writes down, it is killed around that."""
+"""BREAKS: probability that an event breaks a connection. KILLS: probability that the server is killed before a journal write,
+and the same after it."""
 MOST_EVENTS = 20_000
-"""A schedule takes a few hundred; beyond this nobody gets any further."""
+"""A schedule takes a few hundred events; beyond this limit it is stuck."""
 Contribution = tuple[int, int, int]
 """Bucket, round, value."""
 _VALUE = struct.Struct("<d")
 
 
 class Killed(Exception):
-    """The server is, in the middle of what it did."""
+    """The server is killed in the middle of an operation."""
 
 
 class Sums:
-    """Ops over one double per payload, which count what is in each result."""
+    """Codec operations on one double per payload that record the contributions in each result."""
 
     codec, bound, means = 7, 8, False
 
@@ -36,7 +38,7 @@ class Sums:
         self.rounds, self.in_means, self._bucket = rounds, in_means, bucket
         self._under_way: list[Contribution] = []
         self.emitted: list[Contribution] = []
-        """Of results that are not written down yet."""
+        """Contributions in results that are not yet journaled."""
         self.lost = False
 
     def zeros(self, r: int) -> list[float]:
@@ -77,17 +79,17 @@ class Sums:
 
 
 def value_of(rank: int, number: int, r: int, tries: int) -> float:
-    """No two contributions are alike."""
+    """A value that is unique to the contribution."""
     return float(((number * 8 + r) * 8 + tries) * 8 + rank)
 
 
 class Bucket:
-    """A worker's side of one: a step and round at a time, coded again when it is told to."""
+    """A worker's side of a bucket: one step and round at a time, coded again when the server requests it."""
 
     def __init__(self, rank: int, number: int, rounds: int) -> None:
         self.rank, self.number, self.rounds = rank, number, rounds
         self.step = self.round = self.tries = 0
-        self.total = 1.0  # taken for granted, wrongly
+        self.total = 1.0  # wrong at first, so that the server has to send the true total
         self.results: list[tuple[int, int, bytes]] = []
 
     def request(self) -> tuple[Header, bytes]:
@@ -96,7 +98,7 @@ class Bucket:
         return header, _VALUE.pack(value_of(self.rank, self.step, self.round, self.tries))
 
     def hear(self, header: Header, body: bytes) -> bool:
-        """Whether there is another request."""
+        """Handles a result; returns whether another request follows."""
         if header.flags & Flag.AGAIN:
             self.tries, self.total = self.tries + 1, header.weight
             return True
@@ -108,7 +110,7 @@ class Bucket:
 
 
 class World:
-    """Workers, a server, and what is on its way between them: one schedule."""
+    """One schedule: workers, a server, and the messages in flight."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -130,25 +132,25 @@ class World:
     # ---- the server
 
     def _started(self) -> Summation:
-        """As a process that finds what the one before has written down."""
+        """Starts a server process that reads the journal of the one before."""
         self.ops = {b: Sums(self.rounds, in_means=self.in_means, bucket=b) for b in range(BUCKETS)}
-        made = Summation(0, 1, dict(self.ops), dict.fromkeys(self.ops, tuple(range(WORLD))))
+        server = Summation(0, 1, dict(self.ops), dict.fromkeys(self.ops, tuple(range(WORLD))))
         for bucket, entry in self._kept.items():
-            made.recall(bucket, *entry)
+            server.recall(bucket, *entry)
         if self.journal:
             self._starting = True
-            made.remember(self._keep)
+            server.remember(self._keep)
             self._starting = False
-        return made
+        return server
 
     def _keep(self, bucket: int, words: bytes, state: bytes) -> None:
         chance = 1.0 if self._starting else self.chance.random()
         if chance < KILLS:
-            raise Killed  # it has not been written
+            raise Killed  # killed before the write
         self._kept[bucket] = words, bytes(state)
         self._count(bucket)
         if chance < 2 * KILLS:
-            raise Killed  # it has, and nobody has heard
+            raise Killed  # killed after the write, before any reply
 
     def _count(self, bucket: int) -> None:
         ops = self.ops[bucket]
@@ -156,7 +158,7 @@ class World:
         ops.emitted.clear()
 
     def _killed(self) -> None:
-        """Its connections end with it; what it had sent may still arrive."""
+        """Kills and restarts the server. Its connections end, but frames that it has sent may still arrive."""
         self.counts["servers killed"] += 1
         self.server = self._started()
         for rank in range(WORLD):
@@ -173,7 +175,7 @@ class World:
         self.up[bucket.rank].append((request.header, bytes(request.body)))
 
     def run(self) -> list[str]:
-        """What must not be, in a line each."""
+        """Runs the schedule and returns the violations, one line each."""
         chance, up, down = self.chance.random, self.up, self.down
         while self._open:
             self.counts["events"] += 1
@@ -192,7 +194,8 @@ class World:
         return self.problems()
 
     def _break(self, rank: int) -> None:
-        """What was on its way is lost, or some of it is not: the server may have taken it, and its answer finds the new way."""
+        """Breaks a connection. Frames in flight may be lost or not: the server may have taken a request, and its reply then
+        arrives over the new connection."""
         self.counts["connections broken"] += 1
         for way in (self.up[rank], self.down[rank]):
             if self.chance.random() < 0.8:
@@ -203,7 +206,7 @@ class World:
         self.up[rank] += [(r.header, bytes(r.body)) for r in self.inflight[rank].pending()]
 
     def _any_of(self, way: list[tuple[Header, bytes]]) -> tuple[Header, bytes]:
-        """Frames of several buckets overtake one another; some arrive twice."""
+        """The next frame. Frames of different buckets overtake each other; some arrive twice."""
         bucket = way[int(self.chance.random() * len(way))][0].bucket
         place = next(i for i, (header, _) in enumerate(way) if header.bucket == bucket)
         return way[place] if self.chance.random() < 0.1 else way.pop(place)
@@ -232,25 +235,26 @@ class World:
         if bucket.hear(header, body):
             self.ask(bucket)
 
-    # ---- what must be true
+    # ---- invariants
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         for b in range(BUCKETS):
             finals = [row[b].results for row in self.buckets]
             if finals[0] != finals[1] or finals[1] != finals[2]:
-                found.append(f"bucket {b}: workers were told different sums")
+                problems.append(f"bucket {b}: workers were told different sums")
             if len(finals[0]) != STEPS * self.rounds:
-                found.append(f"bucket {b}: {len(finals[0])} sums, allowed: {STEPS * self.rounds}")
+                problems.append(f"bucket {b}: {len(finals[0])} sums, allowed: {STEPS * self.rounds}")
             if self.ops[b].lost:
-                found.append(f"bucket {b}: its residual was lost")
+                problems.append(f"bucket {b}: its residual was lost")
         wanted = self.expected()
         lost, doubled = wanted - self.added.keys(), [c for c, count in self.added.items() if count != 1]
         if lost or doubled or len(self.added) != len(wanted):
-            found.append(f"contributions lost {len(lost)}, doubled {len(doubled)}, strange {len(self.added.keys() - wanted)}")
-        return found
+            problems.append(
+                f"contributions lost {len(lost)}, doubled {len(doubled)}, strange {len(self.added.keys() - wanted)}")
+        return problems
 
     def expected(self) -> set[Contribution]:
-        """What is in results: of a step that is coded again, the second coding."""
+        """The contributions that results must contain: of a step that is coded again, the second coding."""
         return {(b, r, int(value_of(rank, step, r, int(self.in_means and r == 0))))
                 for b in range(BUCKETS) for r in range(self.rounds) for step in range(STEPS) for rank in range(WORLD)}

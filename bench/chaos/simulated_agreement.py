@@ -1,7 +1,7 @@
-"""Those who are left when workers die go on: members' agreement, a coordinator's view of them and servers' sums, in one world.
+"""Simulates how the remaining workers continue when others die: agreement, coordinator and servers in one simulated network.
 
-Workers exchange steps, are killed at moments that are dealt out, or are held to be dead while they live; calls are lost or come
-late; frames are lost, repeated and reordered, as a seed deals it out. Knows no sockets, threads or clock.
+Workers exchange steps. By seed, workers are killed at chosen moments or declared dead while they live; calls are lost or late;
+frames are lost, repeated and reordered. There are no sockets, threads or clock.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from commlayer.records import View
 from commlayer.transport.protocol import Header, Message
 
 CALM, MOST_EVENTS = 1_000, 60_000
-"""After so many events nothing breaks any more, and beyond so many nobody gets any further: a schedule takes some hundreds."""
+"""After CALM events there are no more faults; beyond MOST_EVENTS a schedule is stuck. A schedule takes some hundred events."""
 PHASES = "pushes", "waits", "has all", "meets"
 AGREEING = "says where", "says for good", "tells servers", "is ready", "has gone over"
 GRACE = "declared dead", "the coordinator did not answer", "server"
-"""How the ends begin that a worker may come to though enough are left: calls are lost for long, or it is held to be dead."""
+"""Beginnings of errors with which a worker may end although enough are left: its calls were lost for long, or it was declared
+dead."""
 
 
 class Death(NamedTuple):
-    """Of who comes to that moment for the `nth` time in a schedule, of all members; or of another one then."""
+    """A planned death at the `nth` time that any member reaches `phase`: of that member itself, or of another one."""
 
     phase: str
     nth: int
     itself: bool
     falsely: bool
-    """It lives, and is held to be dead."""
+    """The victim lives, but the coordinator declares it dead."""
 
 
 class Agreement:
@@ -64,27 +65,28 @@ class Agreement:
         self._came, self._phases = Counter[str](), [""] * workers
         self._deaths = [self._dealt(n) for n in range(self.chance.choice((0, 1, 1, 2, 2, 3)))]
         self._slow = {rank for rank in range(workers) if self.chance.random() < 0.2}
-        """Who hears late what servers say."""
+        """Workers that receive servers' messages late."""
         self._sources = self._all_sources()
         self.chance.shuffle(self._sources)
 
     def _dealt(self, number: int) -> Death:
-        """Behind the first one, members have something to agree about."""
+        """Draws a death. After the first one members have something to agree on, so later ones mostly strike in the agreement.
+        """
         phases, most = (PHASES, 6) if number == 0 or self.chance.random() < 0.2 else (AGREEING, 4)
         return Death(self.chance.choice(phases), self.chance.randint(1, most), self.chance.random() < 0.6,
                      self.chance.random() < 0.15)
 
     def _all_sources(self) -> list[Callable[[], bool]]:
-        """All that may happen next; each tells whether it has."""
-        found: list[Callable[[], bool]] = [self._judges, self._comes_late, self._breaks_one]
+        """All possible events; each function returns whether its event has happened."""
+        sources: list[Callable[[], bool]] = [self._judges, self._comes_late, self._breaks_one]
         for rank, member in enumerate(self.members):
-            found += [functools.partial(self._acts, member), member.beat]
+            sources += [functools.partial(self._acts, member), member.beat]
             for s in range(len(self.services)):
-                found += [functools.partial(self._arrives_up, rank, s), functools.partial(self._arrives_down, rank, s)]
-        found += [functools.partial(self._server_hears, service) for service in self.services]
-        return found
+                sources += [functools.partial(self._arrives_up, rank, s), functools.partial(self._arrives_down, rank, s)]
+        sources += [functools.partial(self._server_hears, service) for service in self.services]
+        return sources
 
-    # ---- what members have around them
+    # ---- the members' environment
 
     def server_of(self, bucket: int, servers: int = 0) -> int:
         return bucket % (servers or len(self.services))
@@ -112,7 +114,8 @@ class Agreement:
         return self.services[server].knows(rank)
 
     def commits(self, member: Member) -> None:
-        """No two of those who go on have another sum of a step, and each has the parts of all members of its view."""
+        """Checks a committed step. All continuing members must have the same sums, each with the contributions of all members
+        of its view."""
         step, sums = len(member.committed) - 1, member.committed[-1]
         for other in [] if self._dead(member) else self.members:
             goes_on = other.end in ("", FINISHED) and not self._dead(other)
@@ -130,10 +133,10 @@ class Agreement:
         self.counts["steps committed"] += 1
 
     def _dead(self, member: Member) -> bool:
-        """Or held to be: what it does is nothing to those who go on without it."""
+        """Whether the worker is dead or declared dead: its actions do not matter to those that continue without it."""
         return self.desk.holds_dead(member.rank)
 
-    # ---- what happens
+    # ---- events
 
     def run(self) -> list[str]:
         sources, count = self._sources, len(self._sources)
@@ -145,7 +148,7 @@ class Agreement:
             if not any(sources[n - count]() for n in range(begin, begin + count)):
                 if not self._breaks_still:
                     break
-                self.counts["events"] = CALM  # nothing is left to happen, so nothing breaks any more
+                self.counts["events"] = CALM  # nothing is left to happen, so faults end
         return self.problems or self._ends()
 
     def _acts(self, member: Member) -> bool:
@@ -175,7 +178,7 @@ class Agreement:
                 self._cut(victim.rank)
 
     def _cut(self, rank: int) -> None:
-        """What it had sent may still arrive."""
+        """Ends a worker's connections; what it has sent may still arrive."""
         for s in range(len(self.services)):
             self._down[rank][s].clear()
             if self.chance.random() < 0.5:
@@ -184,11 +187,11 @@ class Agreement:
     def _ended(self, member: Member) -> None:
         self.counts["finished" if member.end == FINISHED else "stopped"] += 1
         if member.end != FINISHED:
-            self._unjudged.append(member.rank)  # it may not have been heard
-            graced = member.end.startswith(GRACE) or f"worker {member.rank}: " in member.end  # held to be dead itself
-            there = len(self.desk.there)
-            if not graced and there >= self.desk.least:
-                self.problems.append(f"worker {member.rank} stops, though {there} are left: {member.end}")
+            self._unjudged.append(member.rank)  # the coordinator may not have received the end
+            graced = member.end.startswith(GRACE) or f"worker {member.rank}: " in member.end  # it was declared dead itself
+            present = len(self.desk.there)
+            if not graced and present >= self.desk.least:
+                self.problems.append(f"worker {member.rank} stops, though {present} are left: {member.end}")
             if not graced and not any(f"worker {m.rank}: " in member.end for m in self.members if m.end or self._dead(m)):
                 self.problems.append(f"worker {member.rank} stops, and names nobody who is gone: {member.end}")
 
@@ -212,7 +215,7 @@ class Agreement:
         return True
 
     def _breaks_one(self) -> bool:
-        """A connection: what is on its way is lost, or some of it is not, and what has no answer is said again."""
+        """Breaks a connection. Frames in flight may be lost or not, and unanswered requests are sent again."""
         if not self.chance_of(self._breaks):
             return False
         rank, s = int(self.chance.random() * len(self.members)), int(self.chance.random() * len(self.services))
@@ -226,7 +229,7 @@ class Agreement:
         return True
 
     def _any_of(self, way: list[tuple[Header, bytes]]) -> tuple[int, bool]:
-        """Which comes next, of several buckets, and whether it will come again."""
+        """Index of the next frame, and whether it will arrive again. Frames of different buckets overtake each other."""
         bucket = way[int(self.chance.random() * len(way))][0].bucket
         return next(i for i, (header, _) in enumerate(way) if header.bucket == bucket), self.chance_of(0.05)
 
@@ -260,31 +263,31 @@ class Agreement:
         self.members[rank].hear(s, header, body)
         return True
 
-    # ---- what must be true in the end
+    # ---- invariants at the end
 
     def _ends(self) -> list[str]:
         self.counts["views"] += self.desk.view.generation - 1
-        found = []
+        problems = []
         if any(not m.end for m in self.members):
-            found.append(f"faults have ended, and nobody gets any further: {self._where()}")
+            problems.append(f"faults have ended, and nobody gets any further: {self._where()}")
         done = [m for m in self.members if m.end == FINISHED and not self._dead(m)]
         if any(m.committed != done[0].committed for m in done):
-            found.append("those who have finished have other sums")
+            problems.append("those who have finished have other sums")
         if done:
-            found += self._unpaid(done[0])
-        return found
+            problems += self._unpaid(done[0])
+        return problems
 
     def _unpaid(self, member: Member) -> list[str]:
-        """Servers have paid out what was applied, each sum once, and have taken back all else."""
-        found = []
+        """Servers must have kept the sums that were applied, each once, and rolled back all others."""
+        problems = []
         last = self.steps - 1
         for bucket in self.buckets:
             paid = self.services[self.server_of(bucket)].ledgers[bucket].paid
             wanted = [member.committed[step][(bucket, self.rounds - 1)] for step in range(self.steps)
                       if step == last or not self.lazy[step]]
             if paid != wanted:
-                found.append(f"bucket {bucket}: paid {paid}, applied {wanted}")
-        return found
+                problems.append(f"bucket {bucket}: paid {paid}, applied {wanted}")
+        return problems
 
     def _where(self) -> str:
         return "; ".join(f"worker {m.rank} {m.end or m.phase} (step {m.step}, view {m.view.generation})" for m in self.members)

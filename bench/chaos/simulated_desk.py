@@ -1,4 +1,4 @@
-"""A coordinator of a simulated job: who takes part, and where homes leave words for each other. Knows no socket, no clock."""
+"""The coordinator of a simulated job: membership, and the key-value store through which homes exchange messages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ PLAN = b"a plan"
 
 
 class Beaten(NamedTuple):
-    """What a heartbeat brings, and of which moment that is."""
+    """The reply to a heartbeat, and the coordinator's version at that time."""
 
     pulse: HeartbeatReply
     version: int
 
 
 class Desk:
-    """Calls are answered at once: whoever makes them has them come late, or not at all."""
+    """Answers calls at once; the caller simulates delays and losses."""
 
     def __init__(self, workers: int, servers: int, least: int) -> None:
         self.state = State(workers, servers, min_workers=least)
         self.version = 0
-        """Of all that anybody could hear: who waits need not ask again before it has changed."""
+        """Changes whenever a reply could change, so that a waiting caller need not ask again before."""
         for number in range(servers):
             self._joins(messages.server_request(f"10.99.0.{number + 1}:7001", number=number))
         self._rendezvous = RendezvousService(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
@@ -40,8 +40,8 @@ class Desk:
         self._rendezvous.begin()
 
     def _attends(self, rank: int) -> None:
-        said = self._rendezvous.register(msgspec.structs.replace(messages.site_request(1), home=home_of(rank)))
-        assert not said.error, said.error
+        reply = self._rendezvous.register(msgspec.structs.replace(messages.site_request(1), home=home_of(rank)))
+        assert not reply.error, reply.error
 
     def _joins(self, request: Join) -> None:
         request = msgspec.structs.replace(request, token=f"{request.kind} {request.rank}")
@@ -56,7 +56,7 @@ class Desk:
 
     @property
     def there(self) -> list[int]:
-        """Workers of the view who are here, as it knows."""
+        """Workers of the view that are present, as far as the coordinator knows."""
         return [m.rank for m in self.view.members if self.state.registrations[token_of(m.rank)].present]
 
     def holds_dead(self, rank: int) -> bool:
@@ -77,7 +77,7 @@ class Desk:
     # ---- calls
 
     def ask(self, asked: KvRequest) -> KvReply:
-        """As Gathering.ask, of one that does not wait."""
+        """RendezvousService.handle for a request that does not wait."""
         call = self._rendezvous.handle(asked)
         try:
             call.send(None)
@@ -101,7 +101,7 @@ class Desk:
         self._becomes(membership.leave(self.state, token_of(rank), reason, exchanges))
 
     def judge(self, rank: int) -> None:
-        """It is dead for good, whether or not it lives."""
+        """Declares the worker dead for good, whether or not it lives."""
         self._becomes(membership.evict(self.state, [token_of(rank)], "no heartbeat, as the coordinator sees it"))
 
     def _becomes(self, state: State) -> None:

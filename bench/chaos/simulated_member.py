@@ -1,6 +1,6 @@
-"""A worker of a simulated job. What it does goes as in engine/regroup.py, but that it yields where a thread would wait.
+"""A worker of a simulated job. It follows engine/regroup.py, but is a generator that yields where a thread would wait.
 
-It yields whether it has done anything. Knows no socket, clock or thread.
+It yields whether it has done anything.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from commlayer.transport.reconnect import InFlightRequests
 T = TypeVar("T")
 Doing = Generator[bool, None, T]
 EVERYTHING = 1
-"""Bit of the only slice that a bucket has."""
+"""The bit of a bucket's only slice."""
 
 
 class Newer(Exception):
-    """There is a newer view than the one that is gone over to."""
+    """There is a newer view than the one to which this worker is switching."""
 
 
 class Regroup(Exception):
-    """The step under way is none."""
+    """The current step is abandoned."""
 
 
 class Ends(Exception):
-    """This worker does, and why."""
+    """This worker ends; the message is the reason."""
 
 
 class Lost(Ends):
-    """Somebody is gone, or nobody answers."""
+    """A peer is gone, or the coordinator does not reply."""
 
 
 class Job(Protocol):
-    """What members have around them: simulated_agreement.py."""
+    """The environment of a member; implemented in simulated_agreement.py."""
 
     counts: Counter[str]
     desk: Desk
@@ -55,20 +55,20 @@ class Job(Protocol):
     lazy: list[bool]
     """By step, whether its average is not applied."""
     meets: list[bool]
-    """By step, whether all do something together behind it."""
+    """By step, whether all members meet in a collective of the script after it."""
 
     def server_of(self, bucket: int) -> int: ...
 
     def chance_of(self, part: float) -> bool:
-        """Whether something goes wrong that does so often. Never once all is calm."""
+        """Whether a fault with this probability happens now. Never after the calm has begun."""
         ...
 
     def loses(self) -> bool:
-        """Whether a call, or its answer, is lost."""
+        """Whether a call or its reply is lost."""
         ...
 
     def late(self, asked: KvRequest) -> None:
-        """What was lost comes after all."""
+        """Delivers a lost request later."""
         ...
 
     def send(self, rank: int, server: int, header: Header, body: bytes) -> None: ...
@@ -84,9 +84,9 @@ class Member:
         self.view = self.newest = view
         self.step = 0
         self.phase = "computes"
-        """Where it is, by name, and"""
+        """The worker's current phase."""
         self.end = ""
-        """why it is nowhere any more."""
+        """Why the worker has ended; empty while it runs."""
         self.committed: list[dict[tuple[int, int], int]] = []
         """By step, the sum of each bucket and round."""
         self.inflight: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(servers)]
@@ -94,21 +94,21 @@ class Member:
         self._results: dict[tuple[int, int], int] = {}
         self._tries = dict.fromkeys(job.buckets, 0)
         self._owes = False
-        """Whether servers have yet to hear that the step before was not applied."""
+        """Whether the servers do not yet know that the previous step was not applied."""
         self._answers: dict[tuple[int, int], str] = {}
         self._standing = VoterState()
         self._said: set[str] = set()
         self._agreed: tuple[View, list[Vote]] | None = None
         self._left: dict[str, int] = {}
         self._verdict: Ends | None = None
-        """What the coordinator says once, and for good."""
+        """The coordinator's final verdict on this worker, which is sent once."""
         self._beaten: tuple[int, int, int] = (-1, 0, 0)
         self._life, self._waiting = self._lives(), False
 
-    # ---- from outside
+    # ---- called from outside
 
     def act(self) -> bool:
-        """One thing, if it does not wait."""
+        """Advances the worker if it does not wait; returns whether it did anything."""
         if self.end:
             return False
         try:
@@ -122,19 +122,19 @@ class Member:
         self._life.close()
 
     def beat(self) -> bool:
-        """What its other thread does."""
-        said = self.newest.generation, self.view.generation
-        if self.end or self._beaten == (self._job.desk.version, *said):
+        """The work of the heartbeat thread."""
+        generations = self.newest.generation, self.view.generation
+        if self.end or self._beaten == (self._job.desk.version, *generations):
             return False
         if not self._job.loses():
-            pulse, version = self._job.desk.beat(self.rank, *said)
+            pulse, version = self._job.desk.beat(self.rank, *generations)
             if not self._job.loses():
-                self._beaten = version, *said
+                self._beaten = version, *generations
                 self._pulse(pulse)
         return True
 
     def _pulse(self, pulse: HeartbeatReply) -> None:
-        """As client.py and uplink.py have it."""
+        """Handles a heartbeat reply like client.py and uplink.py."""
         self._left |= {gone.peer: gone.exchanges for gone in pulse.departed if gone.reason == FINISHED}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
             self.newest = pulse.view
@@ -154,7 +154,7 @@ class Member:
         self.error = self.error or error
 
     def hear(self, server: int, header: Header, body: bytes) -> None:
-        """An answer has come."""
+        """Handles a message from a server."""
         if self.inflight[server].answer(header) is None:
             return
         if header.kind == Kind.PLAN_OK:
@@ -208,7 +208,7 @@ class Member:
         self._tries = dict.fromkeys(self._job.buckets, 0)
 
     def _push(self, bucket: int, r: int, total: float = 1.0) -> None:
-        """The total is taken for granted, wrongly, until the server has told."""
+        """Sends a contribution. The total is wrong at first; the server sends the true one."""
         tries = self._tries[bucket] if r == 0 else 0
         generation = wire_generation(self.view)
         header = Header(Kind.PUSH, generation, self.step, bucket, round=r, codec=7, sender=self.rank, weight=1.0, used=1,
@@ -224,7 +224,7 @@ class Member:
         return len(self._results) == len(self._job.buckets) * self._job.rounds
 
     def _waits(self) -> Doing[None]:
-        """As Arrivals.wait and Worker.wait."""
+        """Waits for the step's results, like Arrivals.wait and Worker.wait."""
         heeded: View | None = None
         while not self._here() and self.error is None:
             self.phase = "waits"
@@ -240,20 +240,20 @@ class Member:
             raise self.error
 
     def _meets(self) -> Doing[None]:
-        """A script's own collective: it goes on without those who are gone."""
+        """A collective of the training script, which continues without members that are gone."""
         self.phase = "meets"
         want = tuple((f"script{self.view.generation}/{self.step}/{m.rank}", m.rank) for m in self.view.members)
         own = next((name, b"") for name, rank in want if rank == self.rank)
-        asked = KvRequest(home_of(self.rank), (own,), want=want, without=True)
+        request = KvRequest(home_of(self.rank), (own,), want=want, without=True)
         while True:
             version = self._job.desk.version
-            kept = yield from self._calls(asked, for_ever=True)
+            kept = yield from self._calls(request, for_ever=True)
             if None not in kept.found or kept.over:
                 return
             while self._job.desk.version == version:
                 yield False
 
-    # ---- the agreement, as regroup.py has it
+    # ---- the agreement, as in regroup.py
 
     def _finished(self) -> list[int]:
         return [self._left.get(f"worker {rank}", -1) for rank in agreement.gone_from(self.view, self.newest)]
@@ -289,11 +289,11 @@ class Member:
             except Newer:
                 self._job.counts["rounds broken off"] += 1
                 continue
-            self._standing, found = agreement.found(self._standing, view, self.step, words, sure, self._finished())
-            self._job.counts[f"rounds {found.name.lower()}" if words else "rounds all here"] += 1
-            if found is Outcome.WHOLE:
+            self._standing, outcome = agreement.found(self._standing, view, self.step, words, sure, self._finished())
+            self._job.counts[f"rounds {outcome.name.lower()}" if words else "rounds all here"] += 1
+            if outcome is Outcome.WHOLE:
                 return
-            if found is Outcome.TOGETHER:
+            if outcome is Outcome.TOGETHER:
                 self._agreed = view, words
                 raise Regroup
 
@@ -318,7 +318,7 @@ class Member:
         yield True
 
     def _follows(self) -> None:
-        """The worker that is made for a view hears what the coordinator has said, as from Uplink.subscribe."""
+        """The worker of a new view gets the coordinator's verdict, as from Uplink.subscribe."""
         self.error = self._verdict
 
     def _tells(self, server: int, change: EpochChange) -> Doing[None]:
@@ -333,12 +333,12 @@ class Member:
             raise Newer
 
     def _hears(self, view: View, says: Claims, among: Sequence[int], here: Callable[[], bool]) -> Doing[list[Vote]]:
-        """As ViewWords.tell and read."""
+        """Like EpochMessages.tell and read."""
         want = tuple((name_of(view, says.what, rank), rank) for rank in among)
         own = name_of(view, says.what, self.rank)
         put = () if own in self._said else ((own, msgspec.msgpack.encode(says.word)),)
         while True:
-            version, newer, there = self._job.desk.version, self.newest is not view, here()
+            version, newer, is_here = self._job.desk.version, self.newest is not view, here()
             try:
                 kept = yield from self._calls(KvRequest(home_of(self.rank), put, want=want, view=view.generation))
             except Lost:
@@ -353,11 +353,11 @@ class Member:
                     if len(rows) == len(want) else []
             if newer:
                 raise Newer
-            while (self._job.desk.version, self.newest is not view, here()) == (version, newer, there):
+            while (self._job.desk.version, self.newest is not view, here()) == (version, newer, is_here):
                 yield False
 
     def _hears_of(self, view: View) -> Doing[bool]:
-        """Whether a newer one comes: for so long as it takes to hear of one that there is."""
+        """Whether there is a newer view. Waits until the worker has received it."""
         while self.newest is view:
             if self._job.chance_of(0.02):
                 raise Ends("the coordinator did not answer in time")
@@ -367,7 +367,7 @@ class Member:
         return True
 
     def _calls(self, asked: KvRequest, *, for_ever: bool = False) -> Doing[KvReply]:
-        """As home.Desk.ask: what is lost is said again, and some of it comes in the end."""
+        """Sends a request until a reply arrives. Lost requests are sent again, and some arrive late."""
         while True:
             yield True
             if self._job.loses():

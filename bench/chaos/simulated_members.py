@@ -1,7 +1,7 @@
-"""Who takes part in a job, as state machines in a simulated network. Knows no sockets, threads or clock.
+"""Simulates membership: workers, a server and a coordinator as state machines in a simulated network.
 
-Workers join, beat, hear of views, are killed, freeze, hang, come later and finish; calls and answers are late or lost; the
-coordinator is killed around what it writes down and started again with its journal, as a seed deals it out.
+Workers join, send heartbeats, switch to new views, are killed, freeze, hang, join late and finish. By seed, calls and replies
+are late or lost. The coordinator is killed before or after journal writes and restarted with its journal.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from commlayer.records import View
 
 BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0
 LIMIT_S, JUDGED_S = 3.0, 6.0
-"""How long a sum waits for who hangs until the server tells, and behind that the others for a verdict."""
+"""LIMIT_S: a sum waits this long for a hanging worker before the server reports it. JUDGED_S: after that the others wait this
+long for a verdict."""
 ASK_S = 0.5
-"""How long one who joins waits before it asks again."""
+"""A joining process repeats its request after this time."""
 CALM_S, END_S, OVER_S = 16.0, 32.0, 46.0
-"""From the first on nothing breaks any more, at the second all who train have finished, and at the third all is over."""
+"""After CALM_S there are no more faults, at END_S all workers have finished, and at OVER_S everything has ended."""
 PLAN = b"a plan"
 
 
 class Killed(Exception):
-    """The coordinator is, in the middle of what it did."""
+    """The coordinator is killed in the middle of an operation."""
 
 
 class Process:
-    """A worker, or the server."""
+    """A worker or the server."""
 
     def __init__(self, request: Join) -> None:
         self.request = request
@@ -45,11 +46,11 @@ class Process:
         self.view: View | None = None
         self.active_generation = 0
         self.awake_s = 0.0
-        """It is frozen until then."""
+        """The process is frozen until then."""
         self.hangs_s = math.inf
-        """From then on nothing comes of it, but that it beats."""
+        """From then on the process only sends heartbeats."""
         self.end = ""
-        """Why it is no more: killed, refused, finished, or what it heard."""
+        """Why the process has ended: killed, refused, finished, or an error; empty while it runs."""
 
     @property
     def peer(self) -> str:
@@ -66,15 +67,15 @@ class Members:
         self.loss, self.lag_s = self.chance.choice((0.0, 0.1, 0.3)), self.chance.choice((0.05, 0.6))
         self.state = State(self.workers, 1, min_workers=self.least)
         self.up, self.disk = True, b""
-        """Whether there is a coordinator, and what is in its journal."""
+        """Whether the coordinator runs, and the contents of its journal."""
         self.now, self.counts = 0.0, Counter[str]()
         self.problems: list[str] = []
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._heard: dict[str, float] = {}
-        """When the coordinator last heard of each, since it last came up."""
+        """When the coordinator last heard from each process, since its last start."""
         self._views: dict[int, View] = {}
-        """By generation: what anybody was told of it."""
+        """The view of each generation, as sent to any process."""
         self._dead: set[str] = set()
         self.processes = [self._born(messages.server_request("10.99.0.1:7001", number=0))]
         self.processes += [self._born(self._worker(rank)) for rank in range(self.workers)]
@@ -83,7 +84,7 @@ class Members:
                 self.processes.append(self._born(self._worker(self.workers + late), self.chance.uniform(5.0, CALM_S)))
         self._deal()
 
-    # ---- what happens when
+    # ---- events
 
     def at(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (seconds, next(self._order), act))
@@ -98,7 +99,7 @@ class Members:
                                        elastic=self.least > 0)
 
     def _deal(self) -> None:
-        """What breaks."""
+        """Schedules the faults."""
         for process in self.processes[1:]:
             if (dice := self.chance.random()) < 0.3:
                 self.at(self.chance.uniform(0.0, CALM_S), lambda p=process: self._kill(p))  # type: ignore[misc]
@@ -130,7 +131,8 @@ class Members:
                     self.at(self.now + LIMIT_S + JUDGED_S, lambda p=other: self._expires(p, process))  # type: ignore[misc]
 
     def _expires(self, process: Process, late: Process) -> None:
-        """It has waited for a step beyond its own deadline and that of a verdict, for one who is a member to it still."""
+        """Ends a process that has waited for a step longer than its own deadline and that of a verdict, because of a late
+        member."""
         if not process.end and process.view is not None and math.isinf(process.hangs_s) and self._of_its(process, late.peer):
             self._leaves(process, f"{late.peer}: sent nothing")
 
@@ -149,7 +151,7 @@ class Members:
         else:
             self.state = State(self.workers, 1, min_workers=self.least)
 
-    # ---- the coordinator, as coordinator.py has it
+    # ---- the coordinator, as in coordinator.py
 
     def _writes(self, before: State) -> None:
         self.state = epoch_change.next_view(self.state)
@@ -178,10 +180,10 @@ class Members:
         before = self.state
         self._heard[beat.token] = self.now
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
-        there, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
+        state, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
         for process in self.processes[1:]:
             place = self.state.registrations.get(process.request.token)
-            if place is not None and place.dead and there.registrations[process.request.token].present \
+            if place is not None and place.dead and state.registrations[process.request.token].present \
                     and math.isinf(process.hangs_s):
                 self._wrong(f"{place.peer} has not hung, and is dead: {place.dead}")
         pulse = epoch_change.explain_end(self.state, pulse)
@@ -211,7 +213,7 @@ class Members:
     # ---- calls
 
     def _calls(self, process: Process, act: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Either way may lose it; who froze meanwhile hears the answer when it wakes."""
+        """Calls the coordinator. Request and reply may be lost; a frozen caller receives the reply when it wakes."""
 
         def arrives() -> None:
             if not self.up or self._lost():
@@ -240,13 +242,13 @@ class Members:
         return self.chance.uniform(0.0, self.lag_s)
 
     def _again(self, process: Process, seconds: float, act: Callable[[Process], None]) -> bool:
-        """Whether it is there to do that now; it does so again then."""
+        """Whether the process can act now; if it has not ended, schedules the next time."""
         if process.end:
             return False
         self.at(max(self.now + seconds, process.awake_s), lambda: act(process))
         return self.now >= process.awake_s
 
-    # ---- what processes do
+    # ---- processes
 
     def _asks(self, process: Process) -> None:
         if process.view is None and self._again(process, ASK_S, self._asks):
@@ -273,7 +275,7 @@ class Members:
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
 
     def _overdue(self) -> Overdue | None:
-        """What the server says of sums that wait for who hangs: of all of one step."""
+        """The server's report on sums that wait for hanging workers, all of one step."""
         hung = [p for p in self.processes[1:] if not p.end and self.now >= p.hangs_s]
         late = tuple(p.rank for p in hung if self.now - p.hangs_s >= LIMIT_S)
         return Overdue(1, late, LIMIT_S) if hung else None
@@ -300,9 +302,9 @@ class Members:
         return peer == "server 0" or any(f"worker {m.rank}" == peer for m in process.view.members)
 
     def _takes(self, process: Process, view: View) -> None:
-        """It goes over to a view."""
+        """Switches the process to a view."""
         if process.view is not None and view.generation < process.view.generation:
-            return  # an answer that came late
+            return  # a late reply
         if (other := self._views.setdefault(view.generation, view)) != view:
             self._wrong(f"view {view.generation} is {_named(other)} to one and {_named(view)} to another")
         if view.generation > 1 and len(view.members) < self.least:
@@ -318,19 +320,19 @@ class Members:
 
         def said(_: Any) -> None: ...
 
-        for _ in range(3):  # an end that is not heard is said again
+        for _ in range(3):  # a lost leave is sent again
             self._calls(process, lambda: self._left(process, reason), said)
 
     def _finishes(self, process: Process) -> None:
         if not math.isinf(process.hangs_s):
-            self._kill(process)  # somebody sees that nothing comes of it; others may not have, if nobody was left to wait
+            self._kill(process)  # a worker that hangs is killed: the others may not notice, if none was left to wait for it
         elif not process.end:
             self._leaves(process, FINISHED)
 
-    # ---- what must be
+    # ---- invariants
 
     def run(self) -> list[str]:
-        """What is wrong; nothing if all is as it must be."""
+        """Runs the schedule and returns the violations."""
         self._until(END_S - 1.5)
         self._settled()
         self._until(OVER_S)
@@ -338,7 +340,7 @@ class Members:
         if began and not membership.over(self.state):
             self._wrong("all have ended, and the coordinator does not hold it to be over")
         server = self.processes[0]
-        # One whose every call is lost for long enough is dead as any other.
+        # If all its calls are lost for long enough, the server is dead like any other process.
         if began and server.end != "over" and not self.state.registrations[server.request.token].dead:
             self._wrong(f"the server has not heard that the job is over: {server.end or 'it beats'}")
         self.counts["views"] += len(self._views)
@@ -353,16 +355,16 @@ class Members:
         self.now = seconds
 
     def _settled(self) -> None:
-        """Long after the last fault: all who are there are of one view, and nobody of it is gone; or all have ended."""
-        view, there = self.state.view, [p for p in self.processes[1:] if not p.end]
+        """Long after the last fault, all running workers have one view, and none of its members is gone; or all have ended."""
+        view, present = self.state.view, [p for p in self.processes[1:] if not p.end]
         if view is None:
             return
-        if self.state.min_workers and len(there) < self.least and there:
-            self._wrong(f"{len(there)} go on, and {self.least} are the least")
+        if self.state.min_workers and len(present) < self.least and present:
+            self._wrong(f"{len(present)} go on, and {self.least} are the least")
         members = {m.rank for m in view.members}
-        if there and {p.rank for p in there} != members:
-            self._wrong(f"{sorted(p.rank for p in there)} are there, and view {view.generation} is {_named(view)}")
-        for process in there:
+        if present and {p.rank for p in present} != members:
+            self._wrong(f"{sorted(p.rank for p in present)} are there, and view {view.generation} is {_named(view)}")
+        for process in present:
             if process.view != view:
                 self._wrong(f"{process.peer} has not heard of view {view.generation}")
             if self.state.registrations[process.request.token].dead:

@@ -1,4 +1,4 @@
-"""A server of a simulated job, which goes over to other views in the middle of a step. Knows no socket, clock or thread."""
+"""A server of a simulated job that switches to new views in the middle of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = struct.Struct("<q")
 
 
 class Part(NamedTuple):
-    """What one member puts into one sum."""
+    """One member's contribution to one sum."""
 
     rank: int
     generation: int
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Books:
-    """All parts that were ever coded and all sums that were ever emitted. Payloads are their numbers."""
+    """All contributions that were ever coded and all sums that were ever emitted. Payloads are indexes into them."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
@@ -56,7 +56,7 @@ def number_of(body: bytes | memoryview) -> int:
 
 
 class Ledger:
-    """Ops of one bucket, which note which sums were paid out and not taken back."""
+    """Codec operations of one bucket that record the emitted sums that were not rolled back."""
 
     codec, bound, means = 7, 8, False
 
@@ -66,7 +66,7 @@ class Ledger:
         self._can_undo = False
 
     def after(self) -> Ledger:
-        """Of the next view: what the last sum has changed is settled."""
+        """The ledger of the next view: the last sum can no longer be rolled back."""
         return Ledger(self._books, self.rounds, in_means=self.in_means, paid=self.paid)
 
     def zeros(self, r: int) -> list[Part]:
@@ -85,7 +85,7 @@ class Ledger:
         return 8
 
     def undo(self, slices: int) -> None:
-        """As CodecOps: what is named twice is taken back once."""
+        """Like CodecOps: a repeated request rolls back only once."""
         if slices & EVERY_SLICE and self._can_undo:
             self.paid.pop()
             self._can_undo = False
@@ -113,11 +113,11 @@ class Ledger:
 
 
 class Waits(Exception):
-    """Until it has heard of the view that a member tells it of."""
+    """The server must first receive the view that a member has named."""
 
 
 class Service:
-    """What SumServer and serving.py do with a message, but for the waiting."""
+    """The message handling of the summation server, without waiting."""
 
     def __init__(self, number: int, view: View, ledgers: dict[int, Ledger]) -> None:
         self.number, self.view, self.newest = number, view, view
@@ -129,11 +129,11 @@ class Service:
         return Summation(self.number, generation, dict(self.ledgers), dict.fromkeys(self.ledgers, members))
 
     def knows(self, rank: int) -> bool:
-        """Else its connection has ended, and it is refused another one."""
+        """Whether the rank is a member. If not, its connection has ended, and it is refused another one."""
         return any(m.rank == rank for m in self.view.members)
 
     def take(self, message: Message, hurries: Callable[[], bool]) -> list[Reply]:
-        """`hurries`: whether it waits no longer to hear of a view."""
+        """`hurries`: whether the server gives up waiting for a view."""
         if not self.knows(message.peer):
             return []
         if message.header.kind == Kind.PUSH:

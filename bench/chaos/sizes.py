@@ -1,4 +1,4 @@
-"""How much memory processes have over a long run, and whether that stays as it is. Knows nothing of what they do."""
+"""Measures the memory of processes over a long run, and whether it stays constant."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from bench.chaos.processes import Started
 
 SETTLED = 250
-"""Steps that a process takes to reach its size: buffers of all kinds have been needed once."""
+"""Number of steps after which a process has reached its size, because buffers of all kinds have been used."""
 LEAST = 4
-"""With fewer figures than these of a process nothing is known of it."""
+"""Minimum number of measurements of a process."""
 MOST_GROWTH_PCT = 5.0
 UNKNOWN = float("nan")
 
 
 class Sizes:
-    """Of `steps` steps the second half counts, or what of it a process was there for once it had settled."""
+    """Counts the second half of `steps` steps, or the part of it in which a process was running and had settled."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._seen: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-        """Of a process, by name and id: at which step it had how many bytes."""
+        """By process name and pid: (step, bytes)."""
 
     def weigh(self, name: str, one: Started, step: int) -> None:
         try:
@@ -33,20 +33,21 @@ class Sizes:
         self._seen[name, one.process.pid or 0].append((step, pages * os.sysconf("SC_PAGE_SIZE")))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One of each process that was there for long enough."""
-        made = []
+        """A row for each process that ran long enough."""
+        table = []
         for (name, pid), sizes in self._seen.items():
             settled = [(step, size) for step, size in sizes if step >= max(self._steps // 2, sizes[0][0] + SETTLED)]
             if len(settled) < LEAST:
                 continue
             (from_step, first), (to_step, last) = settled[0], settled[-1]
-            made.append({"process": name, "pid": pid, "from_step": from_step, "to_step": to_step, "first_mib": first / 2**20,
-                         "last_mib": last / 2**20, "growth_pct": 100 * (last / first - 1)})
-        return made
+            table.append({"process": name, "pid": pid, "from_step": from_step, "to_step": to_step, "first_mib": first / 2**20,
+                          "last_mib": last / 2**20, "growth_pct": 100 * (last / first - 1)})
+        return table
 
 
 def growth(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """In percent, the most: of a process, and of the ends of processes of one name against each other. Of none: nan."""
+    """Maximum growth in percent: within a process, and between the final sizes of processes with the same name. nan without
+    rows."""
     lasts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         lasts[row["process"]].append(row["last_mib"])

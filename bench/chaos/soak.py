@@ -1,7 +1,7 @@
-"""A long training with churn: connections break and a server is killed and started again, and memory must stay as it is.
+"""A long training with churn: connections are cut, a server is killed and restarted, and memory must stay constant.
 
-Memory is each process's resident set over the second half of the steps asked for, or what of it the process was there for once
-it had settled; of a server also what each had in the end against the others.
+Memory is each process's resident set over the second half of the steps, or the part in which the process was running and had
+settled. For a server, the final sizes of its processes are also compared with each other.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from commlayer.errors import CommError
 SETTING = Setting("topk(ratio=0.1)", apart=True)
 TOLD_EVERY = 25
 CUT_EVERY, KILLS = 100, 8
-"""Steps between two cuts, and how often the server is killed in all."""
+"""Steps between two cuts, and how often the server is killed in total."""
 ROUNDING = 1e-3
-"""Of sums over so many steps."""
+"""Of sums over all steps."""
 LIMIT_S = 3600.0
 
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
-    """`seconds`: it is broken off then; 0: after an hour."""
+    """`seconds`: time limit; 0 for an hour."""
     return soaked(SETTING, TOLD_EVERY, steps, lambda made: _Soak(made, steps, random.Random(seed), seconds or LIMIT_S).run())
 
 
 def soaked(setting: Setting, told_every: int, steps: int, train: Callable[[Cluster], Result]) -> Result:
-    """What `train` makes of a cluster of so many steps. Unmeasurable where there cannot be one."""
+    """Calls `train` with a cluster for that many steps. Raises Unmeasurable if the cluster cannot be started."""
     try:
         with processes.meeting(HERE) as at, Cluster(undisturbed(setting), at, steps, told_every) as cluster:
             return train(cluster)
@@ -76,31 +76,31 @@ class _Soak:
 
     def _hear(self) -> None:
         for rank, worker in enumerate(self._cluster.workers):
-            for said in worker.told():
-                if isinstance(said, Stepped):
-                    self._at[rank] = said.step
-                    self._digests[said.step].add(said.digest)
-                    self._sizes.weigh(f"worker {rank}", worker, said.step)
+            for report in worker.told():
+                if isinstance(report, Stepped):
+                    self._at[rank] = report.step
+                    self._digests[report.step].add(report.digest)
+                    self._sizes.weigh(f"worker {rank}", worker, report.step)
                     if rank == 0:
-                        self._sizes.weigh("server 0", self._cluster.servers[0], said.step)
-                        self._sizes.weigh("coordinator", self._cluster.coordinator, said.step)
+                        self._sizes.weigh("server 0", self._cluster.servers[0], report.step)
+                        self._sizes.weigh("coordinator", self._cluster.coordinator, report.step)
                 else:
-                    self._ended[rank] = said
+                    self._ended[rank] = report
 
     def _result(self, seconds: float) -> Result:
         rows = self._sizes.rows()
         grown_pct, across_pct = growth(rows)
-        whole = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in self._ended)
+        complete = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in self._ended)
         seen, off = self._cluster.seen, self._cluster.off()
         summary: dict[str, Any] = {
-            "steps": max(self._at), "finished": whole, "connections_cut": self._cuts, "servers_killed": self._kills,
+            "steps": max(self._at), "finished": complete, "connections_cut": self._cuts, "servers_killed": self._kills,
             "other_digests": sum(len(digests) > 1 for digests in self._digests.values()),
             "contributions": seen.contributions, "wrong_on_the_wire": len(seen.faults), "payloads_sent_again": seen.repeats,
             "applied_off_put_in": off, "accounts_balance": off <= ROUNDING, "growth_pct": grown_pct,
             "restarts_growth_pct": across_pct, "memory_flat": max(grown_pct, across_pct) <= MOST_GROWTH_PCT,
             "steps_per_s": max(self._at) / seconds, "seconds": seconds}
-        if not whole:
+        if not complete:
             rows += [{"process": f"worker {rank}", "ended": str(end)} for rank, end in enumerate(self._ended)]
-        grown = grown_pct > MOST_GROWTH_PCT or across_pct > MOST_GROWTH_PCT  # of a short run nothing is known of it
-        right = whole and not grown and not summary["other_digests"] and not seen.faults and summary["accounts_balance"]
+        grown = grown_pct > MOST_GROWTH_PCT or across_pct > MOST_GROWTH_PCT  # unknown after a short run
+        right = complete and not grown and not summary["other_digests"] and not seen.faults and summary["accounts_balance"]
         return {"rows": rows, "summary": summary, "code": int(not right)}

@@ -1,7 +1,7 @@
-"""A long training of three homes, two of which stay: the third is killed or leaves, comes again, and so on to the end.
+"""A long training of three homes: two stay, and the third is repeatedly killed or leaves and joins again.
 
-The resident memory of the two, their coordinator and their server must stay as it is (sizes.py). So must what a home and the
-coordinator tell each other while nobody comes or goes: neither may grow with those who have been there.
+The resident memory of the two, of their coordinator and of their server must stay constant (sizes.py). So must the traffic
+between a home and the coordinator while membership does not change: neither may grow with the number of past members.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ SETTING = Setting("identity()", workers=3, apart=True, least=2)
 STAY, GUEST = (0, 1), 2
 TOLD_EVERY = 10
 QUIET = 100
-"""So many steps behind its first the guest has its part of the samples, and nobody has to do with its coming any more."""
+"""After this many steps the guest has its part of the samples, and the traffic of its join is over."""
 STAYS = 200
-"""For so many steps it stays."""
+"""Number of steps that the guest stays."""
 LEAST_LEFT = 500
-"""With fewer steps to go it stays for good: it is to be let in before the others end."""
+"""With fewer steps left the guest stays for good, because a new guest must be admitted before the others end."""
 LEAST_QUIET_S, LEAST_QUIETS, MOST_TOLD_PCT = 0.5, 6, 20.0
-"""Bytes a second of what a home and the coordinator tell each other are taken over each quiet stretch of so long at least; the
-median of the first third of these stretches is held against that of the last. One alone may be a fifth off, so that a third of
-fewer says too little."""
+"""The bytes per second between a home and the coordinator are measured over each quiet period of at least LEAST_QUIET_S. The
+median of the first third of these periods is compared with that of the last third. A single one may be off by 20 %, so each
+third needs at least LEAST_QUIETS periods."""
 LEAVE_S = 20.0
-"""How long it may take to leave in order."""
+"""Maximum time to leave in order."""
 AWAY_S = 0.5
-"""At most."""
+"""Maximum time between leaving and joining again."""
 
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
-    """`seconds`: it is broken off then; 0: after an hour."""
+    """`seconds`: time limit; 0 for an hour."""
     return soaked(SETTING, TOLD_EVERY, steps, lambda made: _Soak(made, steps, random.Random(seed), seconds or LIMIT_S).run())
 
 
@@ -51,25 +51,25 @@ class _Soak:
         self._digests: dict[int, set[str]] = defaultdict(set)
         self._firsts: dict[int, int] = {}
         self._lasts: dict[int, int] = defaultdict(int)
-        """By worker: the step that it has told first, and last."""
+        """By worker: the first and the last step that it reported."""
         self._trained: set[int] = set()
-        """Who had samples."""
+        """Workers that had samples."""
         self._ended: dict[int, Ended] = {}
         self._guest = GUEST
-        """Its worker, which is another one each time."""
+        """The guest's worker number, a new one each time."""
         self._kills = self._leaves = self._stuck = 0
         self._since: tuple[float, int] | None = None
-        """From when on nobody has come or gone, and what the first home and the coordinator had told each other until then."""
+        """The start of the current quiet period, and the bytes between the first home and the coordinator until then."""
         self._rates: list[float] = []
 
     def run(self) -> Result:
         begin = time.monotonic()
         while not all(number in self._ended or self._cluster.workers[number].silent for number in (*STAY, self._guest)):
             self._hear()
-            there = self._lasts[self._guest] - self._firsts.get(self._guest, self._steps)
-            if there >= QUIET and self._since is None:
+            stay = self._lasts[self._guest] - self._firsts.get(self._guest, self._steps)
+            if stay >= QUIET and self._since is None:
                 self._since = time.monotonic(), self._told_nbytes()
-            if there >= STAYS and self._lasts[self._guest] <= self._steps - LEAST_LEFT:
+            if stay >= STAYS and self._lasts[self._guest] <= self._steps - LEAST_LEFT:
                 self._come_and_go()
             if time.monotonic() > begin + self._limit_s:
                 break
@@ -79,26 +79,26 @@ class _Soak:
 
     def _hear(self) -> None:
         for number, worker in enumerate(self._cluster.workers):
-            for said in worker.told():
-                if isinstance(said, Ended):
-                    self._ended[number] = said
-                    self._cluster.end_home(number, finished=not said.what and not said.bug)
-                elif isinstance(said, Stepped):
-                    self._firsts.setdefault(number, said.step)
-                    self._lasts[number] = said.step
-                    self._digests[said.step].add(said.digest)
-                    self._trained |= {number} if said.samples else set()
+            for report in worker.told():
+                if isinstance(report, Ended):
+                    self._ended[number] = report
+                    self._cluster.end_home(number, finished=not report.what and not report.bug)
+                elif isinstance(report, Stepped):
+                    self._firsts.setdefault(number, report.step)
+                    self._lasts[number] = report.step
+                    self._digests[report.step].add(report.digest)
+                    self._trained |= {number} if report.samples else set()
                     if number in STAY:
-                        self._sizes.weigh(f"worker {number}", worker, said.step)
+                        self._sizes.weigh(f"worker {number}", worker, report.step)
                     if number == STAY[0]:
-                        self._sizes.weigh("server 0", self._cluster.servers[0], said.step)
-                        self._sizes.weigh("coordinator", self._cluster.coordinator, said.step)
+                        self._sizes.weigh("server 0", self._cluster.servers[0], report.step)
+                        self._sizes.weigh("coordinator", self._cluster.coordinator, report.step)
 
     def _told_nbytes(self) -> int:
         return sum(way.nbytes for way in self._cluster.controls[STAY[0]].ways)
 
     def _come_and_go(self) -> None:
-        """By turns it is killed and leaves as by Ctrl-C."""
+        """Kills the guest or makes it leave as by Ctrl-C, alternately, and starts the next guest."""
         if self._since is not None and (seconds := time.monotonic() - self._since[0]) >= LEAST_QUIET_S:
             self._rates.append((self._told_nbytes() - self._since[1]) / seconds)
         guest, kills = self._cluster.workers[self._guest], self._kills <= self._leaves
@@ -121,17 +121,17 @@ class _Soak:
         early, late = (median(self._rates[:third]), median(self._rates[-third:])) if known else (UNKNOWN, UNKNOWN)
         told_pct = 100 * (late / early - 1)
         ends = {number: self._ended.get(number) for number in (*STAY, self._guest)}
-        whole = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in ends.values())
+        complete = all(end is not None and not end.what and not end.bug and end.steps == self._steps for end in ends.values())
         numbers, last = range(len(self._cluster.workers)), max(self._lasts.values(), default=0)
         summary: dict[str, Any] = {
-            "steps": last, "finished": whole, "homes_killed": self._kills, "homes_left": self._leaves,
+            "steps": last, "finished": complete, "homes_killed": self._kills, "homes_left": self._leaves,
             "homes_joined": len(numbers) - SETTING.workers, "idle_homes": sum(n not in self._trained for n in numbers),
             "stuck_homes": self._stuck, "other_digests": sum(len(digests) > 1 for digests in self._digests.values()),
             "growth_pct": grown_pct, "memory_flat": grown_pct <= MOST_GROWTH_PCT,
             "control_bytes_s_early": early, "control_bytes_s_late": late, "control_growth_pct": told_pct,
             "steps_per_s": last / seconds, "seconds": seconds}
-        if not whole:
+        if not complete:
             rows += [{"process": f"worker {number}", "ended": str(end)} for number, end in ends.items()]
-        grown = grown_pct > MOST_GROWTH_PCT or told_pct > MOST_TOLD_PCT  # of a short run nothing is known of it
-        wrong = not whole or grown or summary["other_digests"] or summary["idle_homes"] or self._stuck
+        grown = grown_pct > MOST_GROWTH_PCT or told_pct > MOST_TOLD_PCT  # unknown after a short run
+        wrong = not complete or grown or summary["other_digests"] or summary["idle_homes"] or self._stuck
         return {"rows": rows, "summary": summary, "code": int(bool(wrong))}

@@ -1,7 +1,7 @@
-"""What each fault does to the processes and links of a run. Knows no outcome.
+"""Implements the faults: what each does to the processes and links of a run.
 
-A strike returns how often it has struck; what happens to bytes on a link is counted by the way that carries them, and what the
-victim shows (Fault.says) by the run.
+A strike returns how often it has struck. Disturbed bytes on a link are counted by proxy.Way, and log lines of the victim
+(Fault.says) by the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.chaos.trials import Trial
 Strike = Callable[[Cluster, Trial, random.Random], int]
 HOUR_S = 3600.0
 TOLD_S = 10.0
-"""How long a strike waits until the coordinator has noticed; it has not struck, else."""
+"""Maximum time until the coordinator has noticed a strike; otherwise it counts as not struck."""
 
 
 # ---- processes
@@ -53,7 +53,7 @@ def freeze_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def freeze_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """It wakes when the others have gone on without it, or are about to."""
+    """Freezes the home and wakes it when the others have continued without it, or are about to."""
     frozen = cluster.workers[trial.number]
     frozen.signal(signal.SIGSTOP)
     struck = _told(cluster, f"{trial.victim}: no heartbeat")
@@ -63,7 +63,7 @@ def freeze_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def _told(cluster: Cluster, words: str) -> int:
-    """1 once the coordinator has said so."""
+    """Returns 1 once the coordinator has logged these words, 0 if it does not."""
     until = time.monotonic() + TOLD_S
     while words not in cluster.coordinator.lines.read_text(errors="replace"):
         if time.monotonic() > until:
@@ -99,7 +99,7 @@ def stop_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def restart_storm(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """Some of them die while they start."""
+    """Some of the processes are killed while they start."""
     struck = 0
     for _ in range(chance.randint(3, 5)):
         struck += cluster.servers[trial.number].signal(signal.SIGKILL)
@@ -109,18 +109,19 @@ def restart_storm(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def fill_disk(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """It was full from the start."""
+    """The disk has been full from the start."""
     return 0
 
 
 def fill_disk_later(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """A server is started again, and finds its journal but no room for the next one."""
+    """Restarts a server that finds its journal but has no room for the next one."""
     cluster.restart_server(trial.number, full=True)
     return 0
 
 
 def jump_clock(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """A server is started again and joins by another clock: that is where clocks are compared, and nothing may hang on it."""
+    """Restarts a server, which then joins with another clock. Clocks are compared when joining, and a difference must not stop
+    the job."""
     cluster.restart_server(trial.number, off_s=chance.choice((-1, 1)) * HOUR_S * 10 ** chance.uniform(0, 4))
     return 0
 
@@ -152,7 +153,7 @@ def _cut(link: Link, chance: random.Random) -> int:
 
 
 def cut_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """Its launcher's connections, too."""
+    """Also cuts the connections of the home's launcher."""
     return _cut(cluster.links[trial.number], chance) + _cut(cluster.controls[trial.number], chance)
 
 
@@ -169,7 +170,7 @@ def partition_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int
 
 
 def _blocked(ways: Sequence[Way], chance: random.Random) -> int:
-    """For a moment."""
+    """Blocks the directions for a moment."""
     for way in ways:
         way.hold()
     time.sleep(chance.uniform(0.3, 0.8))
@@ -191,7 +192,7 @@ def isolate_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def _one_way(cluster: Cluster, trial: Trial, chance: random.Random) -> list[Way]:
-    """Of data and control alike."""
+    """One direction of data and control."""
     which, links = chance.randrange(2), (cluster.links[trial.number], cluster.controls[trial.number])
     return [link.ways[which] for link in dict.fromkeys(links)]
 
@@ -201,7 +202,7 @@ def _both_ways(cluster: Cluster, trial: Trial) -> list[Way]:
 
 
 def slow_down(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """For the rest of the run."""
+    """Delays data for the rest of the run."""
     for way in cluster.links[trial.number].ways:
         way.delay_s = chance.uniform(0.002, 0.008)
     return 0
@@ -221,7 +222,7 @@ def _flip(link: Link, chance: random.Random) -> int:
 
 
 def call_as_strangers(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    """They connect, say nothing or what nobody understands, and stay."""
+    """Strangers connect, send nothing or nonsense, and stay connected."""
     return sum(cluster.stranger(chance.randbytes(chance.choice((0, 0, 1, 100, 5000)))) for _ in range(30))
 
 

@@ -1,4 +1,4 @@
-"""A campaign on the screen: a row for each fault, what was wrong in full, and the figures that sum it up."""
+"""Prints a campaign: a row for each fault, the details of failed runs, and the summary."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ PIPE_WIDTH = 118
 
 
 def screen() -> Console:
-    """Standard output; a pipe has no width of its own."""
-    made = Console(highlight=False, markup=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
+    """Standard output, with a fixed width if it is a pipe."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    made.add_column("fault")
-    made.add_column("what it is")
+    grid = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    grid.add_column("fault")
+    grid.add_column("what it is")
     for name in ("runs", "went on", "stopped,\nnamed", "wrong", "again at work\nor stopped, p50", "p95", "run,\np95"):
-        made.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for name in [name for name in FAULTS if any(row.trial.fault == name for row in rows)]:
         mine = [row for row in rows if row.trial.fault == name]
         wrong = sum(not row.right for row in mine)
         on = sum(row.right and row.verdict.outcome.startswith("goes on") for row in mine)
         stopped = len(mine) - wrong - on
         times = [row.verdict.recovery_s for row in mine if not math.isnan(row.verdict.recovery_s)]
-        made.add_row(name, FAULTS[name].what, str(len(mine)), *(str(n) if n else NONE for n in (on, stopped, wrong)),
+        grid.add_row(name, FAULTS[name].what, str(len(mine)), *(str(n) if n else NONE for n in (on, stopped, wrong)),
                      seconds(quantile(times, 0.5)), seconds(p95(times)), seconds(p95([row.evidence.wall_s for row in mine])),
                      style="red" if wrong else "")
-    return made
+    return grid
 
 
 def seconds(value: float | None) -> str:
@@ -46,15 +46,15 @@ def seconds(value: float | None) -> str:
 
 
 def problems(rows: Sequence[Row]) -> str:
-    """Each run that went wrong: how, what its processes said last, and how to repeat it."""
-    said = []
+    """Each failed run: the violations, the last log lines of its processes, and the command that repeats it."""
+    lines = []
     for row in rows:
         if not row.right:
-            said.append(f"{row.trial.fault}, seed {row.trial.seed} ({row.trial.setting}; struck: {row.trial.victim}):")
-            said += [f"  {line}" for line in row.verdict.wrong]
-            said += [f"    {line}" for line in row.tail]
-            said.append(f"  again: {row.trial.again}")
-    return "\n".join(said)
+            lines.append(f"{row.trial.fault}, seed {row.trial.seed} ({row.trial.setting}; struck: {row.trial.victim}):")
+            lines += [f"  {line}" for line in row.verdict.wrong]
+            lines += [f"    {line}" for line in row.tail]
+            lines.append(f"  again: {row.trial.again}")
+    return "\n".join(lines)
 
 
 def closing(summary: Mapping[str, Any]) -> str:

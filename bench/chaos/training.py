@@ -1,7 +1,7 @@
-"""A worker of a chaos run: a small model, trained as a script would train it, that tells what it did in every step.
+"""A worker of a chaos run: trains a small model like a user's script and reports every step.
 
-It tells a digest of the weights after each step, which samples it used, and what it was to send and what came back, so that
-others can say whether anything was lost.
+It reports a digest of the weights and the samples of each step, and finally what it put in and what was applied, so that lost
+data can be detected.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from commlayer.errors import CommError
 from commlayer.session import Session, attach, switch
 
 PAYS = "error_feedback(fp16())"
-"""It has a residual at both ends, so what was owed under another codec is not dropped, and sends everything in each step."""
+"""A codec that sends everything in each step and has a residual at both ends, so that residuals of an earlier codec are not
+dropped."""
 INPUTS, WIDTH, OUTPUTS = 12, 40, 3
 PAUSE_S = 0.02
-"""Between steps, while it is open when a home comes again."""
+"""Pause between steps while the run waits for a home that joins again."""
 
 
 class Samples(Dataset[Any]):
-    """Number, input and target of each."""
+    """Returns the number, input and target of a sample."""
 
     def __init__(self, count: int) -> None:
-        made = torch.Generator().manual_seed(11)
-        self._x = torch.randn(count, INPUTS, generator=made)
+        generator = torch.Generator().manual_seed(11)
+        self._x = torch.randn(count, INPUTS, generator=generator)
         self._y = torch.stack([self._x[:, 0] * self._x[:, 1], self._x[:, 2].abs(), self._x.sum(1).sin()], dim=1)
 
     def __len__(self) -> int:
@@ -53,18 +54,18 @@ class Samples(Dataset[Any]):
 
 
 def train(pipe: Any, task: Task) -> None:
-    """A process's work. It is struck where it stands, so nothing here knows of faults."""
+    """The work of a process. Faults strike it from outside."""
     logging.basicConfig(level=logging.WARNING, format=f"worker {task.rank}: %(message)s")
     torch.set_num_threads(1)
     done = [0]
     try:
         _train(pipe, task, done)
-        said = Ended(done[0], time.monotonic())
+        report = Ended(done[0], time.monotonic())
     except CommError as error:
-        said = Ended(done[0], time.monotonic(), peer=error.peer, what=str(error))
+        report = Ended(done[0], time.monotonic(), peer=error.peer, what=str(error))
     except Exception:
-        said = Ended(done[0], time.monotonic(), bug=traceback.format_exc())
-    pipe.send(said)
+        report = Ended(done[0], time.monotonic(), bug=traceback.format_exc())
+    pipe.send(report)
 
 
 def _train(pipe: Any, task: Task, done: list[int]) -> None:
@@ -99,7 +100,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                     members = tuple(session.inspect.members) if task.least else ()
                     pipe.send(Stepped(done[0], digest(model), used, time.monotonic(), members))
                 while pipe.poll() or done[0] == waits_at:
-                    pipe.recv()  # it says no more than that the fault has struck
+                    pipe.recv()  # every message means only that the fault has struck
                     waits_at = 0
                 if last == sys.maxsize:
                     time.sleep(PAUSE_S)
@@ -117,10 +118,10 @@ def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
-    """The same training without commlayer, of what each member used in each step: plain means over samples, added in the order
-    of members. Tells the digests."""
+    """Repeats a training without commlayer from the samples of each member in each step: plain means over samples, added in the
+    order of the members. Sends the digests."""
     torch.set_num_threads(1)
-    (model, optimizer), data, said = _made(), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
+    (model, optimizer), data, digests = _made(), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
     for step in steps:
         sums: list[torch.Tensor] = []
         for used in filter(None, step):
@@ -131,12 +132,12 @@ def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) ->
         for p, total in zip(model.parameters(), sums, strict=True):
             p.grad = total.mul_(1.0 / sum(map(len, step)))
         optimizer.step()
-        said.append(digest(model))
-    pipe.send(said)
+        digests.append(digest(model))
+    pipe.send(digests)
 
 
 def digest(model: nn.Module) -> str:
-    """Of all weights, bit for bit."""
+    """A digest of all weights, bit for bit."""
     sums = hashlib.sha256()
     for tensor in model.parameters():
         sums.update(tensor.detach().numpy().tobytes())
@@ -144,14 +145,14 @@ def digest(model: nn.Module) -> str:
 
 
 class Account:
-    """What this worker's gradients put into the mean, and what of the mean was applied, in float64."""
+    """What this worker's gradients put into the mean, and what was applied of the mean, in float64."""
 
     def __init__(self, model: nn.Module, part: float) -> None:
         self._parameters, self._part = list(model.parameters()), part
         self._put, self._applied = (torch.zeros(sum(p.numel() for p in self._parameters), dtype=torch.float64) for _ in "pa")
 
     def put_in(self, loss: torch.Tensor) -> None:
-        """Ahead of the backward pass, which leaves averages alone."""
+        """Call before the backward pass, which replaces gradients by averages."""
         gradients = torch.autograd.grad(loss, self._parameters, retain_graph=True)
         self._put += self._part * torch.cat([g.reshape(-1) for g in gradients]).double()
 
@@ -159,7 +160,7 @@ class Account:
         self._applied += torch.cat([p.grad.reshape(-1) for p in self._parameters if p.grad is not None]).double()
 
     def settle(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
-        """All that is owed, by workers and servers, is paid in two more steps, under a plan that keeps back next to nothing."""
+        """Sends the residuals of workers and servers in two more steps, with a codec that keeps back almost nothing."""
         plan = session.inspect.plan
         assert plan is not None
         buckets = tuple(msgspec.structs.replace(b, codec=PAYS, down="") for b in plan.buckets)
@@ -169,7 +170,7 @@ class Account:
                 p.grad = torch.zeros_like(p)
             session.synchronize()
             self.applied()
-            optimizer.step()  # what no optimizer takes is owed again
+            optimizer.step()  # an average that no optimizer applies becomes a residual again
             optimizer.zero_grad()
 
     def write(self, folder: Path, rank: int) -> None:

@@ -1,15 +1,15 @@
-"""One run as a value: which fault, of which job, when. Made of a seed alone, so any run can be repeated. Starts nothing."""
+"""One run as a value: its fault, its job and the time of the strike. Derived from a seed, so any run can be repeated."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 STEPS = 40
-"""Of an undisturbed run, which takes a fraction of a second."""
+"""Steps of an undisturbed run, which takes a fraction of a second."""
 
 
 class Setting(NamedTuple):
-    """A job: what is sent, how many take part, and whether the coordinator is a process of its own."""
+    """A job: its codec, its size, and whether the coordinator is a process of its own."""
 
     codec: str
     workers: int = 2
@@ -17,9 +17,9 @@ class Setting(NamedTuple):
     apart: bool = False
     carrier: str = "tcp"
     keys: bool = False
-    """Whether everybody has keys, so that all goes over TLS. What is computed is the same."""
+    """Whether all nodes have keys and use TLS. Results are the same."""
     least: int = 0
-    """So many workers are enough (min_workers), and each is a home; 0: all must stay."""
+    """Minimum number of workers (min_workers), each of which is a home; 0: all must stay."""
 
     def __str__(self) -> str:
         """
@@ -27,9 +27,9 @@ class Setting(NamedTuple):
         'int8, 2 workers, 2 servers, coordinator apart'
         """
         servers = "server" if self.servers == 1 else "servers"
-        said = [self.codec.removesuffix("()"), f"{self.workers} workers", f"{self.servers} {servers}"]
-        said += ["coordinator apart"] * self.apart + ["gRPC"] * (self.carrier == "grpc") + ["TLS"] * self.keys
-        return ", ".join(said + [f"homes of which {self.least} are enough"] * (self.least > 0))
+        parts = [self.codec.removesuffix("()"), f"{self.workers} workers", f"{self.servers} {servers}"]
+        parts += ["coordinator apart"] * self.apart + ["gRPC"] * (self.carrier == "grpc") + ["TLS"] * self.keys
+        return ", ".join(parts + [f"homes of which {self.least} are enough"] * (self.least > 0))
 
 
 SETTINGS = (
@@ -45,7 +45,7 @@ SETTINGS = (
 
 
 class Trial(NamedTuple):
-    """`strikes` and `number` say who is struck; `after_s` behind the step `at` of whoever is first there."""
+    """`strikes` and `number` select the victim. The strike comes `after_s` after the first worker has finished step `at`."""
 
     seed: int
     fault: str
@@ -57,15 +57,15 @@ class Trial(NamedTuple):
 
     @property
     def victim(self) -> str:
-        """As errors name it."""
+        """The victim's name in errors."""
         return f"{self.strikes} {self.number}"
 
     @property
     def victims(self) -> tuple[int, ...]:
-        """The numbers of all that it strikes."""
+        """The numbers of all victims."""
         return (self.number, (self.number + 1) % self.setting.workers) if self.fault == "kill-homes" else (self.number,)
 
     @property
     def again(self) -> str:
-        """The line that does it again."""
+        """The command that repeats the run."""
         return f"python -m bench chaos --faults {self.fault} --seed {self.seed} --runs 1"

@@ -1,4 +1,4 @@
-"""What is wrong with a run: its evidence against that of the undisturbed run, and what its fault allows. Pure."""
+"""Judges a run: compares its evidence with the undisturbed run and with the allowed outcomes of its fault."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bench.chaos.trials import STEPS, Trial
 from bench.chaos.wire import weights
 
 ROUNDING = 1e-4
-"""Of sums of float32, over a run."""
+"""Of sums in float32 over a run."""
 
 
 class Verdict(NamedTuple):
-    """How a run ended and what is wrong with it. `recovery_s`: from the strike until all were at work again, or had stopped."""
+    """The outcome of a run and its findings. `recovery_s`: time from the strike until all workers have continued or stopped."""
 
     outcome: str
     findings: tuple[Finding, ...]
@@ -65,7 +65,7 @@ def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
 
 
 def _at_the_end(trial: Trial, found: Evidence, plain: Evidence) -> list[Finding]:
-    """Of a job that went on: what it owes is paid, all of it was in sums, and nothing is left behind it."""
+    """Checks after a job that finished: no gradient is lost, all contributions were in sums, and nothing is left."""
     findings = []
     if not found.off <= ROUNDING:
         line = f"what was applied is off what was put in by {found.off:.2e}, allowed {ROUNDING:.0e}"
@@ -83,7 +83,7 @@ def _left_behind(trial: Trial, found: Evidence) -> list[Finding]:
 
 
 def _come_again(trial: Trial, found: Evidence, others: list[int]) -> list[Finding]:
-    """All end behind the same step, and who came has had a part of the samples."""
+    """All must end after the same step, and the home that joined again must have had samples."""
     findings = [Finding("outcome", f"worker {rank} ended behind step {found.stepped[rank][-1].step}, worker {others[0]} behind "
                                    f"{found.stepped[others[0]][-1].step}")
                 for rank in others if found.stepped[rank][-1].step != found.stepped[others[0]][-1].step]
@@ -92,7 +92,7 @@ def _come_again(trial: Trial, found: Evidence, others: list[int]) -> list[Findin
 
 
 def _victim(trial: Trial, found: Evidence) -> list[Finding]:
-    """Who is alive but cut off has to end by itself."""
+    """A victim that is alive but cut off must end by itself."""
     if not (names := oracle.alone(trial)):
         return []
     ended = found.ended[trial.number]
@@ -105,7 +105,7 @@ def _victim(trial: Trial, found: Evidence) -> list[Finding]:
 
 
 def _struck(trial: Trial, rank: int) -> bool:
-    """Whether that worker is the one that is lost: it owes nobody an orderly end."""
+    """Whether that worker is the lost victim, of which no orderly end is expected."""
     return FAULTS[trial.fault].loses and rank in trial.victims
 
 
@@ -119,9 +119,9 @@ def _outcome(trial: Trial, found: Evidence, others: list[int]) -> Outcome:
             came = len(known) == trial.setting.workers and all(found.stepped[rank] for rank in others)
             return Outcome("goes on with", (f"worker {trial.setting.workers}",)) if came else \
                 Outcome("goes on without", (trial.victim,))
-        whole = len(known) == trial.setting.workers or all(
+        complete = len(known) == trial.setting.workers or all(
             end is not None and not end.what and not end.bug for end in found.ended)
-        return GOES_ON if whole else Outcome("goes on without", (trial.victim,))
+        return GOES_ON if complete else Outcome("goes on without", (trial.victim,))
     return Outcome("stops, naming", tuple(sorted({end.peer for end in known if end.what})))
 
 
@@ -130,7 +130,7 @@ def _is(outcome: Outcome, allowed: Outcome) -> bool:
 
 
 def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding]:
-    """Each worker's weights after each step that it took, against the undisturbed run's."""
+    """Compares each worker's weights after each step with the undisturbed run."""
     right = {step.step: step.digest for step in plain.stepped[0]}
     for rank in ranks:
         for step in found.stepped[rank]:
@@ -141,23 +141,23 @@ def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding
 
 
 def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
-    """Each sample once in an epoch, as far as all came. How many were not."""
+    """Counts samples that were lost or used twice. Each sample must be used once per epoch, as far as all workers got."""
     last, lost = min((len(found.stepped[rank]) for rank in ranks), default=0), 0
     epoch = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
-    whole = len(ranks) == trial.setting.workers
+    complete = len(ranks) == trial.setting.workers
     for first in range(0, last, STEPS_PER_EPOCH):
         used: Counter[int] = Counter()
         for rank in ranks:
             for step in found.stepped[rank][first : min(last, first + STEPS_PER_EPOCH)]:
                 used.update(step.samples)
         twice = sum(count - 1 for count in used.values())
-        missed = epoch - len(used) if whole and first + STEPS_PER_EPOCH <= last else 0
+        missed = epoch - len(used) if complete and first + STEPS_PER_EPOCH <= last else 0
         lost += twice + missed
     return lost
 
 
 def _as_replayed(found: Evidence, ranks: list[int]) -> list[Finding]:
-    """As _digests, where members go: against plain means over those who took part in each step."""
+    """Like _digests for jobs whose members may leave: compares with plain means over the members of each step."""
     for rank in ranks:
         for step in found.stepped[rank]:
             if found.replayed[step.step - 1 : step.step] != [step.digest]:
@@ -166,14 +166,14 @@ def _as_replayed(found: Evidence, ranks: list[int]) -> list[Finding]:
 
 
 def _astray(trial: Trial, found: Evidence, ranks: list[int]) -> int:
-    """Each sample once in an epoch, of all that members of a whole step used in it. How many were not."""
-    whole = max((found.stepped[rank] for rank in ranks), key=len, default=[])
-    used = [{said.step: said for said in row} for row in found.began]
+    """Like _lost_samples, counting only the samples that the members of a completed step used in it."""
+    longest = max((found.stepped[rank] for rank in ranks), key=len, default=[])
+    used = [{start.step: start for start in row} for row in found.began]
     epochs: dict[int, Counter[int]] = {}
-    for step in whole:
+    for step in longest:
         for rank in step.members:
-            said = used[rank][step.step]
-            epochs.setdefault(said.epoch, Counter()).update(said.samples)
+            start = used[rank][step.step]
+            epochs.setdefault(start.epoch, Counter()).update(start.samples)
     every = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
     last = max(epochs, default=0)
     return sum(sum(count - 1 for count in counts.values()) + (every - len(counts) if epoch != last else 0)
@@ -181,7 +181,7 @@ def _astray(trial: Trial, found: Evidence, ranks: list[int]) -> int:
 
 
 def _recovery_s(found: Evidence, others: list[int]) -> float:
-    """nan if it was not struck."""
+    """nan if the fault did not strike."""
     if not found.struck_s:
         return math.nan
     times = []
@@ -199,7 +199,8 @@ def _steps(found: Evidence, others: list[int]) -> int:
 
 
 def whole(found: Evidence) -> bool:
-    """Whether an undisturbed run is fit to compare with. Where frames are seen, each step has a sum of all workers at least."""
+    """Whether an undisturbed run can be used for comparison. If frames were read, each step must have contributions of all
+    workers."""
     workers = len(found.stepped)
     seen = found.contributions is None or found.contributions >= workers * (STEPS + SETTLING)
     return seen and not found.faults and all(len(steps) == STEPS for steps in found.stepped) and found.off <= ROUNDING

@@ -1,6 +1,6 @@
-"""What passes between workers and servers, as seen from outside: that no payload changes, and that each counts once. No I/O.
+"""Checks the frames between workers and servers: payloads must not change, and each contribution must count once.
 
-Every worker's weight is another digit of a sum's weight, to the base 4, so each result says how often it has each contribution.
+Each worker's weight is a power of 4, so the weight of a result shows how often it contains each contribution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def weights(workers: int) -> list[int]:
 
 
 def digits(weight: float, workers: int) -> list[int]:
-    """How often each worker's contribution is in it.
+    """How often each worker's contribution is in a result of that weight.
 
     >>> digits(1 + 16 + 16, 3)
     [1, 0, 2]
@@ -40,7 +40,7 @@ def digits(weight: float, workers: int) -> list[int]:
 
 
 class Seen:
-    """All frames of a run. `faults` are what must not be; any thread may tell."""
+    """All frames of a run. `faults` are the violations. Thread-safe."""
 
     def __init__(self, workers: int) -> None:
         self._workers, self._lock = workers, threading.Lock()
@@ -51,7 +51,7 @@ class Seen:
 
     @property
     def contributions(self) -> int:
-        """That are in results."""
+        """Number of contributions in results."""
         return self._workers * len(self._results)
 
     def frame(self, frame: Frame, rank: int) -> None:
@@ -65,10 +65,10 @@ class Seen:
             if before != check and not h.flags & Flag.ABANDON:
                 self._fault("payload", f"worker {rank} sent another payload than before for {_words(place)}")
         elif h.kind == Kind.RESULT and not h.flags & (Flag.AGAIN | Flag.ABANDON):
-            said = crc32c(frame.body), h.weight
+            result = crc32c(frame.body), h.weight
             with self._lock:
-                known = self._results.setdefault(place, said)
-            if known != said:
+                known = self._results.setdefault(place, result)
+            if known != result:
                 self._fault("payload", f"worker {rank} was told another sum than before for {_words(place)}")
             counts = digits(h.weight, self._workers)
             if counts != [1] * self._workers:
@@ -87,7 +87,7 @@ def _words(place: Sequence[int]) -> str:
 
 
 class Stretch:
-    """One connection. `rank` is the worker's, once its first frame has passed."""
+    """One connection. `rank`: the worker's rank, known after its first frame."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -95,7 +95,7 @@ class Stretch:
         self.rank = -1
 
     def feed(self, way: int, data: bytes) -> None:
-        """Bytes that were sent, ahead of what becomes of them."""
+        """Processes bytes before any fault is applied to them."""
         reader = self._readers[way]
         if reader is None:
             return
@@ -107,4 +107,4 @@ class Stretch:
                 else:
                     self._seen.frame(frame, self.rank)
         except CorruptFrame:
-            self._readers[way] = None  # no peer of ours
+            self._readers[way] = None  # not a peer of this job
