@@ -1,5 +1,7 @@
-"""Entry point of a benchmark rank: runs it, then exits without destructors. Imports no commlayer, because rival environments
-have none."""
+"""Entry point of a benchmark rank: runs it, then exits without destructors.
+
+Imports no commlayer, because the environments of rivals have none.
+"""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def emulated(quick: bool) -> Result:
 
 
 def draw(path: Path) -> str:
-    """Plots shares, times and straggler effect over the iterations while 50 ms are added to each worker in turn. Returns a line
-    with the file's path."""
+    """Plots shares, times and straggler effect over the iterations while 50 ms are added to one worker after another. Returns a
+    line with the file's path."""
     cluster, steps = SCENARIOS["paper, +50 ms in turn"]
     bands = [Band(d.worker, d.start, d.stop) for d in cluster.disturbances]
     courses = [Timeline(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]
@@ -198,7 +198,7 @@ def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
 
 
 def _recovery(seed: int) -> list[int]:
-    """Number of slow iterations after 50 ms were added, for each worker in turn."""
+    """Number of slow iterations after 50 ms were added, for each of the workers."""
     cluster = PlayedCluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE, seed=seed)
     steps = run_mode(Ours(cluster), cluster, 25 + 4 * TURN)
     return [slow_after(steps, 25 + TURN * w, 25 + TURN * (w + 1)) for w in range(4)]

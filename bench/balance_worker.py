@@ -1,8 +1,7 @@
-"""One rank of the balancing benchmark with real processes: `python -m bench.balance_worker --mode lbb`. Prints one line of
-JSON.
+"""One rank of the balancing benchmark with real processes. Prints one line of JSON.
 
-Compute is replaced by sleeping for the rank's modelled time: a third in forward, the rest spread over backward, so that
-gradients become ready as on a GPU. Bytes, shares and times are real.
+`python -m bench.balance_worker --mode lbb`. Compute is replaced by sleeping for the rank's modelled time: a third in forward,
+the rest spread over backward, so that gradients become ready as on a GPU. Bytes, shares and times are real.
 """
 
 from __future__ import annotations

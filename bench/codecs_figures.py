@@ -1,5 +1,4 @@
-"""Cost and quality of sparse payloads: bits per entry, positions against their entropy, recall of the threshold. Measures no
-times."""
+"""Cost and quality of sparse payloads: bits per entry, positions against their entropy, recall of the threshold."""
 
 from __future__ import annotations
 

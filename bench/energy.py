@@ -107,7 +107,7 @@ class Measured(VirtualWorkers):
         """Returns the averages, what each worker sent, and the bytes of the results."""
         self._sums = [[0.0] * 4 for _ in range(WORKERS)]
         averages, _ = self.average(gradients)
-        per_worker = [Sent(kept / whole, alike / whole, round(nbytes)) for kept, alike, whole, nbytes in self._sums]
+        per_worker = [Sent(kept / total, alike / total, round(nbytes)) for kept, alike, total, nbytes in self._sums]
         return averages, per_worker, self.received - self._results
 
     def code(self, rank: int, worker: WorkerBucket) -> memoryview:

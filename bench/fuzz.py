@@ -1,7 +1,7 @@
-"""Fuzzes the real decoders of frames, greetings, payloads, states, plans and control messages. Each must refuse damaged input
-with its own error, in bounded time, and leak no memory.
+"""Fuzzes the real decoders of frames, greetings, payloads, states, plans and control messages.
 
-`python -m bench fuzz --frames 1000000`. `--seed` is the first seed, so a long run can be split into slices.
+Each must refuse damaged input with its own error, in bounded time, and leak no memory. `python -m bench fuzz --frames 1000000`.
+`--seed` is the first seed, so a long run can be split into slices.
 """
 
 from __future__ import annotations

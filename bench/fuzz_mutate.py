@@ -1,5 +1,7 @@
-"""Damages bytes in ways that fit their format: numbers at their limits, wrong lengths, pieces of other inputs. Uses the type
-bytes of msgpack, the syntax of JSON, and the position of a frame's checksums."""
+"""Damages bytes in ways that fit their format: numbers at their limits, wrong lengths, pieces of other inputs.
+
+Uses the type bytes of msgpack, the syntax of JSON, and the position of a frame's checksums.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ def mutated(rng: random.Random, examples: Sequence[bytes]) -> bytes:
 
 
 def resealed(data: bytes) -> bytes:
-    """Corrects the checksums of damaged frames, as far as the frames can still be parsed. Otherwise no input would get past the
-    checksum test."""
+    """Corrects the checksums of damaged frames that can still be parsed. Otherwise no input would get past the checksum test.
+    """
     result, at = bytearray(data), 0
     while len(result) - at >= HEADER_NBYTES and result[at : at + 4] == MAGIC:
         nbytes = struct.unpack_from("<I", result, at + 56)[0]

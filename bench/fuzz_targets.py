@@ -1,5 +1,7 @@
-"""Fuzz targets: every decoder of bytes from peers, with valid examples. Covers frames, greetings, payloads, states, control
-messages and plans. Uses no sockets."""
+"""Fuzz targets: every decoder of bytes from peers, with valid examples.
+
+Covers frames, greetings, payloads, states, control messages and plans. Uses no sockets.
+"""
 
 from __future__ import annotations
 
@@ -113,14 +115,14 @@ def zeros() -> Target:
             return memoryview(bytearray(b"\xa5" * nbytes))
 
         try:
-            whole = restore_zeros(memoryview(data), CAP_NBYTES, allocate)
+            body = restore_zeros(memoryview(data), CAP_NBYTES, allocate)
         except CorruptFrame:
             assert not sizes, "allocated for what was refused"
             raise
-        assert sizes == [len(whole)]
-        assert len(whole) <= CAP_NBYTES
-        short = drop_zeros(whole)
-        assert short is None or restore_zeros(memoryview(short), CAP_NBYTES, allocate) == whole
+        assert sizes == [len(body)]
+        assert len(body) <= CAP_NBYTES
+        short = drop_zeros(body)
+        assert short is None or restore_zeros(memoryview(short), CAP_NBYTES, allocate) == body
 
     return Target("zeros", _without_zeros(), read)
 

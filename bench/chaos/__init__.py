@@ -1,2 +1,1 @@
-"""Chaos tests: `python -m bench chaos` injects faults into small jobs and checks their guarantees. Run processes import this
-package."""
+"""Chaos tests: `python -m bench chaos` injects faults into small jobs and checks their guarantees."""

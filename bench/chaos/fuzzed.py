@@ -61,7 +61,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00
 def run(inputs: int, first: int) -> Result:
     """`first`: the first seed."""
     decoders = fuzz.fuzz(targets(), inputs, first)
-    with tempfile.TemporaryFile("w+") as said, _Server(said) as server:
+    with tempfile.TemporaryFile("w+") as stderr_file, _Server(stderr_file) as server:
         sockets = _Sockets(server, random.Random(first)).run(min(MOST, max(LEAST, inputs // PART)))
     summary = decoders["summary"] | {f"sockets.{name}": value for name, value in sockets["summary"].items()}
     right = not decoders["summary"]["findings"] and decoders["summary"]["memory_flat"] and not sockets["code"]

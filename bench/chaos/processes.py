@@ -1,7 +1,7 @@
-"""Starts processes with torch and commlayer already loaded, forked from a process that does nothing else. So a run takes under
-3 s.
+"""Starts the processes of chaos runs, forked from a process that has torch and commlayer loaded.
 
-Each has its own environment, process group and end. This module does not import torch; only the forked process does.
+So a run takes under 3 s. Each process has its own environment, process group and end. This module does not import torch; only
+the process that is forked does.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Started:
         self.pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        given = (target, theirs, args, dict(environ), str(lines), most_nbytes, inside)
-        self.process = context.Process(target=_begin, args=given, daemon=True)
+        process_args = (target, theirs, args, dict(environ), str(lines), most_nbytes, inside)
+        self.process = context.Process(target=_begin, args=process_args, daemon=True)
         self.process.start()
         theirs.close()
 

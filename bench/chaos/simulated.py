@@ -1,7 +1,7 @@
-"""Simulates the exchange of sums: state machines of workers and a server in a simulated network, without sockets, threads or
-clock.
+"""Simulates the exchange of sums: state machines of workers and a server in a simulated network.
 
-By seed, frames are lost, repeated and reordered, and the server is killed and restarted with its journal.
+By seed, frames are lost, repeated and reordered, and the server is killed and restarted with its journal. There are no sockets,
+threads or clock.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Desk:
 
     @property
     def there(self) -> list[int]:
-        """Workers of the view that are present, as far as the coordinator knows."""
+        """Workers of the view that the coordinator considers present."""
         return [m.rank for m in self.view.members if self.state.registrations[token_of(m.rank)].present]
 
     def holds_dead(self, rank: int) -> bool:

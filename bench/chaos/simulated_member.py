@@ -225,13 +225,13 @@ class Member:
 
     def _waits(self) -> Doing[None]:
         """Waits for the step's results, like Arrivals.wait and Worker.wait."""
-        heeded: View | None = None
+        last_view: View | None = None
         while not self._here() and self.error is None:
             self.phase = "waits"
-            if heeded is self.newest:
+            if last_view is self.newest:
                 yield False
                 continue
-            heeded = self.newest
+            last_view = self.newest
             try:
                 yield from self._heeds()
             except (Ends, Regroup) as error:

@@ -141,7 +141,8 @@ def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding
 
 
 def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
-    """Counts samples that were lost or used twice. Each sample must be used once per epoch, as far as all workers got."""
+    """Counts samples that were lost or used twice. Each sample must be used once per epoch, up to the last step that all
+    workers took."""
     last, lost = min((len(found.stepped[rank]) for rank in ranks), default=0), 0
     epoch = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
     complete = len(ranks) == trial.setting.workers

@@ -64,8 +64,8 @@ class Lab:
     ) -> None:
         if not 1 <= hosts <= 250:
             raise ValueError(f"hosts: got {hosts}, allowed are 1 to 250")
-        given = {"up_bps": up_bps, "down_bps": down_bps, "delay_s": delay_s, "queue_s": queue_s, "loss": loss}
-        columns = {name: _per_host(name, value, hosts) for name, value in given.items()}
+        settings = {"up_bps": up_bps, "down_bps": down_bps, "delay_s": delay_s, "queue_s": queue_s, "loss": loss}
+        columns = {name: _per_host(name, value, hosts) for name, value in settings.items()}
         self.links = [_checked(Link(cut=False, **{name: column[i] for name, column in columns.items()})) for i in range(hosts)]
         self.hosts, self.mtu, self.interface = hosts, mtu, INTERFACE
         self.addresses = [f"10.99.0.{i + 1}" for i in range(hosts)]

@@ -1,7 +1,7 @@
-"""Probe on each host of a self-check: sends and counts UDP and pings over TCP, by commands on stdin. Imports only the standard
-library, so that it starts fast.
+"""Probe on each host of a self-check: sends and counts UDP, pings over TCP. Runs commands from stdin.
 
-Commands: send DATAGRAM_NBYTES BPS ADDRESS... | stop | count | ping ADDRESS TIMES.
+Commands: send DATAGRAM_NBYTES BPS ADDRESS... | stop | count | ping ADDRESS TIMES. Imports only the standard library, so that it
+starts fast.
 
 UDP at a fixed rate measures only the link. TCP would add its congestion control, which can slow down for seconds when
 acknowledgements are queued with the data of other hosts.

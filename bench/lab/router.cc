@@ -96,8 +96,8 @@ Nanos on_wire(size_t nbytes, double bps) { return static_cast<Nanos>(static_cast
 
 int open_device(const std::string& ns) {
   const int home = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-  const int there = open(("/run/netns/" + ns).c_str(), O_RDONLY | O_CLOEXEC);
-  if (home < 0 || there < 0 || setns(there, CLONE_NEWNET)) die("cannot enter namespace " + ns);
+  const int target = open(("/run/netns/" + ns).c_str(), O_RDONLY | O_CLOEXEC);
+  if (home < 0 || target < 0 || setns(target, CLONE_NEWNET)) die("cannot enter namespace " + ns);
   const int fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
   ifreq request{};
   strncpy(request.ifr_name, "wan0", IFNAMSIZ - 1);
@@ -108,7 +108,7 @@ int open_device(const std::string& ns) {
   constexpr unsigned kUdpOffload = 0x20 | 0x40, kTcpOffload = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO_ECN;
   if (ioctl(fd, TUNSETOFFLOAD, kTcpOffload | kUdpOffload) && ioctl(fd, TUNSETOFFLOAD, kTcpOffload)) die("cannot set offloads in " + ns);
   if (setns(home, CLONE_NEWNET)) die("cannot leave namespace " + ns);
-  close(home), close(there);
+  close(home), close(target);
   return fd;
 }
 

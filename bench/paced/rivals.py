@@ -1,5 +1,7 @@
-"""Rival systems, used as in their own examples: torchft's DiLoCo and hivemind's Optimizer. Each runs without commlayer in its
-own environment, built by `make rivals`."""
+"""Rival systems, used as in their own examples: torchft's DiLoCo and hivemind's Optimizer.
+
+Each runs without commlayer in its own environment, built by `make rivals`.
+"""
 
 from __future__ import annotations
 
