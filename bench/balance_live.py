@@ -91,8 +91,7 @@ def _recovery(
 
 
 def _accuracy(rows: list[dict[str, Any]], summary: dict[str, Any], seeds: Sequence[int]) -> None:
-    """Accuracy of the example, balanced and with equal batches. Each step uses the same samples overall, so only rounding
-    differs."""
+    """Accuracy of the example, balanced and with equal batches. Each step uses the same samples, so only rounding differs."""
     accuracies: dict[str, list[float]] = {}
     for name, flags in (("equal batches", ["--modes", "equal"]), ("balanced", ["--modes", "balanced"])):
         runs = [_example("--epochs", "6", "--seed", str(seed), *flags) for seed in seeds]

@@ -67,8 +67,7 @@ def more(ratio: float) -> float:
 
 
 def planned(cluster: PlayedCluster, policy: Policy, slower: float, steps: int) -> _Job:
-    """Default balancer, with the ratio that the link's linear model predicts as best. A ratio that turns out slower is rolled
-    back and not tried again."""
+    """Default balancer, with the ratio that the link's linear model predicts as best. A slower ratio is rolled back."""
     job, ours, ratio = _Job(cluster, slower), Ours(cluster, policy), FIRST
     paces: dict[float, float] = {}
     under: list[tuple[float, float]] = []

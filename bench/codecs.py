@@ -45,8 +45,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def steps(codec: Codec, x: torch.Tensor) -> Calls:
-    """The parts of a step of one worker and a server. `encode` runs all rounds, since a later round needs the results of the
-    earlier one."""
+    """The parts of a step of one worker and a server. `encode` runs all rounds, since each needs the results before it."""
     spec = Spec((math.isqrt(x.numel()),) * 2)
     state, server, last = codec.init(spec), codec.init_server(spec), len(codec.rounds) - 1
     seed(state, "bench", 0, 0)
@@ -163,8 +162,7 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def run(quick: bool) -> Result:
-    """The table, the ratios of bench.kernels (which interleaves its rivals), the cost of positions, and the GPU rows if there
-    is a GPU."""
+    """The table, the ratios of bench.kernels (which interleaves its rivals), the cost of positions, and rows of a GPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -184,6 +182,5 @@ def run(quick: bool) -> Result:
 
 
 def draw(json_file: Path) -> str:
-    """Plots error and speed against bits as a PNG next to the file. Returns a line with the path, or with the reason why there
-    is no plot."""
+    """Plots error and speed against bits as a PNG next to the file. Returns a line with the path, or why there is none."""
     return f"drawn: {draw_rows(json_file, json_file.with_suffix('.png'))}"

@@ -39,8 +39,7 @@ def fed(n: int) -> dict[str, float]:
 
 
 def recall(n: int) -> float:
-    """Fraction of the largest 1 % of gradient + residual that the tracked threshold sends, in steady steps with error feedback.
-    """
+    """Fraction of the largest 1 % of gradient + residual that the tracked threshold sends once it is steady."""
     inner, k, hits = topk(0.01, "fp32"), math.ceil(0.01 * n), 0
     codec = error_feedback(inner)
     state, out = codec.init(Spec((n,))), memoryview(bytearray(codec.bound(Spec((n,)))))

@@ -54,8 +54,7 @@ def run(quick: bool) -> report.Result:
 
 
 def row(model: str, optimizer: str, way: str, quick: bool = False) -> dict[str, Any]:
-    """Means over the seeds. `nbytes`: bytes per worker and step, up and down; `down_nbytes`: the part that the worker
-    downloads."""
+    """Means over the seeds. `nbytes`: bytes per worker and step, up and down; `down_nbytes`: those downloaded."""
     runs = [train(model, optimizer, way, seed, QUICK_STEPS if quick else 0) for seed in SEEDS[: 1 if quick else None]]
     sent = [one for _, each, _ in runs for one in each]
     record: dict[str, Any] = {"model": model, "optimizer": optimizer, "way": way, "loss": fmean(loss for loss, _, _ in runs)}

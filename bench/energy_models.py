@@ -1,5 +1,4 @@
-"""Models and data for `bench energy`: an MLP and a CNN on handwritten digits, and a small transformer on the text of the docs.
-"""
+"""Models and data for `bench energy`: an MLP and a CNN on handwritten digits, a small transformer on the docs' text."""
 
 from __future__ import annotations
 

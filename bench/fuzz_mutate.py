@@ -39,8 +39,7 @@ def mutated(rng: random.Random, examples: Sequence[bytes]) -> bytes:
 
 
 def resealed(data: bytes) -> bytes:
-    """Corrects the checksums of damaged frames that can still be parsed. Otherwise no input would get past the checksum test.
-    """
+    """Corrects the checksums of frames that can still be parsed. Otherwise no input would get past the checksum test."""
     result, at = bytearray(data), 0
     while len(result) - at >= HEADER_NBYTES and result[at : at + 4] == MAGIC:
         nbytes = struct.unpack_from("<I", result, at + 56)[0]

@@ -50,8 +50,7 @@ class _Stage:
         kernels.queue_select(self.g, self.kept, self.cut, self.n // 3, self.raw, self.picked, counters, state)
 
     def rivals(self) -> dict[str, Callable[[], object]]:
-        """Name -> call. `clear` empties the residual that the selection of the round before has filled; its time is not
-        counted."""
+        """Name -> call. `clear` empties the residual that the selection before has filled; its time is not counted."""
         k = int(self.n * DENSITY)
         return {
             "copy": lambda: self.acc.copy_(self.g),

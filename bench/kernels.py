@@ -71,8 +71,7 @@ class _Stage:
         return self.core.select(self.g, self.kept, CUT, self.n // 3, self.idx, self.val)
 
     def rivals(self) -> dict[str, Callable[[], object]]:
-        """Name -> call. `select` finds the residual that `clear` emptied, as steady error feedback would have it at this cut.
-        """
+        """Name -> call. `select` finds the residual that `clear` emptied, like steady error feedback at this cut."""
         c, g, acc = self.core, self.g, self.acc
         return {
             "stream native": lambda: c.add_f32(acc, g),

@@ -52,13 +52,11 @@ PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadli
 BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 1.5}
 """Timeouts if a process is lost for good: the others must notice within the run's time limit."""
 UNTOLD = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
-"""Timeouts if the coordinator is struck. Servers of a job that ends without it stop because of its silence, still within the
-run."""
+"""Timeouts if the coordinator is struck. Servers of a job that ends without it notice its silence within the run."""
 
 
 class Evidence(NamedTuple):
-    """What a run leaves for the verdict. `stepped` and `ended` are by worker; `struck_s` is 0 if the run did not reach the
-    fault."""
+    """What a run leaves for the verdict. `stepped` and `ended` are by worker; `struck_s` is 0 if there was no strike."""
 
     stepped: list[list[Stepped]]
     ended: list[Ended | None]
@@ -238,8 +236,7 @@ class Cluster:
 
     @property
     def watched(self) -> bool:
-        """Whether a proxy reads the frames. It cannot with gRPC or TLS; if homes may leave, weights do not count contributions.
-        """
+        """Whether a proxy reads the frames. It cannot with gRPC or TLS; if homes may leave, weights count no contributions."""
         return self.setting.carrier == "tcp" and not self.setting.keys and not self.setting.least
 
     # ---- for strikes
@@ -259,13 +256,11 @@ class Cluster:
         self._coordinator = self._serving("coordinator")
 
     def end_home(self, number: int, *, finished: bool = False) -> None:
-        """Reports to a worker's launcher how the worker ended. `number` counts all workers of the run, including earlier ones.
-        """
+        """Reports to a worker's launcher how the worker ended. `number` counts all workers of the run, also earlier ones."""
         self._homes[number].order("finished" if finished else "a worker of this home has ended")
 
     def start_home_again(self, rank: int) -> None:
-        """Replaces an ended worker by a new one on the same links. Retries until the coordinator knows that the old one is
-        gone."""
+        """Replaces an ended worker on the same links. Retries until the coordinator knows that the old one is gone."""
         self.end_home(max(number for number, place in enumerate(self._places) if place == rank))
         until = time.monotonic() + MEET_S
         while True:
@@ -302,8 +297,7 @@ class Cluster:
     # ---- running
 
     def run(self, limit_s: float, strike: Callable[[Cluster, Trial, random.Random], int] = lambda *_: 1) -> Evidence:
-        """Runs until all workers that can end have ended, or `limit_s` have passed. `strike` is called once and returns its
-        hits."""
+        """Runs until all workers that can end have ended, or for `limit_s`. `strike` is called once and returns its hits."""
         begin = time.monotonic()
         stepped, began, ended = list[list[Stepped]](), list[list[Began]](), list[Ended | None]()
         struck, struck_s, waiting = 0, 0.0, set[int]()

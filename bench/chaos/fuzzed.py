@@ -172,8 +172,7 @@ class _Sockets:
         return self._said(where, mutated(self._chance, [PREFACE, bytes(64), self._chance.randbytes(300)]))
 
     def _frames(self) -> str:
-        """Damaged frames from a member after a valid handshake. If the input ends within a frame, that also ends the
-        connection."""
+        """Damaged frames from a member after a valid handshake. An input that ends within a frame also ends the connection."""
         rank, self._rank = self._rank, self._rank + 1
         sock = socket.create_connection(host_port(self._server.data), PATIENCE_S)
         with sock:
@@ -230,8 +229,7 @@ class _Honest:
             self._ends.append(end)
 
     def sum(self) -> float:
-        """Runs a step of every bucket and returns its seconds. Raises CommError if a sum does not come, ValueError if it is
-        wrong."""
+        """Runs a step of every bucket and returns its seconds. CommError if a sum does not come, ValueError if it is wrong."""
         begin = time.monotonic()
         for bucket in PLAN.buckets:
             codec = codec_of(bucket, plan=PLAN)

@@ -96,8 +96,7 @@ class Link:
             return far in self._quiet
 
     def cut(self, *, reset: bool, halves: bool = False) -> int:
-        """Ends all connections and returns their number. `halves`: ends only the workers' ends and leaves the servers' ends
-        open."""
+        """Ends all connections and returns their number. `halves`: leaves the servers' ends open."""
         with self._lock:
             ends, self._ends = self._ends, {}
             if halves:

@@ -27,8 +27,7 @@ class Task(NamedTuple):
     least: int = 0
     """See Setting.least."""
     behind: int = 0
-    """If not 0, training ends this many steps after a home has joined, instead of after `steps`. This worker may be that home.
-    """
+    """If not 0, training ends this many steps after a home has joined, instead of after `steps`."""
 
 
 class Began(NamedTuple):
@@ -57,8 +56,7 @@ class Finding(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A worker's last message. `peer` and `what` are those of the CommError that ended it; `bug` is the traceback of any other
-    error."""
+    """A worker's last message. `peer` and `what`: of the CommError that ended it; `bug`: the traceback of any other error."""
 
     steps: int
     at_s: float

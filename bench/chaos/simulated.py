@@ -16,8 +16,7 @@ from commlayer.transport.reconnect import InFlightRequests
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
 BREAKS, KILLS = 0.08, 0.02
-"""BREAKS: probability that an event breaks a connection. KILLS: probability that the server is killed before a journal write,
-and the same after it."""
+"""BREAKS: probability that an event breaks a connection. KILLS: that the server is killed before, or after, a journal write."""
 MOST_EVENTS = 20_000
 """A schedule takes a few hundred events; beyond this limit it is stuck."""
 Contribution = tuple[int, int, int]

@@ -26,8 +26,7 @@ CALM, MOST_EVENTS = 1_000, 60_000
 PHASES = "pushes", "waits", "has all", "meets"
 AGREEING = "says where", "says for good", "tells servers", "is ready", "has gone over"
 GRACE = "declared dead", "the coordinator did not answer", "server"
-"""Beginnings of errors with which a worker may end although enough are left: its calls were lost for long, or it was declared
-dead."""
+"""Errors with which a worker may end although enough are left: its calls were lost for long, or it was declared dead."""
 
 
 class Death(NamedTuple):
@@ -70,8 +69,7 @@ class Agreement:
         self.chance.shuffle(self._sources)
 
     def _dealt(self, number: int) -> Death:
-        """Draws a death. After the first one members have something to agree on, so later ones mostly strike in the agreement.
-        """
+        """Draws a death. Later deaths mostly strike in the agreement, which there is only after a first one."""
         phases, most = (PHASES, 6) if number == 0 or self.chance.random() < 0.2 else (AGREEING, 4)
         return Death(self.chance.choice(phases), self.chance.randint(1, most), self.chance.random() < 0.6,
                      self.chance.random() < 0.15)
@@ -114,8 +112,7 @@ class Agreement:
         return self.services[server].knows(rank)
 
     def commits(self, member: Member) -> None:
-        """Checks a committed step. All continuing members must have the same sums, each with the contributions of all members
-        of its view."""
+        """Checks a committed step: continuing members have equal sums, with the contributions of all members of its view."""
         step, sums = len(member.committed) - 1, member.committed[-1]
         for other in [] if self._dead(member) else self.members:
             goes_on = other.end in ("", FINISHED) and not self._dead(other)

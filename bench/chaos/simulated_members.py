@@ -131,8 +131,7 @@ class Members:
                     self.at(self.now + LIMIT_S + JUDGED_S, lambda p=other: self._expires(p, process))  # type: ignore[misc]
 
     def _expires(self, process: Process, late: Process) -> None:
-        """Ends a process that has waited for a step longer than its own deadline and that of a verdict, because of a late
-        member."""
+        """Ends a process whose step is late by more than its own deadline and that of a verdict, because of a late member."""
         if not process.end and process.view is not None and math.isinf(process.hangs_s) and self._of_its(process, late.peer):
             self._leaves(process, f"{late.peer}: sent nothing")
 

@@ -46,8 +46,7 @@ class Sizes:
 
 
 def growth(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """Maximum growth in percent: within a process, and between the final sizes of processes with the same name. nan without
-    rows."""
+    """Maximum growth in percent: within a process, and between final sizes of processes with one name. nan without rows."""
     lasts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         lasts[row["process"]].append(row["last_mib"])

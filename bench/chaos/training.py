@@ -31,8 +31,7 @@ from commlayer.errors import CommError
 from commlayer.session import Session, attach, switch
 
 PAYS = "error_feedback(fp16())"
-"""A codec that sends everything in each step and has a residual at both ends, so that residuals of an earlier codec are not
-dropped."""
+"""A codec that sends everything in each step. It has residuals at both ends, so those of an earlier codec are kept."""
 INPUTS, WIDTH, OUTPUTS = 12, 40, 3
 PAUSE_S = 0.02
 """Pause between steps while the run waits for a home that joins again."""

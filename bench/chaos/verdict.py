@@ -141,8 +141,7 @@ def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding
 
 
 def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
-    """Counts samples that were lost or used twice. Each sample must be used once per epoch, up to the last step that all
-    workers took."""
+    """Counts samples that were lost or used twice in an epoch, up to the last step that all workers took."""
     last, lost = min((len(found.stepped[rank]) for rank in ranks), default=0), 0
     epoch = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
     complete = len(ranks) == trial.setting.workers
@@ -200,8 +199,7 @@ def _steps(found: Evidence, others: list[int]) -> int:
 
 
 def whole(found: Evidence) -> bool:
-    """Whether an undisturbed run can be used for comparison. If frames were read, each step must have contributions of all
-    workers."""
+    """Whether an undisturbed run is fit for comparison: complete, without faults and without missing contributions."""
     workers = len(found.stepped)
     seen = found.contributions is None or found.contributions >= workers * (STEPS + SETTLING)
     return seen and not found.faults and all(len(steps) == STEPS for steps in found.stepped) and found.off <= ROUNDING

@@ -117,8 +117,7 @@ class Lab:
         loss: float | None = None,
         cut: bool | None = None,
     ) -> None:
-        """Changes the given values of the host's link from now on. A cut link also loses packets that are on their way to the
-        host."""
+        """Changes the given values of the host's link from now on. A cut link also loses packets on their way to the host."""
         values = {"up_bps": up_bps, "down_bps": down_bps, "delay_s": delay_s, "queue_s": queue_s, "loss": loss, "cut": cut}
         changed: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
         link = _checked(self.links[host]._replace(**changed))

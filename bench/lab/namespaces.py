@@ -42,8 +42,7 @@ def require() -> None:
 
 
 def take_lock(deadline_s: float) -> IO[str]:
-    """Takes the machine-wide lock: labs share the cores, so two at once would distort each other's measurements. Release it
-    with drop_lock."""
+    """Takes the machine-wide lock: two labs at once would distort each other's measurements. Release it with drop_lock."""
     path = Path(tempfile.gettempdir()) / "commlab.lock"
     lock = open(path, "a+")  # noqa: SIM115 - it stays open as long as the lab does
     until = time.monotonic() + deadline_s
@@ -87,8 +86,7 @@ def make(count: int) -> list[str]:
 
 
 def congestion_control() -> str:
-    """TCP's congestion control on this machine and in namespaces. A namespace may only choose what the machine allows, so the
-    lab does not change it."""
+    """TCP's congestion control here, also in namespaces. They may only choose what the machine allows; the lab keeps it."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 

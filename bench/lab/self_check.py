@@ -120,8 +120,7 @@ def check(lab: Lab, window_s: float = 0.3) -> Check:
 
 
 def sent_bps(links: Sequence[Link], host: int) -> float:
-    """The rate received from a host that sends the same amount to each of the others; a slow receiver takes less than its part.
-    """
+    """The rate received from a host that sends equally to all others; a slow receiver takes less than its part."""
     others = [link for other, link in enumerate(links) if other != host]
     return sum(min(link.down_bps, links[host].up_bps / len(others)) for link in others)
 

@@ -40,8 +40,7 @@ class Started(NamedTuple):
 
 
 def spoken(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:
-    """Writes `text` for all ranks, or waits for what another rank writes under `name`. Only for addresses that a user would
-    type."""
+    """Writes `text` for all ranks, or waits until another rank writes `name`. Only for addresses that a user would type."""
     path = place.folder / name
     if text is not None:
         part = path.with_name(f"{name}.part")

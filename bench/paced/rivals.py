@@ -80,8 +80,7 @@ def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) ->
 
 
 def hivemind_local(place: Place, model: nn.Module, task: Task, steps: int) -> Started:
-    """hivemind with local updates: each peer steps by itself, and weights are averaged in the background every `steps` steps.
-    """
+    """hivemind with local updates: peers step by themselves; weights are averaged in the background every `steps` steps."""
     import hivemind  # type: ignore[import-not-found, unused-ignore]
 
     return _peer(place, model, task, steps, optimizer=lambda params: task.optimizer(params), params=model.parameters(),
