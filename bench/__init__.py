@@ -1,7 +1,7 @@
-"""Measurements of the project: `python -m bench NAME`. Knows the project; the project does not know it."""
+"""Benchmarks of the project: `python -m bench NAME`. commlayer itself never imports them."""
 
 from __future__ import annotations
 
 
 class Unmeasurable(RuntimeError):
-    """This machine cannot make the measurement (no root, no compiler, no GPU): one line that says what is missing."""
+    """This machine cannot make the measurement (no root, no compiler, no GPU). The message is one line with what is missing."""

@@ -1,4 +1,4 @@
-"""`python -m bench NAME [--quick] [--json FILE]`: runs one measurement, prints its table. Knows only names and modules."""
+"""`python -m bench NAME [--quick] [--json FILE]`: runs one benchmark and prints its table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEASUREMENTS = {
 
 
 def parser_of(name: str = "") -> argparse.ArgumentParser:
-    """What a measurement takes; without a name what all of them take."""
+    """The argument parser of a benchmark; without a name, the options that all benchmarks have."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Runs one measurement of the project.")
     parser.add_argument("name", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="fewer rows, fewer repetitions")

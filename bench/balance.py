@@ -139,7 +139,7 @@ def emulated(quick: bool) -> Result:
 
 
 def draw(path: Path) -> str:
-    """Plots shares, times and straggler effect while 50 ms are added to one worker after another. Returns a line of text."""
+    """Plots shares, times and straggler effect while 50 ms are added to one worker after another. Returns a line to print."""
     cluster, steps = SCENARIOS["paper, +50 ms in turn"]
     bands = [Band(d.worker, d.start, d.stop) for d in cluster.disturbances]
     courses = [Timeline(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]

@@ -36,7 +36,7 @@ class Pace:
             layer.register_full_backward_pre_hook(self._until(self._backward_s, (count - i) / count))
 
     def forward(self, part: float = 1.0) -> None:
-        """Starts a forward pass with that fraction of the usual samples. Reinstalls the hooks, so that they are outermost."""
+        """Starts a forward pass with that fraction of the samples. Reinstalls the hooks, so that they enclose all others."""
         self._part = part
         while self._handles:
             self._handles.pop().remove()
