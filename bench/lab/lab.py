@@ -42,11 +42,11 @@ class Lab:
     >>> with Lab(hosts=4, up_bps=100e6, down_bps=100e6, delay_s=0.015) as lab:
     ...     lab.popen(0, ["ping", "-c", "1", lab.addresses[1]]).wait(5)
 
-    A link value is one number for all hosts, or one per host. Rates count IP bytes, headers included. Super-packets of
-    the senders are cut to 0.25 to 1 ms of the slower link, a 15th of the delay, so that queues and drops have packet grain
-    on slow links.
-    TCP on the hosts uses the machine's own congestion control, named in `congestion`: state it beside a figure, since it moves
-    what programs get out of a link by tens of percent.
+    A link value is one number for all hosts, or one per host. Rates count IP bytes, with headers. Super-packets are cut into
+    parts of 1/15 of the delay, within 0.25 to 1 ms on the slower link, so that slow links queue and drop single packets.
+
+    TCP on the hosts uses the machine's congestion control, named in `congestion`. Report it with measurements: it changes
+    what programs get from a link by tens of percent.
     """
 
     def __init__(
