@@ -17,6 +17,7 @@ from hypothesis import settings
 from support.sites import Homes
 
 from commlayer import native
+from commlayer.config import quiet_grpc
 
 # Scripts that tests start import `support`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
@@ -32,6 +33,8 @@ if native.core is None:  # all codecs then run on the oracle's kernels
 
     ORACLE = kernels.use(codec_kernels)
     ORACLE.__enter__()
+
+quiet_grpc()  # some tests import grpc first
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("new", derandomize=False)

@@ -280,7 +280,7 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
 
 
 def main() -> None:
-    """`python -m commlayer.engine.home_process PARENT line|traceback SCRIPT ARGS...`. The second argument is the form of
+    """`python -m commlayer.engine.start PARENT line|traceback SCRIPT ARGS...`. The second argument is the form of
     errors."""
     parent, how, script, *args = sys.argv[1:]
     try:

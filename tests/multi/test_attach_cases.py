@@ -129,7 +129,9 @@ def param_groups_and_schedule(run: Run) -> dict[str, Any]:
 
 def compiled_then_wrapped(run: Run) -> dict[str, Any]:
     model = mlp()
-    return train(run, model, run.wrap(torch.compile(model, backend="aot_eager")), steps=3)
+    # Splitting graphs by DDP's buckets asserts that the first bucket is the smallest, which 2 kB buckets are not.
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return train(run, model, run.wrap(torch.compile(model, backend="aot_eager")), steps=3)
 
 
 def wrapped_then_compiled(run: Run) -> dict[str, Any]:

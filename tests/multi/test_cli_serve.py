@@ -133,7 +133,7 @@ def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(serve
         member.leave(reason)
         if code is not None:
             assert process.wait(WAIT_S) == code
-    assert "the job has failed (worker 0: left the job: an error)" in process.stderr.read()
+    assert "the job failed (worker 0: left the job: an error)" in process.stderr.read()
 
 
 @pytest.mark.nightly

@@ -162,7 +162,8 @@ def test_all_looks_of_one_machine_are_over_in_time() -> None:
     config = Config(join="hub:7000", keys="keys", journal="journal", audit="audit/log")
     doctor = checks.Doctor(checks.Options(config, plan=Path("plan.json")))
     every = [*doctor.checks()]
-    doctor.facts["server"] = [checks.server.Server("hub:7000", status=checks.messages.Told("0.1.0", 1, 4, 0.0, 2, 0))]
+    facts = checks.server.ServerFacts("hub:7000", status=checks.messages.StatusReply("0.1.0", 1, 4, 0.0, 2, 0))
+    doctor.facts["server"] = [facts]
     last = doctor.link_check()
     assert last is not None
     assert max(check.deadline_s for check in every) + last.deadline_s <= checks.ALONE_S

@@ -222,7 +222,7 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "lbfgs": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS.step.*closure.*E-SYNC-FORWARD"),
     "mixes": (lambda m: CountsItself(m.parameters(), lr=0.1), {}, "CountsItself.*E-SYNC-FORWARD"),
     "graphs": (lambda m: torch.optim.Adam(m.parameters(), capturable=True), {}, "Adam.*capturable.*E-SYNC-FORWARD"),
-    "replaced": (replaced, {}, r"step\(\).* SGD\b.*E-SYNC-FORWARD"),
+    "replaced": (replaced, {}, r"SGD\.step.*E-SYNC-FORWARD"),
     "no torch": (lambda m: object(), {}, r"object .*torch\.optim\.Optimizer.*E-SYNC-FORWARD"),
     "some": (lambda m: torch.optim.SGD([m.scale], lr=0.1), {}, r"\b10 .*words\.weight.*E-SYNC-FORWARD"),
     "norm": (sgd, {"max_norm": -1.0}, r"max_norm.*-1\.0\b.*E-CLIP"),

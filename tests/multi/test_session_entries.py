@@ -35,7 +35,7 @@ class Training:
 
     def told(self) -> dict[str, Any]:
         worker = self.session.inspect.connection.worker
-        asked = [bucket.state["inner"]["asked"] for bucket in worker.coded]
+        asked = [bucket.state["inner"]["entries"] for bucket in worker.coded]
         plain = [-(-bucket.numel // 20) for bucket in worker.coded]
         return weights(self.model) | {"sent": self.sent, "asked": asked, "plain": plain}
 
@@ -126,7 +126,7 @@ def locally(rank: int, address: str, how: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
         session.drain()
         coded = session.inspect.connection.worker.coded
-        return weights(model) | {"asked": [bucket.state["inner"]["asked"] for bucket in coded],
+        return weights(model) | {"asked": [bucket.state["inner"]["entries"] for bucket in coded],
                                  "plain": [-(-bucket.numel // 20) for bucket in coded]}
 
 

@@ -86,7 +86,7 @@ def test_the_planner_does_so_too() -> None:
     job = Job((TensorInfo("wide", (3_000_000,), "float64"), TensorInfo("narrow", (3_000_000,))))
     timing = Timing((0.2, 0.1), (0.0, 0.1), 0.2, 0.1)
     cluster = cluster_from_line("3xrtx3060@50m")
-    made = commlayer.planner.search(structs.replace(job, timing=timing), cluster)
+    made = commlayer.planner.plan(structs.replace(job, timing=timing), cluster)
     assert verify(made, job) == []
     wide = [b for b in made.buckets if b.slices[0].tensor == 0]
     assert {(b.path, b.codec) for b in wide} == {("allreduce", "identity()")}

@@ -77,7 +77,7 @@ def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
         return 0.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(learning_run.TrainingTask, "validation", look)
+        patch.setattr(learning_run.Task, "validation", look)
         train(structs.replace(way, rate=RATE), steps=STEPS, looks=1)
     return found
 

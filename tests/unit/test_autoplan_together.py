@@ -41,7 +41,7 @@ from commlayer.planner.model import Link
 def drawn() -> set[tuple[str, str]]:
     """The changes of rank 0's phase that state.py's table has."""
     rows = [line.split()[:2] for line in (state_module.__doc__ or "").splitlines() if line.startswith("    ")]
-    names = {"Steady", "Planning", "Proposing", "Trial", "Settling"}
+    names = {"Steady", "Planning", "Proposing", "Trying", "Settling"}
     pairs = {(a, b) for a, b in rows if b in names and a in {*names, "any"}}
     return pairs - {("any", "Planning")} | {(name, "Planning") for name in names}
 
@@ -177,7 +177,7 @@ def test_all_that_ranks_do_together_is_among_it() -> None:
         slow = 100 < number < 120
         ranks.step([2.0 if slow else 0.4] * 3, 5e6 if slow else 6e7, 0.4, 0.5 * (number == 60), 20.0 * number)
     assert set(ranks.done) == set(COLLECTIVE)
-    assert {("Planning", "Proposing"), ("Proposing", "Trial"), ("Trial", "Proposing"), ("Trial", "Steady")} <= ranks.seen
+    assert {("Planning", "Proposing"), ("Proposing", "Trying"), ("Trying", "Proposing"), ("Trying", "Steady")} <= ranks.seen
 
 
 def test_the_table_of_phases_is_read() -> None:

@@ -31,7 +31,7 @@ NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
 
 def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_path: Path) -> None:
-    code, out, _ = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "search.json")
+    code, out, _ = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert code == 0
     assert "3 ranks on 3 nodes" in out
     assert "exposed communication" in out
@@ -40,11 +40,11 @@ def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_pat
     assert code == 0
     assert "because: " in out
     assert "its tasks" in out
-    assert commlayer("plan", "lint", "search.json") == (0, "search.json: nothing wrong\n", "")
-    code, out, _ = commlayer("plan", "diff", "search.json", "search.json")
+    assert commlayer("plan", "lint", "plan.json") == (0, "plan.json: nothing wrong\n", "")
+    code, out, _ = commlayer("plan", "diff", "plan.json", "plan.json")
     assert (code, out.strip()) == (0, "the plans decide alike")
     assert commlayer("plan", "make", "lstm", "--nodes", NODES, "--codec", "fp16()", "--out", "other.json")[0] == 0
-    code, out, _ = commlayer("plan", "diff", "search.json", "other.json")
+    code, out, _ = commlayer("plan", "diff", "plan.json", "other.json")
     assert code == 1
     assert "fp16()" in out
     code, out, _ = commlayer("plan", "whatif", "--add-node", "rtx3060", "--link", "100/20Mb")
@@ -60,13 +60,13 @@ def test_json_is_one_record_in_a_file_besides_what_is_printed(commlayer) -> None
         assert plain == besides
         return json.loads(Path("told.json").read_text())
 
-    assert told("make", "lstm", "--nodes", NODES, "--out", "search.json") == json.loads(Path("search.json").read_text())
+    assert told("make", "lstm", "--nodes", NODES, "--out", "plan.json") == json.loads(Path("plan.json").read_text())
     assert told("explain", "1")["bucket"]["id"] == 1
-    assert told("diff", "search.json", "search.json")["changes"] == []
-    assert told("lint", "search.json") == []
+    assert told("diff", "plan.json", "plan.json")["changes"] == []
+    assert told("lint", "plan.json") == []
     assert [point["x"] for point in told("whatif", "--nodes", "2,3")["points"]] == [2.0, 3.0]
-    for command in (("make", "lstm", "--nodes", NODES), ("explain", "1"), ("diff", "search.json", "search.json"),
-                    ("lint", "search.json"), ("whatif", "--nodes", "2")):
+    for command in (("make", "lstm", "--nodes", NODES), ("explain", "1"), ("diff", "plan.json", "plan.json"),
+                    ("lint", "plan.json"), ("whatif", "--nodes", "2")):
         assert commlayer("plan", *command, "--json", "absent/x.json")[0] == 2
 
 
@@ -85,17 +85,17 @@ def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
 
 @pytest.mark.nightly
 def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(commlayer) -> None:
-    code, out, _ = commlayer("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "search.json")
+    code, out, _ = commlayer("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
     assert code == 0
     assert "servers on server" in out
-    inputs, made = json.loads(Path("search.inputs.json").read_text()), json.loads(Path("search.json").read_text())
+    inputs, made = json.loads(Path("plan.inputs.json").read_text()), json.loads(Path("plan.json").read_text())
     assert [(n["name"], n["ranks"], n["server"]) for n in inputs["cluster"]["nodes"]] == [
         ("server", 0, True), ("home-0", 1, False), ("home-1", 1, False), ("home-2", 1, False)]
     assert inputs["cluster"]["nodes"][0]["link"]["up_bps"] == 1e9
     assert not inputs["cluster"]["reachable"]
     assert made["overlap"] == "round"
     assert made["fragments"] == 1, "what a job with --min-workers runs"
-    assert unfit(records.decode(Path("search.json").read_bytes(), Plan, "")) == ""
+    assert unfit(records.decode(Path("plan.json").read_bytes(), Plan, "")) == ""
     commlayer("plan", "make", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--fragments", "--server", "100Mb", "--out",
               "parts.json")
     assert json.loads(Path("parts.json").read_text())["fragments"] > 1
@@ -106,7 +106,7 @@ def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(c
 
 @pytest.mark.nightly
 def test_a_home_that_is_added_is_behind_nat_too_and_the_server_keeps_its_link(commlayer) -> None:
-    commlayer("plan", "make", "lstm", "--homes", "2xrtx3060@100/20Mb", "--out", "search.json")
+    commlayer("plan", "make", "lstm", "--homes", "2xrtx3060@100/20Mb", "--out", "plan.json")
     commlayer("plan", "whatif", "--add-node", "rtx3060", "--link", "100/20Mb", "--json", "grown.json")
     commlayer("plan", "make", "lstm", "--homes", "3xrtx3060@100/20Mb", "--json", "three.json")
     point = json.loads(Path("grown.json").read_text())["points"][1]
@@ -242,7 +242,7 @@ def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws, and is an extra")
 def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
-    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "search.json")
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert commlayer("plan", "whatif", "--nodes", "2,3", "--plot", "curve.png")[0] == 0
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -276,10 +276,10 @@ def test_a_curve_is_drawn(commlayer, tmp_path: Path) -> None:
         (("make", "none.json", "--nodes", NODES), "E-PLAN-FILE", "job none.json: No such file"),
         (("make", "lstn", "--nodes", NODES, "--exact", "--max-local-steps", "4"), "E-CLI-OPTION", "--max-local-steps 4"),
         (("make", "lstn", "--nodes", NODES, "--exact", "--staleness"), "E-CLI-OPTION", "--exact and --staleness"),
-        (("explain", "0"), "E-PLAN-FILE", "plan search.json: No such file"),
+        (("explain", "0"), "E-PLAN-FILE", "plan plan.json: No such file"),
         (("lint", "none.json"), "E-PLAN-FILE", "plan none.json: No such file"),
         (("whatif", "--add-node", "rtx3060"), "E-CLI-OPTION", "--add-node GPU and --link RATE"),
-        (("whatif", "--nodes", "2"), "E-PLAN-FILE", "search.inputs.json: no such file"),
+        (("whatif", "--nodes", "2"), "E-PLAN-FILE", "plan.inputs.json: no such file"),
         (("whatif", "--nodes", "2", "--plot", "curve.svg"), "E-CLI-OPTION", "--plot curve.svg"),
         (("whatif",), "E-CLI-OPTION", "--add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu NAMES; got none"),
         (("whatif", "--nodes", "2", "--gpu", "v100"), "E-CLI-OPTION", "got --nodes and --gpu"),
@@ -347,13 +347,13 @@ def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict
 
 
 def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
-    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "search.json")
-    file = Path("search.json")
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    file = Path("plan.json")
     made = json.loads(file.read_text())
     made["buckets"][0]["path"] = "encode@cpu net.push decode@cpu"
     made["buckets"][1]["codec"] = "zip()"
     file.write_text(json.dumps(made))
-    code, out, _ = commlayer("plan", "lint", "search.json")
+    code, out, _ = commlayer("plan", "lint", "plan.json")
     assert code == 2
     assert any(line.startswith("bucket 0: path") for line in out.splitlines())
     assert any(re.fullmatch(r"bucket 1: codec 'zip\(\)'.*\[E-CODEC-NAME\]", line) for line in out.splitlines())
@@ -363,8 +363,8 @@ def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
 
 
 def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_being_one(commlayer) -> None:
-    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "search.json")
-    text = Path("search.json").read_text()
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    text = Path("plan.json").read_text()
     made = json.loads(text)
     assert len(text.splitlines()) == len(made["buckets"]) + 2
     assert all(json.loads(line.rstrip(","))["id"] == i for i, line in enumerate(text.splitlines()[1:-1]))
@@ -389,27 +389,27 @@ def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_bein
 
 
 def test_lint_tells_of_damaged_inputs_and_of_the_plan_beside_them(commlayer) -> None:
-    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "search.json")
-    made = json.loads(Path("search.json").read_text())
-    Path("search.json").write_text(json.dumps({**made, "local_steps": 0, "servers": -1, "step_s": -1}))
-    Path("search.inputs.json").write_text("{")
-    code, out, errors = commlayer("plan", "lint", "search.json")
+    commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
+    made = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**made, "local_steps": 0, "servers": -1, "step_s": -1}))
+    Path("plan.inputs.json").write_text("{")
+    code, out, errors = commlayer("plan", "lint", "plan.json")
     assert (code, errors) == (2, "")
-    for line in ("inputs search.inputs.json: Input data was truncated [E-PLAN-FILE]", "local_steps is 0, allowed: at least 1",
+    for line in ("inputs plan.inputs.json: Input data was truncated [E-PLAN-FILE]", "local_steps is 0, allowed: at least 1",
                  "servers is -1, allowed: at least 0", "step_s is -1.0, allowed: seconds, 0 or more"):
         assert line in out.splitlines(), out
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(commlayer, tmp_path: Path) -> None:
-    (tmp_path / "search.inputs.json").mkdir()
-    code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "search.json")
+    (tmp_path / "plan.inputs.json").mkdir()
+    code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert (code, out) == (2, "")
     assert re.fullmatch(r"commlayer: plan\.inputs\.json: .*\[E-CLI-OPTION\]\n", errors)
     obstacle = f"next.inputs.json.{os.getpid()}.part"
     (tmp_path / obstacle).mkdir()
     code, out, errors = commlayer("plan", "make", "lstm", "--nodes", NODES, "--out", "next.json")
     assert (code, out, errors) == (2, "", "commlayer: next.inputs.json: Is a directory [E-CLI-OPTION]\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [obstacle, "search.inputs.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [obstacle, "plan.inputs.json"]
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -13,10 +13,10 @@ Rank 0 in addition searches for plans and judges them:
     Planning     Proposing    the search found a plan that is worth a switch
     Planning     Settling     it found none: the active plan stays
     Planning     Steady       the active plan was changed during the search
-    Proposing    Trial        all ranks have switched to the plan
+    Proposing    Trying        all ranks have switched to the plan
     Proposing    Settling     all ranks have rolled back, or kept their plan because a rank refused the new one
-    Trial        Proposing    a loss comes later than before: roll back; or another candidate is close
-    Trial        Steady       neither
+    Trying        Proposing    a loss comes later than before: roll back; or another candidate is close
+    Trying        Steady       neither
     Settling     Proposing    another candidate is close
     Settling     Steady       no other candidate is
 """
