@@ -104,9 +104,9 @@ def straggler_effect(times_s: Sequence[float]) -> float:
 
 def describe(event: Decision | Outcome) -> str:
     if isinstance(event, Outcome):
-        whole = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
+        suffix = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
         return (f"shares of step {event.decided}: measured {event.measured_s * 1e3:.1f} ms per step, expected "
-                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}{whole}")
+                f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}{suffix}")
     shares = ", ".join(f"worker {w} {share}" for w, share in zip(event.workers, event.shares, strict=True))
     return (f"new shares from step {event.from_step}: {shares}; {event.reason} (straggler effect {event.effect:.2f}); expected "
             f"{event.after_s * 1e3:.1f} ms per step (was {event.before_s * 1e3:.1f})")
@@ -425,8 +425,8 @@ def line(event: Event, workers: int) -> str:
     if isinstance(event, Outcome):
         came = f"{event.measured_s * 1e3:.1f}"
         space = " " * (_width(workers) + 3)
-        whole = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
-        return f"{'':7} {'':5} {space}{event.effect:5.2f}  {came:>16}  measured, {event.error:+.0%} against expected{whole}"
+        suffix = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
+        return f"{'':7} {'':5} {space}{event.effect:5.2f}  {came:>16}  measured, {event.error:+.0%} against expected{suffix}"
     return ""
 
 

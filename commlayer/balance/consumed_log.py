@@ -191,8 +191,8 @@ class EpochProgress:
 
     def _counts(self) -> Shares:
         shares = self._schedule.shares(self.step)
-        whole = sum(shares.values())
-        return shares if self.consumed.left >= whole else scaled(shares, self.consumed.left)
+        step_samples = sum(shares.values())
+        return shares if self.consumed.left >= step_samples else scaled(shares, self.consumed.left)
 
 
 TABLE = 1 << 20

@@ -317,8 +317,8 @@ class Sampler(BatchSource):
             step = ahead.step
             given = ahead.advance(self._keep_from)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
-            whole = sum(stop - start for spans in given.values() for start, stop in spans)
-            for part, indices in drawn_batches(step, own, nothing, whole=whole, least=self.least, cap=self.cap):
+            step_samples = sum(stop - start for spans in given.values() for start, stop in spans)
+            for part, indices in drawn_batches(step, own, nothing, whole=step_samples, least=self.least, cap=self.cap):
                 self._queue.append(part)
                 yield indices
 

@@ -230,8 +230,8 @@ def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] =
     exact = [Fraction(weight) for weight in weights]
     open_yet, left, taken = list(range(len(weights))), total, [0] * len(weights)
     while True:
-        whole = sum(exact[i] for i in open_yet)
-        part = {i: left * exact[i] / whole if whole else Fraction(left, len(open_yet)) for i in open_yet}
+        weight_sum = sum(exact[i] for i in open_yet)
+        part = {i: left * exact[i] / weight_sum if weight_sum else Fraction(left, len(open_yet)) for i in open_yet}
         over = [i for i in open_yet if part[i] >= most[i]]
         if not over or len(over) == len(open_yet):
             break

@@ -96,12 +96,12 @@ class SharesProblem:
 
     def shares(self, found: ActiveSet) -> list[int]:
         """Shares for all places."""
-        whole, taken = [0] * len(self.models), found.shares
+        all_shares, taken = [0] * len(self.models), found.shares
         if sum(taken) > self.total:
             taken = tuple(self.speeds.assign(found.active, self.total, self.minimum))
         for place, share in zip(found.active, taken, strict=True):
-            whole[place] = share
-        return whole
+            all_shares[place] = share
+        return all_shares
 
     def _computed(self, places: Sequence[int], taken: Sequence[int]) -> ActiveSet:
         active, shares = zip(*((place, share) for place, share in zip(places, taken, strict=True) if share), strict=True)
@@ -149,11 +149,11 @@ def solve(
     makespan = makespan_s(problem.models, taken)
     if accumulate == "needed":
         taken = fewer_pieces(problem.speeds, taken, [room[worker] for worker in problem.workers], makespan)
-    whole = [0] * len(models)
+    all_shares = [0] * len(models)
     for worker, share in zip(problem.workers, taken, strict=True):
-        whole[worker] = share
-    pieces = tuple(-(-share // cap) if share else 0 for share, cap in zip(whole, room, strict=True))
-    return Solution(tuple(whole), pieces, makespan, problem.cost_s(choice.active, makespan) - makespan)
+        all_shares[worker] = share
+    pieces = tuple(-(-share // cap) if share else 0 for share, cap in zip(all_shares, room, strict=True))
+    return Solution(tuple(all_shares), pieces, makespan, problem.cost_s(choice.active, makespan) - makespan)
 
 
 def _problem(

@@ -134,18 +134,18 @@ class Store:
     def __init__(self, path: Path, search: Search) -> None:
         self.path, self.trials = path, list[TuningTrial]()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if not whole:
+        complete_lines = [line for line in lines if line.endswith(b"\n")]
+        if not complete_lines:
             write_whole({path: encode(search) + b"\n"})
             return
-        kept = decode(whole[0], Search, f"{path}: line 1")
+        kept = decode(complete_lines[0], Search, f"{path}: line 1")
         if kept != search:
             name = next(f for f in Search.__struct_fields__ if getattr(kept, f) != getattr(search, f))
             raise RecordError("E-TUNE-STORE",
                               f"{path} holds trials of another search (its {name} differs): give another --store, or delete it")
-        self.trials = [decode(line, TuningTrial, f"{path}: line {i}") for i, line in enumerate(whole[1:], 2)]
-        if len(whole) < len(lines):
-            write_whole({path: b"".join(whole)})
+        self.trials = [decode(line, TuningTrial, f"{path}: line {i}") for i, line in enumerate(complete_lines[1:], 2)]
+        if len(complete_lines) < len(lines):
+            write_whole({path: b"".join(complete_lines)})
 
     def add(self, trial: TuningTrial) -> None:
         """The trial is in the file when this returns."""

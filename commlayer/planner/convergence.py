@@ -174,10 +174,10 @@ class _Tables:
 
     def _sooner(self, codec: str, recipe: Recipe) -> Excess:
         """With fragments, each is merged H / fragments steps after it was sent: never worse than a whole round late."""
-        whole = self.look(codec, recipe._replace(fragments=1))
-        waited = self.look(codec, recipe._replace(fragments=1, overlap=""))
+        overlapped_excess = self.look(codec, recipe._replace(fragments=1))
+        blocking_excess = self.look(codec, recipe._replace(fragments=1, overlap=""))
         return Excess(*(late - max(0.0, late - soon) * (1 - 1 / recipe.fragments)
-                        for late, soon in zip(whole, waited, strict=True)))
+                        for late, soon in zip(overlapped_excess, blocking_excess, strict=True)))
 
     def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
         key = optimizer, workers

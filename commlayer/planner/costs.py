@@ -362,7 +362,7 @@ class Walk:
         assert self.emit is not None
         self.returned = True
         pieces = max(self.held[g].flows for g in self.workers)
-        whole = self.emit.nbytes
+        sum_nbytes = self.emit.nbytes
         done = self.summed
         merged = 1.0
         if op.name == "pull":
@@ -374,12 +374,12 @@ class Walk:
             )
         elif not self.emit.sums:
             # All payloads concatenated, unless the sum as floats is smaller.
-            merged = min(self.arrivals / pieces, max(1.0, FLOAT_NBYTES / whole.slope_s) if whole.slope_s else 1.0)
+            merged = min(self.arrivals / pieces, max(1.0, FLOAT_NBYTES / sum_nbytes.slope_s) if sum_nbytes.slope_s else 1.0)
         to_gpu = next((o.where == "gpu" for o in rest if o.name == "decode"), False)
         for g in self.workers:
             held, group = self.held[g], self.groups[g]
             held.pieces, held.each, held.last = merged, held.part, done
-            held.size = over(whole, held.part)
+            held.size = over(sum_nbytes, held.part)
             sent = times(held.nbytes, held.flows)
             away = 1 - self.hosts.get(g, 0.0)
             if away > 0:
@@ -653,8 +653,8 @@ def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[floa
     little of it at first.
     """
     total = max(1, job.numel)
-    whole, numels = sum(energy), [max(1, info.numel) for info in job.tensors]
-    of = [1 / total + (energy[i] / whole / numels[i] if energy else 1 / total) for i in range(len(job.tensors))]
+    total_energy, numels = sum(energy), [max(1, info.numel) for info in job.tensors]
+    of = [1 / total + (energy[i] / total_energy / numels[i] if energy else 1 / total) for i in range(len(job.tensors))]
     return [sum([of[s.tensor] * s.numel for s in slices]) / 2 for slices in groups]
 
 

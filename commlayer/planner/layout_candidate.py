@@ -174,8 +174,9 @@ class LayoutCandidate:
         return self._as_written(found).parts
 
     def _as_written(self, found: ChoiceFound) -> Written:
-        """Cuts buckets only as far as servers need for an even share, since each part has fixed costs. If that is faster,
-        cuts into a part for each server, whose transfers and sums run in parallel."""
+        """Cuts buckets into as few parts as give every server an even share, since each part has fixed costs.
+
+        Cuts them into one part per server if that is faster: transfers and sums of the parts run in parallel."""
         if found.choice not in self._written:
             best = self._cut(found, SHARED)
             if self.uses(found, lambda o: o.served) and best.seconds > found.step_s / self.local_steps * (1 + NEARLY):

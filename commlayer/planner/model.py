@@ -253,8 +253,8 @@ def condensed(cluster: Cluster) -> Cluster:
     """The same nodes at the same places, reduced to few kinds.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
-    >>> made = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
-    >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in made.nodes})]
+    >>> few_kinds = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
+    >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
     [100, 111]
     """
     if len({_unnamed(node) for node in cluster.nodes}) <= EXACT:

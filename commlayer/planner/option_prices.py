@@ -369,8 +369,8 @@ def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
         else:
             low_s = middle_s
     rooms = [_room(node, n, high_s, bits) for node in cluster.nodes]
-    whole = sum(rooms)
-    owned = tuple(room / whole for room in rooms)
+    total_room = sum(rooms)
+    owned = tuple(room / total_room for room in rooms)
     return Split(owned, max(_busy_s(node, share, n, bits) for node, share in zip(cluster.nodes, owned, strict=True)))
 
 

@@ -212,8 +212,8 @@ def load_of(ways: Sequence[PricedWay], urgency: float = 0.0, stale: bool = False
 
 def way(tasks: Sequence[Task]) -> PricedWay:
     """
-    >>> made = way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
-    >>> made.shape.lanes, made.seconds, made.latency
+    >>> priced_way = way((Task((("up:a", 2.0), ("down:b", 1.0)), latency_s=0.5, op="net.push"),))
+    >>> priced_way.shape.lanes, priced_way.seconds, priced_way.latency
     ((('up:a', 'down:b'),), [2.0, 1.0], [0.5])
     """
     shape = shape_of(tasks)

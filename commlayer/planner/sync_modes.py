@@ -86,8 +86,8 @@ class OtherWays:
         most = searched_local_steps(plain.inputs.profile)
         parts = max(1, plain.inputs.job.numel * ELEMENT_NBYTES // LEAST_TURN_NBYTES) if policy.fragments else 1
         tried = [self._entry(recipe) for recipe in _recipes(plain.recipe, policy, freely, most, parts)]
-        # Two local steps may not pay off, since they cannot hide behind backward as an exchange in every step does; four
-        # still may.
+        # Local steps cannot overlap their exchange with backward, so two may be slower than an exchange in every step. Four
+        # may still be faster: each number of local steps is judged by itself.
         able = [each for each in tried if _least(each) < kept[0].price * (1 - WORTH) and each.kept_budget]
         worth = FINEST if plain.ways.steps_count else WORTH
 
@@ -172,8 +172,8 @@ def _recipes(plain: Recipe, policy: Policy, freely: bool, most: int, parts: int)
         recipes += [plain._replace(codes="updates"), plain._replace(codes="updates", overlap="round")]
     for every in local_steps(policy.max_local_steps or (most if freely else 1)):
         recipes += [plain._replace(codes="updates", every=every)]
-        whole = plain._replace(codes="updates", every=every, overlap="round")
-        recipes += [whole._replace(fragments=count) for count in fragments(every, parts)] if freely else []
+        overlap_recipe = plain._replace(codes="updates", every=every, overlap="round")
+        recipes += [overlap_recipe._replace(fragments=count) for count in fragments(every, parts)] if freely else []
     return recipes
 
 

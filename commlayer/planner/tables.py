@@ -538,8 +538,8 @@ def on_reference(job: Job) -> Job:
 
 def timing(parts: tuple[Layer, ...], backward_s: float, forward_s: float, update_s: float) -> Timing:
     """Times by layer in proportion to its multiply-adds. A layer without tensors also takes its time."""
-    whole = sum(layer.macs for layer in parts)
-    before = [0.0, *accumulate(layer.macs / whole for layer in parts)]
+    total_macs = sum(layer.macs for layer in parts)
+    before = [0.0, *accumulate(layer.macs / total_macs for layer in parts)]
     ready: list[float] = []
     needed: list[float] = []
     for layer, share in zip(parts, before, strict=False):

@@ -109,13 +109,13 @@ def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
     """A line for a codec that leaves most of the model uncompressed although it should compress it."""
     gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and _buffer(job, b))]
     total = sum(b.numel for b in gradients)
-    whole: dict[str, int] = {}
+    uncompressed_numel: dict[str, int] = {}
     for bucket in gradients:
         core = parse_spec(bucket.codec).core
-        whole[str(core)] = whole.get(str(core), 0) + _as_it_is(bucket, parse_spec(bucket.codec))
-    codec = max(whole, key=lambda name: whole[name], default="")
-    if codec and whole[codec] > REPORTED_ABOVE * total:
-        yield (f"{whole[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
+        uncompressed_numel[str(core)] = uncompressed_numel.get(str(core), 0) + _as_it_is(bucket, parse_spec(bucket.codec))
+    codec = max(uncompressed_numel, key=lambda name: uncompressed_numel[name], default="")
+    if codec and uncompressed_numel[codec] > REPORTED_ABOVE * total:
+        yield (f"{uncompressed_numel[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
                + ("it compresses matrices that are whole, or named in powersgd(shapes=...), and larger than their factors"
                   if parse_spec(codec).needs_shape else "its payloads are as large as uncompressed ones, or larger"))
 
