@@ -25,7 +25,7 @@ class Vote(NamedTuple):
 
 
 AWAY = Vote(-2, 0.0)
-"""Sent to a joining member instead of "ready": members have left while nobody can join."""
+"""Sent to a joining member instead of "ready": members have left at a time when the job admits no new member."""
 
 
 def name_of(view: View, what: str, rank: int) -> str:

@@ -2,9 +2,9 @@
 
 Residuals continue as `carry` of the buckets that hold their elements, whatever path and codec these take now. Under plans that
 average gradients they are gradients; under local steps they are changes of weights. Only an optimizer can convert one into the
-other. So from gradients to local steps they stay gradients: each rank adds its own to its next step (`unpaid`). A residual that
-meets no gradient there returns unchanged (`owe`). Changes of weights become gradients only if the effect of a gradient on a
-weight is a fixed number: the rate of SGD without momentum. Otherwise they are dropped.
+other. So from gradients to local steps they stay gradients: each rank adds its own to its next step (`unpaid`). Residuals that
+are still pending when a later plan averages gradients again return to `carry` unchanged. Changes of weights become gradients
+only if the effect of a gradient on a weight is a fixed number: the rate of SGD without momentum. Otherwise they are dropped.
 """
 
 from __future__ import annotations

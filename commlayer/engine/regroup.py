@@ -379,8 +379,8 @@ class MembershipChange:
     # ---- to the new view
 
     def _go_over(self, old: Worker, under: Plan) -> None:
-        made, agreed = self._made, self._agreed
-        assert made.uplink is not None
+        job_context, agreed = self._made, self._agreed
+        assert job_context.uplink is not None
         assert agreed is not None
         (view, words), self._agreed = agreed, None
         if not old.intact:
@@ -388,35 +388,35 @@ class MembershipChange:
                             step=old.step)
         begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
         place, new, old_places = (
-            ids.index(made.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
+            ids.index(job_context.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
         plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
         generation = wire_generation(view)
         change = EpochChange(view, old.step, old.unheard(), records.encode(plan))
-        for server in agreement.told_by(made.id, former, view):
-            self._send(made.uplink, server.id, change, generation)
+        for server in agreement.told_by(job_context.id, former, view):
+            self._send(job_context.uplink, server.id, change, generation)
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = StateRelay(self._words, view, made.id, mine, self._config.deadline_s, judged_s(self._config))
-            if relay.giver == made.id:
-                relay.give(made.given(plan))
+            relay = StateRelay(self._words, view, job_context.id, mine, self._config.deadline_s, judged_s(self._config))
+            if relay.giver == job_context.id:
+                relay.give(job_context.given(plan))
             else:
                 relay.watch()
         # From here on no other process is involved, so nothing can fail.
-        made.parted |= {rank: made.carried for rank in old_places if rank not in ids}
-        new_world(made, self._config, self._home, view)
-        made.plan, made.terms.basis, made.terms.price = plan, None, None
-        new_worker = made.worker_for(plan, old.job, old.device, generation)
-        made.hand_on(old, new_worker)
+        job_context.parted |= {rank: job_context.carried for rank in old_places if rank not in ids}
+        new_world(job_context, self._config, self._home, view)
+        job_context.plan, job_context.terms.basis, job_context.terms.price = plan, None, None
+        new_worker = job_context.worker_for(plan, old.job, old.device, generation)
+        job_context.hand_on(old, new_worker)
         new_worker.units.regroup(sum(word.weight for word in words))
-        made.uplink.switch_view(view)
-        made.follow(new_worker)
+        job_context.uplink.switch_view(view)
+        job_context.follow(new_worker)
         old.close()
         old.forget_states()
-        if made.uplink.reconnecting is not None:
-            made.uplink.reconnecting.end(generation)
+        if job_context.uplink.reconnecting is not None:
+            job_context.uplink.reconnecting.end(generation)
         self._stands = self._stands.gone_over()
-        for act in made.after_regroup:
+        for act in job_context.after_regroup:
             act()
         self._say(former, view, time.monotonic() - begin)
 
@@ -430,16 +430,17 @@ class MembershipChange:
             raise NewerEpoch from None
 
     def _say(self, former: View, view: View, took_s: float) -> None:
-        made, current = self._made, {m.rank for m in view.members}
-        assert made.uplink is not None
-        gone = [made.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
-        joined = [made.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
+        job_context, current = self._made, {m.rank for m in view.members}
+        assert job_context.uplink is not None
+        gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
+        joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
         parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
                  for who, what in ((gone, "gone"), (joined, "taken in")) if who]
         parts = parts or ["who was to be taken in is gone"]
         lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
-        made.say(f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all "
-                 f"had come to this step{lost}; this is rank {made.rank} of {made.world} now")
+        job_context.say(
+            f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all "
+            f"had come to this step{lost}; this is rank {job_context.rank} of {job_context.world} now")
 
 
 def new_world(made: JobContext, config: Config, home: str, view: View) -> None:

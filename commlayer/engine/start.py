@@ -84,23 +84,23 @@ def connect(
     # Server child processes get the same limit.
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
     kernels.threads(config.codec_threads)
-    made = JobContext()
-    made.logs = met.logs
-    made.terms.asked, made.terms.forbids = asked, forbids
-    made.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
-    made.terms.optimizer, made.terms.max_loss = optimizer, config.max_loss
-    made.terms.loss, made.terms.learning = config.loss, config.learning
+    job_context = JobContext()
+    job_context.logs = met.logs
+    job_context.terms.asked, job_context.terms.forbids = asked, forbids
+    job_context.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
+    job_context.terms.optimizer, job_context.terms.max_loss = optimizer, config.max_loss
+    job_context.terms.loss, job_context.terms.learning = config.loss, config.learning
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
-    made.waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
+    job_context.waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     elastic = False
     if met.members is not None:
-        made.rank = made.id = met.members.rank
-        made.world = met.members.world
-        elastic = bool(met.launch.home) and config.min_workers > 0 and made.world == met.launch.world
-    made.replica = replica if elastic else None
+        job_context.rank = job_context.id = met.members.rank
+        job_context.world = met.members.world
+        elastic = bool(met.launch.home) and config.min_workers > 0 and job_context.world == met.launch.world
+    job_context.replica = replica if elastic else None
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
     if elastic:
-        made.terms.forbids = forbids = forbidding(forbids)
+        job_context.terms.forbids = forbids = forbidding(forbids)
     how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
                            "fragments": asked.fragments or 1}
     if met.members is None and not config.join:
@@ -109,52 +109,55 @@ def connect(
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
         if not isinstance(plan, Plan) or not settled.servers:
-            return made
+            return job_context
     try:
         if met.launch.joins >= 0:
-            _enter(made, job, device, met, config, forbids, replica, compared(must, config))
-            atexit.register(made.at_exit)
-            return made
+            _enter(job_context, job, device, met, config, forbids, replica, compared(must, config))
+            atexit.register(job_context.at_exit)
+            return job_context
         if met.members is not None:
             with met.members.all_there(config.deadline_s):
-                made.groups = Groups(per_node, config.deadline_s, device, met.members)
-                made.rows = RowChannel(met.members, config.deadline_s)
-            made.on_close.append(made.rows.close)
-            align_tensors(align, made.groups, config.deadline_s)
-        made.terms.basis = plan_choice.basis(plan, made.say) if made.rank == 0 else None
-        if met.note and made.rank == 0:
-            made.say(met.note)
+                job_context.groups = Groups(per_node, config.deadline_s, device, met.members)
+                job_context.rows = RowChannel(met.members, config.deadline_s)
+            job_context.on_close.append(job_context.rows.close)
+            align_tensors(align, job_context.groups, config.deadline_s)
+        job_context.terms.basis = plan_choice.basis(plan, job_context.say) if job_context.rank == 0 else None
+        if met.note and job_context.rank == 0:
+            job_context.say(met.note)
         if met.differs:
-            made.say(f'{met.differs}; training goes on with them, since drift="warn"')
-        if config.min_workers and not elastic and made.rank == 0:
-            made.say(f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
-                     "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
-        nodes = made.world // per_node
-        made.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
-            plan_choice.settle(plan, job, config, made.world, per_node, **how), made.terms.basis, nodes, made.say,
-        ), whole), asked), made.groups)
-        if made.rank == 0 and (asked.fragments or 1) > made.plan.fragments:
-            made.say(f"fragments={asked.fragments} becomes fragments={made.plan.fragments}: a round has at most as many as the "
-                     f"plan has buckets ({len(made.plan.buckets)})")
-        if elastic and (why := unfit(made.plan)):
+            job_context.say(f'{met.differs}; training goes on with them, since drift="warn"')
+        if config.min_workers and not elastic and job_context.rank == 0:
+            job_context.say(
+                f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
+                "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
+        nodes = job_context.world // per_node
+        job_context.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
+            plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
+            job_context.terms.basis, nodes, job_context.say,
+        ), whole), asked), job_context.groups)
+        if job_context.rank == 0 and (asked.fragments or 1) > job_context.plan.fragments:
+            job_context.say(
+                f"fragments={asked.fragments} becomes fragments={job_context.plan.fragments}: a round has at most as many as "
+                f"the plan has buckets ({len(job_context.plan.buckets)})")
+        if elastic and (why := unfit(job_context.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
-        check_plan(made.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
-        if made.rank == 0 and (note := float64.told(job, nodes)):
-            made.say(note)
+        check_plan(job_context.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
+        if job_context.rank == 0 and (note := float64.told(job, nodes)):
+            job_context.say(note)
         # Also without servers: a broken collective does not show which rank failed, the coordinator's heartbeats do.
-        _join(made, job, _placed(config, met.address, made), per_node, outbound_only=not met.reachable, elastic=elastic,
-              must_match=compared(must, config) if elastic else {})
+        _join(job_context, job, _placed(config, met.address, job_context), per_node, outbound_only=not met.reachable,
+              elastic=elastic, must_match=compared(must, config) if elastic else {})
         if elastic:
-            made.members = MembershipChange(made, config, met.launch.home)
-        made.follow(made.worker_for(made.plan, job, device))
-        made.log(f"begins with plan {records.digest(made.plan)}: {in_words(made.plan)}")
+            job_context.members = MembershipChange(job_context, config, met.launch.home)
+        job_context.follow(job_context.worker_for(job_context.plan, job, device))
+        job_context.log(f"begins with plan {records.digest(job_context.plan)}: {in_words(job_context.plan)}")
     except BaseException:
-        made.close("failed to start")
+        job_context.close("failed to start")
         raise
-    if made.groups is not None:
-        print_one_line(made.rank)
-    atexit.register(made.at_exit)
-    return made
+    if job_context.groups is not None:
+        print_one_line(job_context.rank)
+    atexit.register(job_context.at_exit)
+    return job_context
 
 
 def _of(plan: Plan, whole: Job | None) -> Plan:

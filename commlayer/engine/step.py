@@ -67,7 +67,7 @@ class EpochChanged(Exception):
 
 
 def _nothing(_: Callable[[], bool]) -> None:
-    """Default of `heed`: there are no interrupts."""
+    """The default interrupt poll: there are no interrupts."""
 
 
 class Step:
@@ -96,7 +96,7 @@ class Step:
             arrivals.end()
 
     def wake(self) -> None:
-        """From any thread: makes the current wait, or the next one, call `heed`."""
+        """From any thread: makes the current wait, or the next one, poll for interrupts."""
         for arrivals in self._awaited:
             arrivals.wake()
 
@@ -146,7 +146,7 @@ class Arrivals:
         self._next.set()
 
     def wake(self) -> None:
-        """Makes the waiting thread call `heed`, then wait on."""
+        """Makes the waiting thread poll for interrupts and then continue its wait."""
         with self._lock:
             self._all.set()
         self._next.set()
